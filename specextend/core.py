@@ -71,6 +71,11 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     """Choose no token that completes a run of so many tokens that occurred before; 0 allows all."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Return True if only some of the likeliest tokens can be chosen, which depend on all others."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
@@ -86,6 +91,24 @@ class SamplingParams:
             raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
 
 
+class Choice(NamedTuple):
+    """A field of which all values are known."""
+
+    field: str
+    values: tuple[str, ...]
+    texts: tuple[str, ...]
+    """How an output goes on for each value. None begins another."""
+
+
+class Scored(NamedTuple):
+    """What the target thinks of a value of a choice."""
+
+    field: str
+    value: str
+    log_prob: float
+    """Given that it is one of the field's values."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt for the engine."""
@@ -98,6 +121,8 @@ class Request:
     """Tokens that an earlier decoding of this request chose. If given, this one takes plain steps, and is compared."""
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
+    choices: tuple[Choice, ...] = ()
+    """If given, the output is one text of each, the likeliest behind those before it; nothing else is asked of it."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -121,7 +146,7 @@ class Completion:
     """The output of the engine for one request.
 
     `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains neither. A loop that
-    ends the output is part of both, up to the token that completes it.
+    ends the output is part of both, up to the token that completes it. Behind choices there is no EOS.
     """
 
     request_id: str
@@ -131,6 +156,8 @@ class Completion:
     stats: DecodingStats
     agreement: Agreement | None = None
     """Given for a request with `audit_of`."""
+    scored: tuple[Scored, ...] = ()
+    """All values of a request's choices, choice by choice."""
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.answers import has_rules, is_whole, merge_answers
+from specextend.data.answers import choices_of, has_rules, is_whole, merge_answers
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -143,7 +143,7 @@ class _InParts:
             part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
-            last = replace(summary, text=merge_answers(schema, texts), stats=self._stats)
+            last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self._stats)
             return self._summary(step.requests[-1], last, outcomes[-1], part_rows)
         while True:
             prompts = self._parts.merges(texts, self._limit, row.instruction)
@@ -199,6 +199,7 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
             config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
         ),
         schema=(config.output.json_schema or "") if is_last else "",
+        choices=choices_of(config.output.json_schema) if is_last else (),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from specextend.core import Completion, Document, DocumentKey, Request
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
-from specextend.document_requests import Round, Summary, advance, summarize
+from specextend.document_requests import Round, Summary, advance, check_requests, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -89,3 +90,17 @@ def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(conf
     names = [request.request_id for each in rounds for request in each.requests]
     assert names == [f"book:{number}" for number in range(sum(sizes))]
     assert len(summary.part_rows) == sizes[0]
+
+
+def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pairs, engine, monkeypatch):
+    """What it thinks is no part of the object. A template that closes the thought leaves room for it."""
+    config = tiny_config(pairs("llama"), output__schema={"kind": "a | b", "why": "string"})
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think></think>' if quiet else '<think>' }}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    thinking, quiet = (
+        Prompts(engine.tokenizer, replace(config.prompt, template_options=options), engine.max_tokens, config.parts)
+        for options in ({}, {"quiet": True})
+    )
+    with pytest.raises(ValueError, match=r"output\.schema leaves no room to think.*template_options"):
+        check_requests(config, thinking)
+    check_requests(config, quiet)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import one_line
+from specextend.core import Choice, one_line
 
 _ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
 RULES = ("first", "union", "majority")
 """How a field of a document's parts becomes one: see `merge_answers`."""
+_NOTES = {"title", "description", "default", "examples", "merge", "type"}
+"""Keywords beside `enum` and the like that take no value out, `type` if all values have it."""
 _EXACT = 1 << 53
 """Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
 
@@ -47,6 +50,54 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
             )
     _check("the whole", schema)
     return json.dumps(schema, ensure_ascii=False)
+
+
+@lru_cache(maxsize=8)
+def choices_of(schema: str | None) -> tuple[Choice, ...]:
+    """Return what a schema leaves to choose if all values of all its fields are known, one at least of several.
+
+    Their texts, one behind the other, are an answer; () if there is something to write.
+    """
+    whole = {} if schema is None else json.loads(schema)
+    fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
+    others = {*whole} - {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_NOTES}
+    if others or not all(fields.values()) or {*whole.get("required", ())} != {*fields}:
+        return ()
+    choices = []
+    for number, (name, values) in enumerate(fields.items(), 1):
+        begin, end = "{" if number == 1 else " ", "}" if number == len(fields) else ","
+        texts = tuple(f"{begin}{_text(name)}: {_text(value)}{end}" for value in values)
+        shown = tuple(value if isinstance(value, str) else _text(value) for value in values)
+        choices.append(Choice(name, shown, texts))
+    return tuple(choices) if any(len(choice.values) > 1 for choice in choices) else ()
+
+
+def _values(field: Any, whole: Mapping[str, Any]) -> list[Any]:
+    """Return all values of a field, each once; none if they are not known."""
+    match field:
+        case {"$ref": str(place)}:
+            keyword, values = "$ref", _values(_at(place, whole), whole)
+        case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
+            found = [_values(kind, whole) for kind in kinds]
+            keyword = "anyOf" if "anyOf" in field else "oneOf"
+            values = [value for values in found for value in values] if all(found) else []
+        case {"enum": list(values)}:
+            keyword = "enum"
+        case {"const": value}:
+            keyword, values = "const", [value]
+        case {"type": "boolean"}:
+            keyword, values = "type", [True, False]
+        case {"type": "null"}:
+            keyword, values = "type", [None]
+        case _:
+            return []
+    if {*field} - {keyword, *_NOTES} or any(_kind(value) != field.get("type", _kind(value)) for value in values):
+        return []
+    return list({_text(value): value for value in values}.values())
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def answer_fields(schema: str | None) -> list[pa.Field]:

@@ -31,6 +31,9 @@ PART_SUMMARY = pa.struct(
 )
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
 
+CHOICE = pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])
+"""What the target thinks of a value: its log probability, given that it is one of the field's."""
+
 SUMMARY_SCHEMA = pa.schema(
     [
         ("doc_id", pa.string()),
@@ -80,6 +83,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_cached_tokens", pa.int32()),
         ("reasoning", pa.string()),
         ("evidence", pa.list_(EVIDENCE)),
+        ("choices", pa.list_(CHOICE)),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -142,6 +146,7 @@ def result_row(
         "part_summaries": part_summaries,
         "num_requests": num_requests,
         "reasoning": reasoning,
+        "choices": [each._asdict() for each in completion.scored] or None,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,

@@ -18,6 +18,7 @@ from specextend.attention.plan import TreeAttention
 from specextend.attention.trials import Trial
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
+from specextend.decoding.choices import ChoiceScorer
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, synchronise, traits_of
 from specextend.decoding.grammar import Grammars
@@ -25,7 +26,7 @@ from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.sampling import choose_tokens, penalties_of
+from specextend.decoding.sampling import penalties_of
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
 from specextend.decoding.speculation import Adaptive, CostTable
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
@@ -85,6 +86,7 @@ class Engine:
         self._verifier = Verifier(
             target, hidden_layers, self._scored_layers, self._num_levels, tree_attention, self._graphs
         )
+        self._choices = ChoiceScorer(tokenizer, target, self._count_step)
         self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
@@ -202,7 +204,7 @@ class Engine:
         if request.request_id in self._active:
             raise ValueError(f"request {request.request_id!r} is running already; give each request an id of its own")
         self._admission.check(request)
-        grammar = self._grammars.begin(request.schema) if request.schema else None
+        grammar = self._grammars.begin(request.schema) if request.schema and not request.choices else None
         admitted = self._admission.admit(request)
         if admitted is None:
             assert self._active, "an empty engine has room for whatever passes the check"
@@ -215,7 +217,7 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        drafts = self._memory.num_nodes > 0 and request.audit_of is None
+        drafts = self._memory.num_nodes > 0 and request.audit_of is None and not request.choices
         policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if not drafts:
@@ -300,12 +302,13 @@ class Engine:
             self._watch.charge("prefill_s", sequences)
             return
         self._reading = None
+        if request.choices:
+            token_ids, reason = self._choices.answer(sequence)
+            sequence.push(token_ids, self._watch.charge("prefill_s", sequences))
+            sequence.end(reason)
+            return
         positions = torch.tensor([sequence.length], device=self.target.device)
-        logits = self.target.logits(end.hidden)
-        if sequence.is_adjusted:
-            logits = sequence.adjusted(logits, request.prompt_token_ids[-1:], [-1])
-        token_id = int(choose_tokens(logits, positions, request.sampling))
-        sequence.audit(logits[0], positions[0], token_id)
+        token_id = int(sequence.choose(self.target.logits(end.hidden), positions, request.prompt_token_ids[-1:], [-1]))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, end.queries)
@@ -326,30 +329,39 @@ class Engine:
             self._look_again(running, step)
 
     def _draft(self, sequences: list[Sequence]) -> DraftTrees:
-        """Propose a tree for each sequence; for a plain step it is the root alone."""
+        """Propose a tree for each sequence; for a plain step it is the root, and behind it what a grammar forces."""
         roots = [sequence.root_token_id for sequence in sequences]
         places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
         if self.drafter is None or not places:
-            return roots_only(roots, self.target.device)
+            return self._constrained(roots_only(roots, self.target.device), sequences, drafting=False)
         drafting, begin = [sequences[b] for b in places], self._watch.mark
-        trees = self._constrained(self.drafter.propose([sequence.slot for sequence in drafting]), drafting)
-        trees = prune(trees, 1 + self._memory.num_nodes)
+        trees = self.drafter.propose([sequence.slot for sequence in drafting])
+        trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
         if self._adaptive is not None:
             trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
         now = self._watch.charge("draft_s", drafting)
         if self._adaptive is not None:
             self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
-        return trees if len(drafting) == len(sequences) else among_roots(trees, places, roots)
-
-    def _constrained(self, trees: DraftTrees, sequences: list[Sequence]) -> DraftTrees:
-        """Take out of trees what the sequences' grammars forbid, and add what they force."""
-        if all(sequence.grammar is None for sequence in sequences):
+        if len(drafting) == len(sequences):
             return trees
-        kept = [
-            nodes if each.grammar is None else each.grammar.keep(nodes, min(self._num_levels, each.num_left - 1))
-            for each, nodes in zip(sequences, trees.nodes(), strict=True)
-        ]
-        return DraftTrees.pad(kept, self.target.device, trees.num_nodes if self._graphs.enabled else 0)
+        return self._constrained(among_roots(trees, places, roots), sequences, drafting=False)
+
+    def _constrained(self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool) -> DraftTrees:
+        """Take out of trees what grammars forbid, and add what they force: of those that draft, or of those that pause.
+
+        A pause does not hold up what is forced. Fixed shapes have as many nodes as the largest tree.
+        """
+        asked = [each.drafts and each.speculation.active == drafting for each in sequences]
+        grammars = [each.grammar if is_asked else None for each, is_asked in zip(sequences, asked, strict=True)]
+        if not any(grammars):
+            return trees
+        limits = [min(self._num_levels, each.num_left - 1) for each in sequences]
+        rows = zip(grammars, trees.nodes(), limits, strict=True)
+        kept = [nodes if grammar is None else grammar.keep(nodes, limit) for grammar, nodes, limit in rows]
+        if not drafting and [*map(len, kept)] == trees.sizes:
+            return trees
+        most = 1 + self._memory.num_nodes
+        return prune(DraftTrees.pad(kept, self.target.device, most if self._graphs.enabled else 0), most)
 
     def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
         """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""

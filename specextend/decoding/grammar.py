@@ -2,15 +2,16 @@
 
 A grammar is that of a JSON Schema: one object, without white space that it does not need. What may not follow gets the
 logit -inf behind all penalties, so every way to choose a token keeps to the schema, and the output is that of plain
-decoding under the same masks. Letters: N nodes of a tree (root included), V vocabulary.
+decoding under the same masks. Only nodes that the target's own choices reach are masked. Letters: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf, log
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,23 +65,40 @@ class Grammar:
         """Go on by tokens of the output; what stands behind its end does not count."""
         self._matcher.try_consume_tokens(list(token_ids))
 
-    def apply(self, logits: Tensor, scores: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Return `scores` [N, V], which penalties made of `logits`, without what may not follow behind each node.
+    def follow(self, token_ids: Sequence[int], parents: Sequence[int], choose: Callable[[int], int]) -> list[int]:
+        """Return the tokens chosen behind the root of a tree and the nodes that this leads to, -1 behind all others.
 
-        The root is the last token of the output. Where penalties leave nothing that may follow, they do not count.
+        The root is the last token of the output. `choose` is called while the grammar stands at the node it is given.
         """
-        masks: list[bytes] = [b""] * len(logits)
-        for node in self._allowed(token_ids, _children(parents), 0):
-            masks[node] = self._matcher.compute_bitmask()
-        anything = b"\xff" * len(masks[0])  # behind padding and what is not allowed, which are never accepted
-        packed = torch.frombuffer(bytearray(b"".join(mask or anything for mask in masks)), dtype=torch.uint8)
-        bits = upload(packed, logits.device).view(len(masks), -1, 1) >> torch.arange(8, device=logits.device)
-        forbidden = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        nodes = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
+        chosen, num_taken = [-1] * len(token_ids), 0
+        node: int | None = 0
+        while node is not None:
+            chosen[node] = choose(node)
+            if (behind := nodes.get((node, chosen[node]))) is not None:
+                num_taken += self._enter(chosen[node]) or 0
+            node = behind
+        self._matcher.rollback(num_taken)
+        return chosen
+
+    def allows(self, token_id: int) -> bool:
+        """Return True if a token may follow where the grammar stands."""
+        taken = self._enter(token_id)
+        self._matcher.rollback(taken or 0)
+        return taken is not None
+
+    def mask(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return `scores` [1, V], which penalties made of `logits`, without what may not follow where it stands.
+
+        Where penalties leave nothing that may follow, they do not count.
+        """
+        bits = ~np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        unpacked = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=logits.shape[1]))
+        forbidden = upload(unpacked.view(torch.bool), logits.device)
         allowed = scores.masked_fill(forbidden, -inf)
-        if scores is logits:
-            return allowed
-        is_empty = allowed.amax(-1, keepdim=True) == -inf
-        return torch.where(is_empty, logits.to(scores.dtype).masked_fill(forbidden, -inf), allowed)
+        if scores is not logits and bool(allowed.amax() == -inf):
+            return logits.to(scores.dtype).masked_fill(forbidden, -inf)
+        return allowed
 
     def keep(self, tree: Sequence[TreeNode], num_levels: int) -> list[TreeNode]:
         """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to `num_levels`."""
@@ -116,14 +134,6 @@ class Grammar:
         if self._matcher.is_stopped():
             return 0 if token_id in self._eos_token_ids else None
         return self._matcher.try_consume_tokens([token_id]) or None
-
-    def _allowed(self, token_ids: Sequence[int], children: dict[int, list[int]], node: int) -> Iterator[int]:
-        """Yield a node and all below it that are allowed, each while the matcher stands there."""
-        yield node
-        for child in children.get(node, ()):
-            if (taken := self._enter(token_ids[child])) is not None:
-                yield from self._allowed(token_ids, children, child)
-                self._matcher.rollback(taken)
 
 
 def _children(parents: Sequence[int]) -> dict[int, list[int]]:

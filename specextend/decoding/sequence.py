@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, ends_in_loop
+from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, Scored, ends_in_loop
 from specextend.decoding.cache import Region
+from specextend.decoding.device import upload
 from specextend.decoding.grammar import Grammar
 from specextend.decoding.retrieval import CachePolicy
-from specextend.decoding.sampling import Penalties, choice_gap
+from specextend.decoding.sampling import Penalties, choice_gap, choose_tokens
 from specextend.decoding.speculation import Speculation
 from specextend.stats import DecodingStats, Phase
 
@@ -133,6 +134,8 @@ class Sequence:
     """Tokens that were those of `request.audit_of`, up to the first difference."""
     gap: float | None = None
     """How far apart the two tokens were at the first difference, in logits."""
+    scored: list[Scored] = field(default_factory=list)
+    """The values of choices made so far."""
 
     @property
     def is_greedy(self) -> bool:
@@ -149,10 +152,33 @@ class Sequence:
         """Return the number of tokens that the output has room for."""
         return self.request.max_new_tokens - len(self.stopper.token_ids)
 
-    def adjusted(self, logits: Tensor, token_ids: Items[int], parents: Items[int]) -> Tensor:
-        """Return what its penalties and its grammar make of logits [N, V] behind each node of a tree."""
+    def choose(self, logits: Tensor, positions: Tensor, token_ids: Items[int], parents: Items[int]) -> Tensor:
+        """Choose tokens [N] from logits [N, V] behind each node of a tree; under a grammar -1 where none leads.
+
+        `positions` [N] are those of the tokens chosen. The tree is asked for by penalties and grammar only.
+        """
+        sampling, grammar = self.request.sampling, self.grammar
         scores = logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
-        return scores if self.grammar is None else self.grammar.apply(logits, scores, token_ids, parents)
+        if grammar is None:
+            chosen = choose_tokens(scores, positions, sampling)
+            if self.request.audit_of is not None:
+                self.audit(scores[0], positions[0], int(chosen[0]))
+            return chosen
+        is_likely = not (self.penalties or sampling.leaves_out or self.request.audit_of is not None)
+        likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
+
+        def choose(node: int) -> int:
+            """Choose behind a node where the grammar stands. What is chosen of all tokens is the choice of fewer."""
+            if likely is not None and grammar.allows(likely[node]):
+                return int(likely[node])
+            row = slice(node, node + 1)
+            masked = grammar.mask(logits[row], scores[row])
+            token_id = int(choose_tokens(masked, positions[row], sampling))
+            self.audit(masked[0], positions[node], token_id)
+            return token_id
+
+        reached = grammar.follow(token_ids, parents, choose)
+        return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""
@@ -167,6 +193,10 @@ class Sequence:
         self.finish_reason = self.stopper.push(token_ids)
         self.stats.num_output_tokens = len(self.stopper.token_ids)
         self.stats.decode_s = now - self.first_token_at
+
+    def end(self, reason: FinishReason) -> None:
+        """End where it stands."""
+        self.finish_reason = self.stopper.finish_reason = reason
 
     def audit(self, logits: Tensor, position: Tensor, token_id: int) -> None:
         """Compare a token of a plain decoding with that of `request.audit_of`, unless an earlier one differed.
@@ -212,7 +242,13 @@ class Sequence:
         agreement = None if self.request.audit_of is None else Agreement(self.num_equal_tokens, self.gap)
         stopper = self.stopper
         return Completion(
-            self.request.request_id, stopper.token_ids, stopper.text, self.finish_reason, self.stats, agreement
+            self.request.request_id,
+            stopper.token_ids,
+            stopper.text,
+            self.finish_reason,
+            self.stats,
+            agreement,
+            tuple(self.scored),
         )
 
 

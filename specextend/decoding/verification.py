@@ -17,7 +17,6 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
-from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence
 from specextend.decoding.speculation import CostTable
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
@@ -147,12 +146,8 @@ class Verifier:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
         chosen = []
         for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            scores = logits[b]
-            if sequence.is_adjusted:
-                scores = sequence.adjusted(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
-            chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
-            if sequence.request.audit_of is not None:
-                sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
+            nodes = torch.stack([tree.token_ids, tree.parents]).tolist() if sequence.is_adjusted else ([], [])
+            chosen.append(sequence.choose(logits[b], positions[b], *nodes))
         return torch.stack(chosen)
 
     def _kind(self, lengths: Items[int], num_nodes: int) -> TreeAttention:

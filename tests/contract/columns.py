@@ -19,6 +19,7 @@ TYPES = {
     "evidence": pa.list_(
         pa.struct({"field": STRING, "value": STRING, "begin": pa.int64(), "end": pa.int64(), "score": pa.float64()})
     ),
+    "choices": pa.list_(pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])),
     "started_at": pa.timestamp("ms", tz="UTC"),
 }
 SUMMARIES = {name: kind for names, kind in TYPES.items() for name in names.split()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import exp
 from pathlib import Path
 
 import pyarrow as pa
@@ -82,6 +83,35 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int
         assert begin is None or texts[row["doc_id"]][begin:end].lower() == row["said"]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["evidence"]["said"]["strings"] == 2
+
+
+@pytest.mark.slow
+def test_a_schema_of_values_alone_is_scored(tmp_path: Path):
+    """Each value has its probability, and the likeliest is the answer, whatever the temperature is; an audit agrees."""
+    corpus = write_corpus(tmp_path / "a.parquet", ["The committee met. " * 20, "It rained."], doc=["a", "b"])
+    settings = [
+        "output.schema={kind: audit | budget | other, closed: 'boolean?'}",
+        "output.column=answer",
+        "input.id_column=doc",
+        "decoding.temperature=1.5",
+        "decoding.audit_fraction=1",
+        "decoding.max_new_tokens=80",
+    ]
+    given = [part for setting in settings for part in ("--set", setting)]
+    ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), *given)
+    assert ended.code == 0, ended.stderr
+    for row in rows(tmp_path / "out" / "summaries"):
+        answer = json.loads(row["answer"])
+        assert answer == {name: row[name] for name in ("kind", "closed")}
+        for field, values in {"kind": ["audit", "budget", "other"], "closed": ["true", "false", "null"]}.items():
+            log_probs = {each["value"]: each["log_prob"] for each in row["choices"] if each["field"] == field}
+            assert [*log_probs] == values
+            assert sum(map(exp, log_probs.values())) == pytest.approx(1)
+            best = max(log_probs, key=log_probs.__getitem__)
+            assert best == (row[field] if field == "kind" else json.dumps(row[field]))
+        assert row["num_spec_steps"] + row["num_plain_steps"] == 0
+    audit = json.loads((tmp_path / "out" / "report.json").read_text())["audit"]
+    assert (audit["documents"], audit["equal"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

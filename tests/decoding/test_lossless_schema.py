@@ -16,9 +16,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from specextend.data.answers import answer_fields, schema_of
 from specextend.decoding.device import Graphs
+from specextend.decoding.speculation import Adaptive
 from tests.covering import covering
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import Ties, generate
+from tests.test_adaptive import NUM_NODES, PausesAtRandom, ScriptedCosts, adaptive_engine
 from tests.tiny_models import (
     EOS_TOKEN_ID,
     FAMILIES,
@@ -182,3 +184,29 @@ def test_whatever_the_schema_answers_parse(small_engine, fields):
         jsonschema.validate(json.loads(found.text), json.loads(schema))
     else:
         assert found.finish_reason == "length"
+
+
+def test_what_is_forced_is_drafted_while_speculation_pauses(pair, own):
+    """Drafting costs five plain steps, so it is given up soon; braces and names take few steps all the same."""
+    costs = ScriptedCosts(lambda rows: 1.0, lambda: 5.0)
+    [found] = adaptive_engine(pair, "bad", Adaptive(costs, NUM_NODES)).generate(requests()[:1])
+    assert found.token_ids == own["plain"].token_ids
+    assert found.stats.num_fallbacks == 1
+    assert found.stats.num_accepted_tokens > 12
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle"])
+def test_output_under_a_schema_does_not_depend_on_when_speculation_pauses(pair, own, draft):
+    adaptive = PausesAtRandom(ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1), NUM_NODES, seed=0)
+    found = outputs(adaptive_engine(pair, draft, adaptive, 3))
+    assert [found[name].token_ids for name in OPTIONS] == [own[name].token_ids for name in OPTIONS]
+
+
+def test_where_penalties_leave_nothing_they_do_not_count(pair):
+    """No token may occur twice, as quotes have to: the schema wins."""
+    schema = schema_of({"kind": "audit | budget", "closed": "boolean", "level": {"enum": ["low", "high"]}})
+    asked = replace(request("a", random_prompt(40), 100, no_repeat_ngram_size=1), schema=schema)
+    found = [next(engine_of(pair, mode, "good", 1).generate([asked])) for mode in ("autoregressive", "tree")]
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(found[0].text), json.loads(schema))

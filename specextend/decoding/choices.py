@@ -1,0 +1,128 @@
+"""Scored answers: an output is put together of choices, each made by the target's probabilities of all its values.
+
+The values of a choice are a tree behind the prompt and the choices before; one forward scores them, several if there
+are many. Nothing is drafted or sampled. The log probability of a value is the sum over its tokens, given that it is one
+of the values. It is not divided by the length: texts end where they are told apart, so they exclude each other, and the
+sum is what the target says of them.
+
+Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.core import FinishReason, Scored
+from specextend.decoding.device import upload
+from specextend.decoding.model import CachedModel
+from specextend.decoding.sampling import FARTHEST
+from specextend.decoding.sequence import Sequence as Running
+from specextend.decoding.tree import tree_mask
+
+MOST_NODES = 96
+"""Nodes of values in one forward. With forced tokens before them they are as many as every kernel takes."""
+Path = list[int]
+"""Tokens of an output, from its first one on."""
+
+
+class ChoiceScorer:
+    """Makes the choices of requests whose prompts were read."""
+
+    def __init__(self, tokenizer: Any, target: CachedModel, on_forward: Callable[[], None]) -> None:
+        """Take the models; `on_forward` is called for each forward of the target."""
+        self._tokenizer, self._target, self._on_forward = tokenizer, target, on_forward
+
+    def answer(self, sequence: Running) -> tuple[Path, FinishReason]:
+        """Make a sequence's choices, one after the other; return its output, and why it ends there."""
+        request, text, path = sequence.request, "", Path()
+        for choice in request.choices:
+            texts = [text + each for each in choice.texts]
+            paths = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            if max(map(len, paths)) > request.max_new_tokens:
+                return paths[0][: min(_num_shared(paths) or 1, request.max_new_tokens)], "length"
+            log_probs = self._log_probs(sequence, paths) if len(paths) > 1 else [0.0]
+            best = max(range(len(paths)), key=log_probs.__getitem__)  # the first of equals
+            scored = zip(choice.values, log_probs, strict=True)
+            sequence.scored += [Scored(choice.field, value, log_prob) for value, log_prob in scored]
+            text, path = texts[best], paths[best]
+            self._audit(sequence, path, dict(zip(texts, log_probs, strict=True)), text)
+        return path, "stop"
+
+    def _audit(self, sequence: Running, path: Path, log_probs: Mapping[str, float], chosen: str) -> None:
+        """Compare a choice with that of `request.audit_of`, unless an earlier one differed."""
+        if (expected := sequence.request.audit_of) is None or sequence.gap is not None:
+            return
+        sequence.num_equal_tokens = _num_shared([path, [*expected]])
+        earlier = self._tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+        if not earlier.startswith(chosen):
+            others = [log_prob for text, log_prob in log_probs.items() if earlier.startswith(text)]
+            sequence.gap = log_probs[chosen] - others[0] if others else FARTHEST
+
+    def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
+        """Return the log probability of each path, given that it is one of them."""
+        prompt, num_shared = sequence.request.prompt_token_ids, _num_shared(paths)
+        root = len(prompt) + num_shared - 1  # place of the last token that all paths share
+        sums = torch.empty(len(paths), dtype=torch.float64)
+        sequence.length = min(sequence.length, root)
+        for group in self._groups(sequence, paths, num_shared):
+            forced = [*prompt[sequence.length :], *paths[0][:num_shared]][-(root + 1 - sequence.length) :]
+            sums[group] = self._sums(sequence, forced, [paths[place][num_shared:] for place in group])
+            sequence.length = root  # the forced tokens were read into their rows
+        return sums.log_softmax(0).tolist()
+
+    @staticmethod
+    def _groups(sequence: Running, paths: Sequence[Path], num_shared: int) -> Iterator[list[int]]:
+        """Yield places of paths that fit into one tree; an audit scores one at a time, without a tree."""
+        room = sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
+        room = min(MOST_NODES, room) if sequence.request.audit_of is None else 0
+        group, num_nodes, before = list[int](), 0, Path()
+        for place in sorted(range(len(paths)), key=paths.__getitem__):
+            path = paths[place][:-1]  # nothing is asked behind its last token
+            num_new = len(path) - max(num_shared, _num_shared([before, path]))
+            if group and num_nodes + num_new > room:
+                yield group
+                group, num_nodes, num_new = [], 0, len(path) - num_shared
+            group, num_nodes, before = [*group, place], num_nodes + num_new, path
+        yield group
+
+    def _sums(self, sequence: Running, forced: Path, tails: Sequence[Path]) -> Tensor:
+        """Return [n] fp64: for each of the tails, which follow `forced`, the sum of its tokens' log probabilities."""
+        root = len(forced) - 1
+        token_ids, parents, depths = [*forced], [*range(-1, root)], [*range(root + 1)]
+        nodes: dict[tuple[int, int], int] = {}
+        asked: list[tuple[int, int, int]] = []  # tail, node, and the token behind it
+        for tail, rest in enumerate(tails):
+            node = root
+            for depth, token_id in enumerate(rest, root + 1):
+                asked.append((tail, node - root, token_id))
+                if depth - root < len(rest) and (node, token_id) not in nodes:
+                    nodes[node, token_id] = len(token_ids)
+                    token_ids, parents, depths = [*token_ids, token_id], [*parents, node], [*depths, depth]
+                node = nodes.get((node, token_id), -1)
+        logits = self._logits(sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device))[root:]
+        tail_of, node_of, token_of = upload(torch.tensor(asked).T.contiguous(), logits.device)
+        log_probs = logits[node_of, token_of].double() - logits.logsumexp(-1).double()[node_of]
+        return torch.zeros(len(tails), dtype=torch.float64).index_add_(0, tail_of.cpu(), log_probs.cpu())
+
+    def _logits(self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
+        """Run nodes [N] behind the sequence's rows; return logits [N, V] fp32."""
+        num_nodes, length = len(token_ids), sequence.length
+        is_chain = bool((depths.diff() == 1).all())
+        mask = None if is_chain else tree_mask(parents.unsqueeze(0), int(depths.max()))
+        plan = AttentionPlan([sequence.region.start], [length + num_nodes], num_nodes, mask=mask)
+        hidden = self._target.forward(token_ids.unsqueeze(0), (length + depths).unsqueeze(0), plan)
+        sequence.stats.num_forwards += 1
+        self._on_forward()
+        return self._target.logits(hidden[0]).float()
+
+
+def _num_shared(paths: Sequence[Path]) -> int:
+    """Return how many tokens all paths begin with."""
+    first, last = min(paths), max(paths)
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(last)))
