@@ -207,10 +207,12 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema` ends."""
     if config.output.schema is None or is_whole(answer.text):
         return answer
+    is_loop = answer.finish_reason == "repetition"
+    advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens"
     error = DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "
-        "object did: raise decoding.max_new_tokens, or limit the fields in output.schema (maxLength, maxItems)",
+        f"object did: {advice}, or limit the fields in output.schema (maxLength, maxItems)",
         "decode",
     )
     error.summary = answer.text

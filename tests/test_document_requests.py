@@ -104,3 +104,14 @@ def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pairs, engine
     with pytest.raises(ValueError, match=r"output\.schema leaves no room to think.*template_options"):
         check_requests(config, thinking)
     check_requests(config, quiet)
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"), [("length", "raise decoding.max_new_tokens"), ("repetition", "decoding.repetition_penalty")]
+)
+def test_an_answer_that_broke_off_says_what_helps(pairs, prompts, reason, advice):
+    """More tokens do not end an answer that repeats itself."""
+    config = tiny_config(pairs("llama"), output__schema={"why": "string"})
+    rounds = summarize(config, prompts, row("t1 t2"), "book")
+    with pytest.raises(DocumentError, match=rf"\({reason}\) after .* tokens, before its object did: .*{advice}"):
+        follow(rounds, lambda step: [replace(said(step.requests[0]), finish_reason=reason)])

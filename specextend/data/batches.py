@@ -29,7 +29,7 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
             f"input.{chosen[0]} chooses rows of files, not of batches: leave it out, and choose them in the pipeline"
         )
     check_names(options, output)
-    if taken := [name for name in options.passthrough if name in BATCH_SCHEMA.names]:
+    if taken := [name for name in options.passthrough if name in {*BATCH_SCHEMA.names} - {"summary"}]:
         raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
 
 

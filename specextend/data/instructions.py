@@ -18,8 +18,19 @@ DOCUMENT = "document"
 PLACE = f"{{{{ {DOCUMENT} }}}}"
 """Stands for the document in an instruction; any other name is a column."""
 
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Fields of a struct that is null are null."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return None if obj is None else super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return None if obj is None else super().getitem(obj, argument)
+
+
 _SENTINEL = "\u2063DOCUMENT\u2063"
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
+_ENVIRONMENT = _Environment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: "" if value is None else value
 )
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")

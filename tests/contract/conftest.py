@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ class Run:
     """A corpus and the folder of its run. Documents are of different lengths, the longest of which do not fit."""
 
     folder: Path
-    quantize: str = "null"
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other options of the run, by section."""
 
     def __post_init__(self) -> None:
         table = pa.table(
@@ -75,17 +76,17 @@ class Run:
 
     def options(self, **job: Any) -> dict[str, dict[str, Any]]:
         """The sections of the configuration that differ from the file; `job` are options of `job.*`."""
-        return {
+        ours = {
             "input": {
                 "path": self.folder / "corpus.parquet",
                 "id_column": "null",
                 "passthrough": f"[{','.join(PASSTHROUGH)}]",
             },
             "output": {"path": self.output},
-            "target": {"quantize": self.quantize},
             "prompt": {"max_prompt_tokens": 400},
             "job": {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600} | job,  # for busy machines
         }
+        return ours | {name: ours.get(name, {}) | keys for name, keys in self.changes.items()}
 
     def arguments(self, **job: Any) -> list[str]:
         """The command line behind the script."""

@@ -49,13 +49,23 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(
     assert first["paid_s"] is not None
 
 
+SAID = "{type: string, minLength: 1, maxLength: 4, pattern: '^[a-z]+$'}"
+OTHER_RUNS = {
+    "weights in 8 bits, which each worker makes for itself": {"target": {"quantize": "int8"}},
+    "answers by a schema": {
+        "output": {"schema": f"{{kind: 'audit | budget?', said: {SAID}}}", "evidence": "true"},
+        "decoding": {"max_new_tokens": 80},
+    },
+}
+
+
 @pytest.mark.slow
-def test_a_killed_run_with_weights_in_8_bits_is_resumed_as_one_that_was_not(
-    tmp_path: Path, summarize_here, undisturbed
+@pytest.mark.parametrize("kind", OTHER_RUNS)
+def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(
+    tmp_path: Path, summarize_here, undisturbed, kind: str
 ):
-    """Each worker quantizes for itself, and must come to the same weights."""
     (tmp_path / "calm").mkdir()
-    calm, run = Run(tmp_path / "calm", quantize="int8"), Run(tmp_path, quantize="int8")
+    calm, run = Run(tmp_path / "calm", OTHER_RUNS[kind]), Run(tmp_path, OTHER_RUNS[kind])
     assert summarize_here(*calm.arguments()).code == 0
     killed = run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"])
     _, stderr = killed.communicate(timeout=LONGEST_S)

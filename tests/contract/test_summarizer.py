@@ -137,6 +137,14 @@ def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(c
         Summarizer(tiny_config(pairs("llama"), **options), lambda _: pytest.fail("a model was loaded"))
 
 
+def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(config, engine, pairs):
+    options = INPUT | {"input__passthrough": ["summary"], "output__column": "answer"}
+    batch = documents().append_column("summary", pa.array([f"old {row}" for row in range(len(documents()))]))
+    rows = Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(batch).to_pylist()
+    assert [row["summary"] for row in rows] == batch["summary"].to_pylist()
+    assert all("answer" in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("changes", "batch", "message"),
     [

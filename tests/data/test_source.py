@@ -120,6 +120,14 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write: Write) -> 
     assert row.instruction == ("FR 1 land at -\n\n", "")
 
 
+def test_a_field_of_a_struct_that_is_null_is_an_empty_string(write: Write) -> None:
+    struct = pa.struct([("land", pa.string()), ("at", pa.struct([("page", pa.int64())]))])
+    path = write("a.parquet", {"text": ["x"], "meta": pa.array([None], struct)})
+    template = Instruction("prompt.instruction", "in <{{ meta.land }}{{ meta['at'].page }}>")
+    row = open_source(InputOptions(path=str(path)), template=template).read(DocumentKey(0, 0))
+    assert row.instruction == ("in <>\n\n", "")
+
+
 @pytest.mark.parametrize(
     ("option", "column"),
     [
