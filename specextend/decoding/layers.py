@@ -220,10 +220,13 @@ def _fault(pack: Pack, linear: nn.Linear) -> str:
 @cache
 def linear_forms() -> Mapping[str, Pack]:
     """Return the forms that a bf16 layer can take on this machine, by name: torch's own, oneDNN's, the compiled one."""
-    forms: dict[str, Pack] = {"torch": lambda linear: linear, "onednn": PackedLinear}
+    forms: dict[str, Pack] = {"torch": lambda linear: linear}
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        forms["onednn"] = PackedLinear
+    others = forms.get("onednn", forms["torch"])
     if (kernel := compiled_kernel()) is not None:
         forms["compiled"] = lambda linear: (
-            CompiledLinear(linear, kernel) if kernel.takes(linear.weight) else PackedLinear(linear)
+            CompiledLinear(linear, kernel) if kernel.takes(linear.weight) else others(linear)
         )
     return forms
 
@@ -270,10 +273,9 @@ def _shortest(linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int) ->
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Return True for a weight that oneDNN can pack: bf16 on a CPU with kernels for it."""
-    has_kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Return True for a weight that can be packed: bf16 on a CPU."""
     is_plain = type(weight) is nn.Parameter and weight.dtype == torch.bfloat16  # not quantized
-    return has_kernels and is_plain and traits_of(weight.device).packs_linears
+    return is_plain and traits_of(weight.device).packs_linears
 
 
 def _pack(module: nn.Module, pack: Pack) -> None:

@@ -37,7 +37,7 @@ ITEMS_PER_WORKER = 4
 
 ELEMENTS: dict[torch.dtype, type] = {
     torch.float32: np.float32,
-    torch.bfloat16: np.uint32 if "avx512bf16" in vectors.processor_features() else np.uint16,
+    torch.bfloat16: np.uint32 if vectors.HAS_BF16 else np.uint16,
 }
 
 

@@ -8,6 +8,8 @@ whose meaning is the `element`, an argument that is only a type:
 | float32 | fp32 | a number | fp32 |
 | uint16 | bf16 | a number, widened to fp32 | fp32 |
 | uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
+| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two numbers of fp32; for weights alone |
+| int16 | bf16 | a number | fp32: widened when it is multiplied, for values that few rows attend to |
 
 A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16 parts, and the
 weighted sum of the values. That score is its largest so far, or at most `MARGIN` below it.
@@ -25,12 +27,14 @@ from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.vectors import (
     FLOATS,
     LANES,
+    REGISTER_LANES,
     UNITS,
     VECTOR_BYTES,
     Value,
     address,
     emitted,
     load,
+    number,
     store,
 )
 
@@ -38,8 +42,8 @@ BLOCK = 64
 """Keys that are laid out at once: four vectors of scores."""
 TILE = 6
 """Rows of a product: with four vectors of columns their sums fill the 32 registers of AVX-512."""
-MAX_WIDTH = 4 if "avx512f" in vir.processor_features() else 1
-"""Vectors of columns in a product."""
+WIDTHS = [4] * TILE if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
+"""Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
 MARGIN = 8.0
 """A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would be 7% slower."""
 HEADER = 2 * VECTOR_BYTES
@@ -66,13 +70,19 @@ def source_bytes(element: Any) -> int:
 
 def times(b: Value, x: Value, n: int) -> Value:
     """Multiply a count by a constant."""
-    return b.mul(x, vir.number(n))
+    return b.mul(x, number(n))
 
 
 @emitted(types.int64)
 def unit_columns(b: Value, element: Any) -> Value:
     """Return the number of columns in a unit."""
-    return vir.number(units_of(element))
+    return number(units_of(element))
+
+
+@emitted(types.int64)
+def is_widened(b: Value, element: Any) -> Value:
+    """Return 1 if the tensors hold bf16 and arithmetic is fp32."""
+    return number(int(element == types.uint16))
 
 
 @emitted(types.int64)
@@ -104,24 +114,26 @@ def smaller(b: Value, x: Value, y: Value) -> Value:
 
 @emitted()
 def lay_keys(
-    b: Value, element: Any, keys: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
+    b: Value, element: Any, keys: Value, stride: Value, num_keys: Value, head_dim: Value, target: Value
 ) -> None:
     """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it."""
-    last = b.sub(num_keys, vir.number(1))
+    last, lanes, numbers = b.sub(num_keys, number(1)), REGISTER_LANES, 1 if element == types.float32 else 2
+    rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
+    num_vectors = b.udiv(head_dim, number(lanes * numbers))
 
     def body(i: Value) -> None:
-        first, column = times(b, b.udiv(i, num_vectors), LANES), b.urem(i, num_vectors)
-        source = address(b, keys, times(b, column, source_bytes(element)))
+        first, column = times(b, b.udiv(i, num_vectors), lanes), b.urem(i, num_vectors)
+        source = address(b, keys, times(b, column, 4 * lanes))
         rows = []
-        for lane in range(LANES):
+        for lane in range(lanes):
             row = smaller(b, address(b, first, lane), last)
-            where = address(b, source, b.mul(row, stride))
-            rows.append(load_units(b, element, where))
-        place = address(b, target, times(b, column, LANES * BLOCK * 4), times(b, first, 4))
+            rows.append(load(b, address(b, source, b.mul(row, stride)), ir.VectorType(vir.I32, lanes)))
+        place = address(b, target, times(b, column, lanes * rows_each * BLOCK * 4), times(b, first, 4))
         for unit, values in enumerate(vir.transposed(b, rows)):
-            store(b, values, address(b, place, unit * BLOCK * 4))
+            for half, units in enumerate(widened(b, values) if rows_each == 2 else [values]):
+                store(b, units, address(b, place, (rows_each * unit + half) * BLOCK * 4))
 
-    groups = b.udiv(address(b, num_keys, LANES - 1), vir.number(LANES))
+    groups = b.udiv(address(b, num_keys, lanes - 1), number(lanes))
     vir.repeat(b, b.mul(groups, num_vectors), [], body)
 
 
@@ -137,14 +149,14 @@ def lay_values(
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
 
     def interleave(pair: Value) -> None:
-        second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, vir.number(1)))
+        second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, number(1)))
         rows = [address(b, values, b.mul(row, stride)) for row in (times(b, pair, 2), second)]
-        emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, vir.number(2)), address(b, target, b.mul(pair, width)))
+        emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, number(2)), address(b, target, b.mul(pair, width)))
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)
     else:
-        vir.repeat(b, b.udiv(address(b, num_keys, 1), vir.number(2)), [], interleave)
+        vir.repeat(b, b.udiv(address(b, num_keys, 1), number(2)), [], interleave)
 
 
 def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Value) -> None:
@@ -179,50 +191,62 @@ def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value,
 
 def emit_product(
     b: Value, element: Any, rows: int, width: int, left: Value, left_stride: Value, right: Value, right_stride: Value,
-    depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+    right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     """Emit the product of a tile with all its sums in registers."""
-    starts = [address(b, left, b.mul(left_stride, vir.number(row))) for row in range(rows)]
+    starts = [address(b, left, b.mul(left_stride, number(row))) for row in range(rows)]
     places = [
-        address(b, sums, b.mul(sums_stride, vir.number(row)), VECTOR_BYTES * column)
+        address(b, sums, b.mul(sums_stride, number(row)), VECTOR_BYTES * column)
         for row in range(rows)
         for column in range(width)
     ]
-    keep = b.icmp_signed("!=", accumulate, vir.number(0))
+    keep = b.icmp_signed("!=", accumulate, number(0))
     carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
+    numbers = 2 if element == types.int32 else 1
 
     def body(i: Value, *old: Value) -> list[Value]:
-        start = address(b, right, b.mul(i, right_stride))
-        columns = [load(b, address(b, start, VECTOR_BYTES * column), UNITS) for column in range(width)]
-        new = []
-        for row in range(rows):
-            unit = vir.splat(b, load(b, address(b, starts[row], times(b, i, 4)), vir.I32))
-            for column in range(width):
-                x, y, total = unit, columns[column], old[row * width + column]
-                if units_of(element) == 2:
-                    new.append(vir.dot_pairs(b, total, x, y))
-                else:
-                    new.append(vir.fma(b, b.bitcast(x, FLOATS), b.bitcast(y, FLOATS), total))
+        start, new = address(b, right, b.mul(i, right_stride)), list(old)
+        kind = types.uint16 if element == types.int16 else types.uint32
+        columns = [load_units(b, kind, address(b, start, times(b, right_column, column))) for column in range(width)]
+        halves = zip(*(widened(b, each) for each in columns), strict=True) if numbers == 2 else [columns]
+        for half, units in enumerate(halves):
+            for row in range(rows):
+                unit = vir.splat(b, load(b, address(b, starts[row], times(b, i, 4 * numbers), 4 * half), vir.I32))
+                for column, y in enumerate(units):
+                    at = row * width + column
+                    if element == types.uint32:
+                        new[at] = vir.dot_pairs(b, new[at], unit, y)
+                    else:
+                        new[at] = vir.fma(b, b.bitcast(unit, FLOATS), b.bitcast(y, FLOATS), new[at])
         return new
 
     for place, value in zip(places, vir.repeat(b, depth, carried, body), strict=True):
         store(b, value, place)
 
 
+def widened(b: Value, pairs: Value) -> tuple[Value, Value]:
+    """Return the first and the second numbers of pairs of bf16 as units of fp32."""
+    count = pairs.type.count
+    return b.shl(pairs, vir.units([16] * count)), b.and_(pairs, vir.units([-(1 << 16)] * count))
+
+
 @emitted()
 def product(
     b: Value, element: Any, rows: Value, width: Value, left: Value, left_stride: Value, right: Value,
-    right_stride: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+    right_stride: Value, right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them."""
-    done = b.append_basic_block("done")
-    choice = b.switch(b.add(times(b, rows, MAX_WIDTH + 1), width), done)
+    done, size = b.append_basic_block("done"), max(WIDTHS) + 1
+    choice = b.switch(b.add(times(b, rows, size), width), done)
     for r in range(1, TILE + 1):
-        for w in range(1, MAX_WIDTH + 1):
+        for w in range(1, WIDTHS[r - 1] + 1):
             case = b.append_basic_block(f"product_{r}_{w}")
-            choice.add_case(vir.number(r * (MAX_WIDTH + 1) + w), case)
+            choice.add_case(number(r * size + w), case)
             b.position_at_end(case)
-            emit_product(b, element, r, w, left, left_stride, right, right_stride, depth, sums, sums_stride, accumulate)
+            emit_product(
+                b, element, r, w, left, left_stride, right, right_stride, right_column, depth, sums, sums_stride,
+                accumulate,
+            )  # fmt: skip
             b.branch(done)
     b.position_at_end(done)
 
@@ -311,7 +335,7 @@ def weigh(
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
         for i, value in enumerate(emit_weighing(b, element, source, state, num_vectors, factor, margin)):
             where = address(b, target, i * VECTOR_BYTES // units_of(element))
-            store(b, vir.to_bf16_fast(b, value) if pairs else value, where, 2 if pairs else 4)
+            store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
 
     vir.repeat(b, num_rows, [], body)
 
@@ -337,7 +361,7 @@ def fold(b: Value, element: Any, total: Value, part: Value, num_vectors: Value, 
     mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
 
     def body(i: Value) -> None:
-        offset = address(b, vir.number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
+        offset = address(b, number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
         where = address(b, total, offset)
         store(b, vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)), where)
 
@@ -378,7 +402,7 @@ def put(b: Value, element: Any, where: Value, value: float) -> None:
 @emitted(types.int64)
 def element_size(b: Value, element: Any) -> Value:
     """Return the size of a tensor's element."""
-    return vir.number(4 if element == types.float32 else 2)
+    return number(4 if element == types.float32 else 2)
 
 
 @emitted(types.int64)

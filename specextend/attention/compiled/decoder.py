@@ -1,4 +1,4 @@
-"""All decoder layers of a forward in one call, compiled by numba for processors with avx512_bf16.
+"""All decoder layers of a forward in one call, compiled by numba for processors with AVX2 or more.
 
 A layer is eight *phases*, such as a product or attention, and a phase is a number of items. Workers take items of a
 phase until none is left and wait until all are done, so one that is held up delays the others by its item alone. They
@@ -41,6 +41,8 @@ ROWS = 4
 """Rows of an item between products."""
 SPINS = 2000
 """Looks at a counter, some tens of microseconds, before a worker that waits gives its processor away."""
+_BITS = np.uint32(0)  # an element that is copied as it is
+_PAIRS = products.ELEMENT(0)
 _PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 
 
@@ -95,7 +97,7 @@ def normalise(b: Value, element: Any, x: Value, weight: Value, num_vectors: Valu
 
     def scale(i: Value) -> None:
         value = b.fmul(b.fmul(load_wide(b, at(x, i)), factor), load_wide(b, at(weight, i)))
-        store(b, vir.to_bf16_fast(b, value), at(out, i), 2)
+        store(b, vir.to_bf16(b, value), at(out, i), 2)
 
     vir.repeat(b, num_vectors, [], scale)
 
@@ -112,7 +114,7 @@ def turn(b: Value, element: Any, head: Value, cos: Value, sin: Value, num_vector
         for value, other, offset in ((x, y, low), (y, x, high)):
             factors = (load_wide(b, address(b, each, offset)) for each in (cos, sin))
             turned = vir.fma(b, value, next(factors), b.fmul(other, next(factors)))
-            store(b, vir.to_bf16_fast(b, turned), address(b, out, offset), 2)
+            store(b, vir.to_bf16(b, turned), address(b, out, offset), 2)
 
     vir.repeat(b, num_vectors, [], body)
 
@@ -167,7 +169,7 @@ def rotate_rows(element: Any, layer: Any, number: int) -> None:
         for i in range(num_keys):
             value = first + (num_turned + i) * head_bytes
             out = call.v + i * call.v_head + place * call.v_row
-            copy_row(element, value, head_bytes // VECTOR_BYTES, out)
+            copy_row(_BITS, value, head_bytes // VECTOR_BYTES, out)
 
 
 @numba.njit
@@ -205,7 +207,7 @@ def run_item(element: Any, layer: Any, phase: int, sums: int, scratch: Any, numb
             call = layer.o_proj
         elif phase == 6:
             call = layer.gate_up
-        products.run_item(element, call, sums, number)
+        products.run_item(_PAIRS, call, sums, number)
 
 
 @numba.njit
@@ -270,7 +272,7 @@ class Decoder:
                 product = call[name]
                 product["weight"], product["scales"] = linear.packed.data_ptr(), linear.scales.data_ptr()
                 product["bias"], product["is_int8"] = linear.bias.data_ptr(), linear.packed.dtype == torch.int8
-                product["num_blocks"], product["num_pairs"] = linear.packed.shape[:2]
+                product["num_blocks"], product["num_pairs"] = products.sizes(linear.packed)
         self._calls["gate_up"]["is_gated"] = 1
 
     def run(

@@ -19,11 +19,15 @@ from numba.core import types
 
 from specextend.attention.compiled import blocks
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import BLOCK, HEADER, MAX_WIDTH, TILE
+from specextend.attention.compiled.blocks import BLOCK, HEADER, TILE, WIDTHS
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
 """Keys whose results are added up before those of the next ones; a multiple of BLOCK."""
+
+_WIDTHS = np.array(WIDTHS)
+
+_NARROW = np.int16(0)  # as an element: values that are widened when they are multiplied
 
 inlined = numba.njit(inline="always")  # LLVM would optimise what these call once more for each level of calls
 
@@ -105,6 +109,15 @@ class Matrix(NamedTuple):
     stride: int
 
 
+class Wide(NamedTuple):
+    """Rows of several vectors in memory."""
+
+    start: int
+    stride: int
+    column: int
+    """From one vector of a row to the next."""
+
+
 RECORD = np.dtype([(name, np.float64 if "scale" in name else np.int64) for name in KernelCall._fields])
 LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
 """A `RECORD`'s bytes."""
@@ -146,10 +159,10 @@ def multiply(
     """Multiply a tile left [rows, depth] by right [depth, width vectors]; add to sums, or replace them."""
     first = 0
     while first < width:
-        many, offset = min(MAX_WIDTH, width - first), first * VECTOR_BYTES
+        many = min(_WIDTHS[rows - 1], width - first)
         blocks.product(
-            element, rows, many, left.start, left.stride, right.start + offset, right.stride, depth,
-            sums.start + offset, sums.stride, accumulate,
+            element, rows, many, left.start, left.stride, right.start + first * right.column, right.stride,
+            right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate,
         )  # fmt: skip
         first += many
 
@@ -168,6 +181,18 @@ def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, 
             blocks.hide_masked(element, where, call.mask + query * call.mask_width + block - item.first_masked)
 
 
+@numba.njit
+def takes_values_as_they_are(element: Any, item: Any) -> bool:
+    """Return True if a block's values are used once, so that widening them on the way takes no longer."""
+    return blocks.is_widened(element) != 0 and item.num_rows <= TILE
+
+
+@numba.njit
+def values_of(call: Any, item: Any, block: int) -> int:
+    """Return the address of a block's values."""
+    return call.v + item.key_head * call.v_head + (item.start + block) * call.v_row
+
+
 @inlined
 def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int) -> None:
     """Attend with a tile of rows to the block that is laid out."""
@@ -177,15 +202,18 @@ def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, b
     if seen <= 0:
         return
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
-    keys, scores = Matrix(scratch.keys, BLOCK * 4), Matrix(scratch.scores, BLOCK * 4)
+    keys, scores = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES), Matrix(scratch.scores, BLOCK * 4)
     multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0)
     hide(element, call, item, scratch.scores, block, row, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
     blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
-    weights, values = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(scratch.values, head_bytes)
-    sums = Matrix(first + HEADER, HEADER + head_bytes)
-    depth = (seen + columns - 1) // columns
-    multiply(element, num_rows, vectors, weights, values, depth, sums, 1)
+    weights, sums = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(first + HEADER, HEADER + head_bytes)
+    if takes_values_as_they_are(element, item):
+        values = Wide(values_of(call, item, block), call.v_row, VECTOR_BYTES // 2)
+        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1)
+    else:
+        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), (seen + columns - 1) // columns
+        multiply(element, num_rows, vectors, weights, values, depth, sums, 1)
 
 
 @inlined
@@ -199,9 +227,10 @@ def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, 
     for block in range(first, last, BLOCK):
         where, num_keys = item.start + block, min(BLOCK, item.length - block)
         keys = call.k + item.key_head * call.k_head + where * call.k_row
-        values = call.v + item.key_head * call.v_head + where * call.v_row
-        blocks.lay_keys(element, keys, call.k_row, num_keys, vectors // blocks.unit_columns(element), scratch.keys)
-        blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
+        values = values_of(call, item, block)
+        blocks.lay_keys(element, keys, call.k_row, num_keys, call.head_dim, scratch.keys)
+        if not takes_values_as_they_are(element, item):
+            blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
         for tile in range(num_tiles):
             ahead = BLOCK + tile * share
             blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)

@@ -1,10 +1,10 @@
-"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with avx512_bf16.
+"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with AVX2 or more.
 
 The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in pairs. An item of work is a block of up
 to `ROWS` rows of x. They are multiplied with `DEPTH` pairs of inputs at a time, a part of the weight that stays in a
 core's cache meanwhile, so few rows read the weight from memory once. Sums are fp32. Numbers of int8 are read from
 memory as they are, and widened to bf16, which holds them exactly, `WIDENED` pairs at a time; an output's scale is
-applied to its sum.
+applied to its sum. Without avx512_bf16 pairs are widened to fp32 in registers, and x before.
 
 The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
 
@@ -29,12 +29,15 @@ from numba.core import types
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import blocks
+from specextend.attention.compiled import blocks, items
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.attend import num_workers, run_on
-from specextend.attention.compiled.blocks import TILE, add_to, load_units, product, times
+from specextend.attention.compiled.blocks import TILE, add_to, copy_row, load_units, times
+from specextend.attention.compiled.items import Matrix, Wide
+from specextend.attention.compiled.items import multiply as multiply_tile
 from specextend.attention.compiled.vectors import (
     FLOATS,
+    HAS_BF16,
     LANES,
     UNITS,
     VECTOR_BYTES,
@@ -51,13 +54,19 @@ BLOCK = VECTORS * LANES
 """Outputs of a block."""
 ROWS = 96
 """Rows of an item at most; a multiple of TILE."""
-DEPTH = 1024
-"""Pairs of inputs whose weights are read for all rows of an item before the next ones: 256 KiB of a block."""
+DEPTH = 1024 if HAS_BF16 else 256
+"""Pairs of inputs whose weights are read for all rows of an item before the next ones: what a core's cache holds."""
 WIDENED = 128
 """Pairs of inputs that are widened at once: 32 KiB of bf16."""
-_ELEMENT = np.uint32
+ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
+_TILE = TILE if HAS_BF16 else 5
+"""Rows of a tile."""
+_IN_COLUMNS = not HAS_BF16
+"""Whether a block's vectors lie one behind the other, each with all pairs, because a tile has one of them."""
+_WIDE = np.uint16(0)  # as an element: bf16 that is widened
 _SUM_BYTES = VECTORS * VECTOR_BYTES
-WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES
+_X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
+WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES + _X_BYTES
 
 
 class LinearCall(NamedTuple):
@@ -81,7 +90,7 @@ class LinearCall(NamedTuple):
     counters: int
     """int64, 0 at first: workers, items begun."""
     workspace: int
-    """`WORKER_BYTES` for each worker: the sums of ROWS rows, those of another block, and WIDENED pairs."""
+    """`WORKER_BYTES` for each worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in fp32."""
 
 
 RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
@@ -103,7 +112,7 @@ def write_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, 
         added = load_units(b, types.uint16, address(b, b.select(is_added, residual, out), offset))
         added = b.bitcast(b.select(is_added, added, vir.units([0] * LANES)), FLOATS)
         value = b.fadd(emit_output(b, i, sums, scales, bias), added)
-        store(b, vir.to_bf16_fast(b, value), address(b, out, offset), 2)
+        store(b, vir.to_bf16(b, value), address(b, out, offset), 2)
 
 
 @emitted()
@@ -116,7 +125,7 @@ def write_gated(
         value = b.fmul(
             vir.silu(b, emit_output(b, i, gate, gate_scales, gate_bias)), emit_output(b, i, sums, scales, bias)
         )
-        store(b, vir.to_bf16_fast(b, value), address(b, out, i * VECTOR_BYTES // 2), 2)
+        store(b, vir.to_bf16(b, value), address(b, out, i * VECTOR_BYTES // 2), 2)
 
 
 @emitted()
@@ -136,23 +145,45 @@ def widen(b: Value, element: Any, source: Value, count: Value, target: Value) ->
 
 
 @numba.njit
+def matrix_of(weight: int, start: int, num_pairs: int, size: int) -> Wide:
+    """Return a block of a weight from a pair on, in vectors of `size` bytes."""
+    if _IN_COLUMNS:
+        return Wide(weight + start * size, size, num_pairs * size)
+    return Wide(weight + start * VECTORS * size, VECTORS * size, size)
+
+
+@numba.njit
+def widen_some(element: Any, source: Any, depth: int, target: int) -> Wide:
+    """Widen some pairs of a block of int8."""
+    if not _IN_COLUMNS:
+        widen(element, source.start, depth * VECTORS, target)
+    else:
+        for column in range(VECTORS):
+            widen(element, source.start + column * source.column, depth, target + column * depth * VECTOR_BYTES)
+    return matrix_of(target, 0, depth, VECTOR_BYTES)
+
+
+@numba.njit
 def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, first: int, num_rows: int) -> None:
     """Multiply some rows with a block of the weight."""
-    row_bytes, pair_bytes, at_once = call.num_pairs * 4, _SUM_BYTES, DEPTH
+    row_bytes, at_once, size = call.num_pairs * 4, DEPTH, VECTOR_BYTES
     if call.is_int8 != 0:
-        pair_bytes, at_once = _SUM_BYTES // 2, WIDENED
-    weight = call.weight + block * call.num_pairs * pair_bytes
+        at_once, size = min(WIDENED, DEPTH), VECTOR_BYTES // 2
+    weight, wide_x = call.weight + block * call.num_pairs * VECTORS * size, widened + WIDENED * _SUM_BYTES
+    num_tiles = (num_rows + _TILE - 1) // _TILE
     for start in range(0, call.num_pairs, at_once):
-        depth, right = min(at_once, call.num_pairs - start), weight + start * pair_bytes
+        depth, x = min(at_once, call.num_pairs - start), Matrix(call.x + first * row_bytes + start * 4, row_bytes)
+        right = matrix_of(weight, start, call.num_pairs, size)
         if call.is_int8 != 0:
-            widen(element, right, depth * VECTORS, widened)
-            right = widened
-        for row in range(0, num_rows, TILE):
-            product(
-                element, min(TILE, num_rows - row), VECTORS,
-                call.x + (first + row) * row_bytes + start * 4, row_bytes, right, _SUM_BYTES,
-                depth, sums + row * _SUM_BYTES, _SUM_BYTES, min(start, 1),
-            )  # fmt: skip
+            right = widen_some(element, right, depth, widened)
+        if _X_BYTES > 0:
+            for row in range(num_rows):
+                copy_row(_WIDE, x.start + row * row_bytes, depth * 2 // LANES, wide_x + row * depth * 8)
+            x = Matrix(wide_x, depth * 8)
+        for tile in range(num_tiles):
+            row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+            left, out = Matrix(x.start + row * x.stride, x.stride), Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
+            multiply_tile(element, end - row, VECTORS, left, right, depth, out, min(start, 1))
 
 
 @numba.njit
@@ -180,7 +211,9 @@ def num_items(call: Any) -> int:
 def run_item(element: Any, call: Any, sums: int, number: int) -> None:
     """Multiply up to ROWS rows with a block, or with a gate's and the one that it belongs to."""
     block, part = divmod(number, (call.num_rows + ROWS - 1) // ROWS)
-    at_once = TILE if call.num_pairs <= DEPTH and call.is_int8 == 0 else ROWS  # fewer sums take less of a first cache
+    at_once = ROWS
+    if HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
+        at_once = TILE  # fewer sums take less of a first cache
     end, others = min(call.num_rows, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
     widened = others + ROWS * _SUM_BYTES
     for first in range(part * ROWS, end, at_once):
@@ -204,8 +237,8 @@ def work(element: Any, call: Any) -> None:
 @cache
 def kernel() -> Any:
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
-    version = (_ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, items.__file__, vir.__file__)]
+    version = (ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
     def entry(call: Any) -> None:
@@ -217,16 +250,16 @@ def kernel() -> Any:
 def can_multiply() -> bool:
     """Compile the kernel, or read it from disk, and try it.
 
-    Returns False if this processor has no avx512_bf16, numba cannot make the kernel, or its products are wrong.
+    Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.
     """
-    if not {"avx512f", "avx512bf16"} <= vir.processor_features():
+    if not {"avx2", "fma"} <= vir.processor_features():
         return False
     try:
         kernel()
     except (NumbaError, OSError, RuntimeError):
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 70), (BLOCK, 70), (BLOCK,)))
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 80), (BLOCK, 80), (BLOCK,)))
     scales = torch.rand(BLOCK, generator=generator)
     for each in (weight, (20 * weight).to(torch.int8)):
         exact = x.float() @ each.float().T * scales + bias.float()
@@ -239,14 +272,23 @@ def can_multiply() -> bool:
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
     is_served = weight.dtype in (torch.bfloat16, torch.int8)
-    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % 2 == 0
+    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % LANES == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to [..., 2, LANES]."""
+    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to [..., 2, LANES].
+
+    Without avx512_bf16 the order is [O / BLOCK, VECTORS, I / 2, ...].
+    """
     assert takes(weight)
-    pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(0, 3, 1, 2, 4)
+    order = (0, 1, 3, 2, 4) if _IN_COLUMNS else (0, 3, 1, 2, 4)
+    pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(order)
     return (pairs.transpose(-1, -2) if weight.dtype == torch.int8 else pairs).contiguous()
+
+
+def sizes(weight: Tensor) -> tuple[int, int]:
+    """Return the numbers of blocks and of pairs of inputs of a weight that is laid out."""
+    return len(weight), weight[0].numel() // (2 * BLOCK)
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
@@ -254,7 +296,7 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
 
     x is bf16. It runs on as many threads as torch.
     """
-    num_blocks, num_pairs = weight.shape[:2]
+    num_blocks, num_pairs = sizes(weight)
     x = x.contiguous()
     num_rows = x.numel() // (2 * num_pairs)
     out = torch.empty(*x.shape[:-1], num_blocks * BLOCK, dtype=x.dtype)

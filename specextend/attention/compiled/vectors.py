@@ -52,6 +52,12 @@ def processor_features() -> frozenset[str]:
     return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
 
 
+HAS_BF16 = {"avx512f", "avx512bf16"} <= processor_features()
+"""Whether this processor multiplies pairs of bf16."""
+REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
+"""Lanes of a register."""
+
+
 def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]], Any]:
     """Make `emit(b, element, *values)` a function of compiled code, called as `f(element, *values)`.
 
@@ -141,18 +147,16 @@ def dot_pairs(b: Value, sums: Value, x: Value, y: Value) -> Value:
 
 
 def to_bf16(b: Value, x: Value) -> Value:
-    """Round a vector to 16 lanes of bf16, as i16, by integer arithmetic: to nearest, ties to even."""
+    """Round a vector to 16 lanes of bf16, as i16: to nearest, ties to even."""
+    halves = ir.VectorType(I16, LANES)
+    if HAS_BF16:
+        kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
+        return b.bitcast(b.call(declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [x]), halves)
     bits = b.bitcast(x, UNITS)
     odd = b.and_(b.lshr(bits, units([16] * LANES)), units([1] * LANES))
     rounded = b.add(b.add(bits, odd), units([0x7FFF] * LANES))
-    return b.trunc(b.lshr(rounded, units([16] * LANES)), ir.VectorType(I16, LANES))
-
-
-def to_bf16_fast(b: Value, x: Value) -> Value:
-    """Round a vector to 16 lanes of bf16, as i16 (avx512_bf16)."""
-    kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
-    convert = declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
-    return b.bitcast(b.call(convert, [x]), ir.VectorType(I16, LANES))
+    finite = b.select(b.fcmp_ordered("ord", x, x), rounded, units([0x7FC00000] * LANES))  # NaN stays NaN
+    return b.trunc(b.lshr(finite, units([16] * LANES)), halves)
 
 
 def larger(b: Value, x: Value, y: Value) -> Value:
@@ -191,13 +195,13 @@ def silu(b: Value, x: Value) -> Value:
 
 
 def transposed(b: Value, rows: list[Value]) -> list[Value]:
-    """Transpose 16 vectors of 16 units, in four rounds of shuffles that x86 has instructions for."""
-    quarters = range(0, LANES, 4)
-    low = [q + lane for q in quarters for lane in (0, 16, 1, 17)]
+    """Transpose 8 vectors of 8 units or 16 of 16, in rounds of shuffles that x86 has instructions for."""
+    size, quarters = len(rows), range(0, len(rows), 4)
+    low = [q + lane for q in quarters for lane in (0, size, 1, size + 1)]
     high = [lane + 2 for lane in low]
-    low_pairs = [q + lane for q in quarters for lane in (0, 1, 16, 17)]
+    low_pairs = [q + lane for q in quarters for lane in (0, 1, size, size + 1)]
     high_pairs = [lane + 2 for lane in low_pairs]
-    even = [q + lane for q in (0, 8, 16, 24) for lane in range(4)]
+    even = [q + lane for q in range(0, 2 * size, 8) for lane in range(4)]
     odd = [lane + 4 for lane in even]
 
     def both(x: Value, y: Value, first: list[int], second: list[int]) -> tuple[Value, Value]:
@@ -207,9 +211,12 @@ def transposed(b: Value, rows: list[Value]) -> list[Value]:
     for i in quarters:
         (a0, a1), (b0, b1) = both(rows[i], rows[i + 1], low, high), both(rows[i + 2], rows[i + 3], low, high)
         by_four += [*both(a0, b0, low_pairs, high_pairs), *both(a1, b1, low_pairs, high_pairs)]
-    columns: list[Value] = [None] * LANES
+    columns: list[Value] = [None] * size
     for c in range(4):
         left = both(by_four[c], by_four[4 + c], even, odd)
+        if size == 8:
+            columns[c], columns[4 + c] = left
+            continue
         right = both(by_four[8 + c], by_four[12 + c], even, odd)
         for parity in (0, 1):
             first, second = both(left[parity], right[parity], even, odd)
