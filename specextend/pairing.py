@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -110,7 +110,12 @@ def load_drafter(
         drafter = _causal_drafter(config, cache, network, graphs)
     if not draft.ngram:
         return drafter
-    return NgramDrafter(config.tree, target.device, drafter, perf_counter if config.tree.nodes == "auto" else None)
+    return NgramDrafter(config.tree, target.device, drafter, _clock(config))
+
+
+def _clock(config: RunConfig) -> Callable[[], float] | None:
+    """Return the clock by which drafting ends where it does not pay; None for trees of one size: counts repeat."""
+    return perf_counter if config.tree.nodes == "auto" else None
 
 
 def _causal_drafter(
@@ -120,7 +125,8 @@ def _causal_drafter(
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
         tree_attention = "hybrid" if visible is None and "hybrid" in config.attention.tree_kinds else "dense"
-    return CausalDrafter(network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs)
+    slots, clock = config.decoding.batch_size, _clock(config)
+    return CausalDrafter(network, config.tree, tree_attention, visible, slots, graphs, clock)
 
 
 def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> int:

@@ -124,6 +124,12 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return True if torch has fast products of bf16 there: on a GPU, and on a CPU with instructions for them."""
+    mkldnn = torch.backends.mkldnn
+    return device.type != "cpu" or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host does not wait."""
     if device.type != "cuda":

@@ -28,7 +28,7 @@ from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.attention.trials import Trial, what_is_wrong_in_a_product
 from specextend.core import counted
-from specextend.decoding.device import traits_of
+from specextend.decoding.device import multiplies_bf16, traits_of
 
 FEW_ROWS = (1, 16)
 """Rows of the products that decide: a plain step and a tree."""
@@ -221,7 +221,7 @@ def _fault(pack: Pack, linear: nn.Linear) -> str:
 def linear_forms() -> Mapping[str, Pack]:
     """Return the forms that a bf16 layer can take on this machine, by name: torch's own, oneDNN's, the compiled one."""
     forms: dict[str, Pack] = {"torch": lambda linear: linear}
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if multiplies_bf16(torch.device("cpu")):
         forms["onednn"] = PackedLinear
     others = forms.get("onednn", forms["torch"])
     if (kernel := compiled_kernel()) is not None:

@@ -1,7 +1,8 @@
 """Adaptive speculation: which sequences speculate in the next step, and with how large trees.
 
 The evidence of a sequence is what its draft promised, how much of that was accepted, and in how large trees. New
-sequences begin with the `Experience` of those before them, so that a run finds out once, not once a document.
+sequences begin with the `Experience` of those before them of like length, so that a run finds out once, not once a
+document.
 `who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running batch.
 
 Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A forward of n rows
@@ -10,6 +11,7 @@ behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attent
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -248,6 +250,8 @@ class Experience:
     balance: float = 0.0
     """Tokens won by speculation minus its cost in plain steps, and `ALLOWED_LOSS` of all tokens."""
     evidence: Evidence = field(default_factory=Evidence)
+    by_length: dict[int, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
+    """The same by the number of binary digits of a sequence's length."""
     num_steps: int = 0
     """Speculative steps so far."""
 
@@ -261,21 +265,24 @@ class Experience:
         """Return True if speculation has not lost more than it may."""
         return self.balance >= 0
 
-    def begin(self) -> Speculation:
-        """Make the state of a new sequence, which expects what was seen so far."""
+    def begin(self, length: int) -> Speculation:
+        """Make the state of a new sequence of so many tokens, which expects what was seen so far at such lengths."""
         if not self.is_known:
             return Speculation()
-        seen = self.evidence
+        alike = self.by_length[length.bit_length()]
+        seen = alike if alike.num_steps >= KNOWN_STEPS else self.evidence
         prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
         return Speculation(prior=prior, evidence=seen.times(1 / seen.num_steps), _run=TRIAL_STEPS)
 
-    def observe(self, num_rows: int, expected: float, accepted: int, cost: float) -> None:
-        """Record a speculative step of a sequence.
+    def observe(self, length: int, num_rows: int, expected: float, accepted: int, cost: float) -> None:
+        """Record a speculative step of a sequence of `length` tokens.
 
         `cost` is its share of the time that the step, drafting included, took beyond a plain step, in plain steps.
         """
         self.num_steps += 1
-        self.evidence = self.evidence.after(_LONG_MEMORY, num_rows, expected, accepted)
+        step, digits = (num_rows, expected, accepted), length.bit_length()
+        self.evidence = self.evidence.after(_LONG_MEMORY, *step)
+        self.by_length[digits] = self.by_length[digits].after(_LONG_MEMORY, *step)
         self._book(1 + accepted, accepted - cost)
 
     def observe_plain(self) -> None:
@@ -360,7 +367,7 @@ class Adaptive:
 
         Where speculation is known not to pay, it begins with plain steps.
         """
-        new = self._experience.begin()
+        new = self._experience.begin(num_tokens)
         if self._experience.is_known:
             states = [new, *(sequence.speculation for sequence in running)]
             if 0 not in self._choose(states, [num_tokens, *(sequence.length for sequence in running)]):
@@ -409,12 +416,12 @@ class Adaptive:
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
         plain_s = self.costs.verify_s(1, lengths)
         beyond_s = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting) - plain_s
-        for sequence, number in zip(sequences, accepted, strict=True):
+        for sequence, length, number in zip(sequences, lengths, accepted, strict=True):
             if sequence.speculation.active:
                 expected = sum(sorted(sequence.speculation.promised, reverse=True)[: num_rows - 1])
                 sequence.speculation.observe(num_rows, expected, number)
                 share = beyond_s / plain_s * len(sequences) / num_drafting
-                self._experience.observe(num_rows, expected, number, share)
+                self._experience.observe(length, num_rows, expected, number, share)
             else:
                 sequence.speculation.observe_plain()
                 self._experience.observe_plain()

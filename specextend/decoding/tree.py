@@ -206,15 +206,16 @@ def grow_trees(
     expand: Expand,
     options: TreeOptions,
     *,
-    adaptive: bool,
+    least_gain: float | None,
     vocabulary: Tensor | None = None,
 ) -> DraftTrees:
     """Grow each sequence's tree of the `options.most_nodes` likeliest nodes in `options.depth` levels of drafting.
 
     root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the ancestors of a chosen
     node are chosen too, and a node outside the best so far is not expanded, because none of its descendants can be
-    among the best at the end. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes
-    worth expanding, which costs one host sync per level; without it every level runs at full width (fixed shapes).
+    among the best at the end. A sequence stops where a level adds less than `least_gain` to the expected number of
+    accepted tokens, and a level is narrowed to the nodes worth expanding, which costs one host sync per level; None:
+    every level runs at full width (fixed shapes).
     `vocabulary` [V] holds the token ids of a reduced draft's logits.
     """
     num_nodes, root_log_probs = options.most_nodes, root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
@@ -222,22 +223,22 @@ def grow_trees(
     pool, order = _Candidates(root_token_ids, root_log_probs), None
     pool.append(level, order)
     mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
-    if adaptive:
+    if least_gain is not None:
         stopped, expected = torch.zeros_like(root_log_probs, dtype=torch.bool), pool.expected_accepted(num_nodes)
     for depth in range(1, options.depth):
-        if adaptive:
+        if least_gain is not None:
             order = pool.live(num_nodes)
             if order.shape[1] == 0:
                 break
             level = level.at(order)
         mask = _frontier_mask(mask, level.indices)
         logits = expand(level.token_ids, level.indices, mask, depth)
-        weights = level.log_probs.masked_fill(stopped, -inf) if adaptive else level.log_probs
+        weights = level.log_probs if least_gain is None else level.log_probs.masked_fill(stopped, -inf)
         level = _children(logits, weights, num_nodes, vocabulary)
         pool.append(level, order)
-        if adaptive:
+        if least_gain is not None:
             before, expected = expected, pool.expected_accepted(num_nodes)
-            stopped |= (expected - before).unsqueeze(1) < options.threshold
+            stopped |= (expected - before).unsqueeze(1) < least_gain
             if bool(stopped.all()):
                 break
     return pool.trees(num_nodes)

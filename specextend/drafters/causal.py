@@ -5,7 +5,7 @@ Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -19,6 +19,8 @@ from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.tree import Decided, DraftTrees, grow_trees
 
+_MEMORY = 0.9
+"""Weight of a running mean after one more step."""
 HISTORY = 3
 """Number of tokens before a token that a network may read."""
 
@@ -97,6 +99,52 @@ class _Frontier:
         return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
 
 
+def moved(mean: float, value: float) -> float:
+    """Return a running mean, 0 before the first value, with one more value."""
+    return _MEMORY * mean + (1 - _MEMORY) * value if mean else value
+
+
+@dataclass(slots=True)
+class LevelGain:
+    """Learns what a level of drafting must promise to pay: the tokens that a step decides in the time of a level."""
+
+    clock: Callable[[], float] | None
+    """In seconds; None: it stays what it was at first."""
+    least: float
+    """Accepted tokens of a sequence."""
+    _begun_at: float | None = None
+    """When the last tree was begun; None if a prompt was read since."""
+    _num_read: int = 0
+    """Times that decided tokens were read since: more than once if its step was not the last one."""
+    _level_s: float = 0.0
+    _step_s: float = 0.0
+    _num_tokens: float = 0.0
+
+    def begin(self) -> None:
+        """Record that a tree is begun."""
+        if self.clock is not None:
+            now = self.clock()
+            if self._begun_at is not None and self._num_read == 1:
+                self._step_s = moved(self._step_s, now - self._begun_at)
+                self.least = self._level_s * self._num_tokens / self._step_s
+            self._begun_at, self._num_read = now, 0
+
+    def end(self, num_levels: int) -> None:
+        """Record that it has so many levels."""
+        if self.clock is not None and self._begun_at is not None:
+            self._level_s = moved(self._level_s, (self.clock() - self._begun_at) / num_levels)
+
+    def read(self, num_tokens: Sequence[int]) -> None:
+        """Record that so many decided tokens of each sequence were read."""
+        self._num_read += 1
+        if self._num_read == 1:
+            self._num_tokens = moved(self._num_tokens, sum(num_tokens) / len(num_tokens))
+
+    def interrupt(self) -> None:
+        """Record that a prompt is read, which takes time that is not a step's."""
+        self._begun_at = None
+
+
 class CausalDrafter:
     """Grows OPT-Trees with a draft network, whose view of the document is chosen by `select`."""
 
@@ -108,17 +156,20 @@ class CausalDrafter:
         num_visible_rows: int | None,
         num_slots: int,
         graphs: Graphs | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Take the network, and the number of slots.
 
         `num_visible_rows` is the largest number that `select` is called with, None for all. With `graphs` every level
-        of a tree runs at full width, so that nothing is asked of the device.
+        of a tree runs at full width, so that nothing is asked of the device. With a clock, in seconds, a tree ends at
+        the level that does not pay, without one at `tree.threshold`.
         """
         self.network, self._cache = network, network.cache
         self.hidden_layers, self.num_levels = network.hidden_layers, tree.depth
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
         self._graphs = graphs or Graphs()
+        self._gain = LevelGain(clock, tree.threshold)
         device = self._cache.working.stored.device
         self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """[slots], the last decided token, from which the next tree starts"""
@@ -141,6 +192,7 @@ class CausalDrafter:
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        self._gain.interrupt()
         if self.network.reads_history:
             before = self._texts[slot]
             before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
@@ -153,6 +205,7 @@ class CausalDrafter:
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
+        self._gain.read([*map(len, decided.token_ids)])
         inputs = self._locate(slots), decided.padded, decided.features
         table, token_ids, hidden = self._graphs.run("absorb", partial(self._read, slots), *inputs)
         self._root_ids.index_copy_(0, table[:, 0], token_ids)
@@ -164,7 +217,10 @@ class CausalDrafter:
     def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Grow a tree behind each slot's root."""
         if not self._graphs.enabled:
-            return self._grow(slots, self._locate(slots))
+            self._gain.begin()
+            trees = self._grow(slots, self._locate(slots))
+            self._gain.end(1 + self._num_expanded)
+            return trees
         token_ids, parents, depths, log_probs = self._graphs.run(
             "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
         )
@@ -226,11 +282,13 @@ class CausalDrafter:
         token_ids, hidden, texts = (
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
+        self._num_expanded = 0
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
             nonlocal frontier
+            self._num_expanded = depth
             parents, history = frontier.parents(indices)
             output = self._forward(slots, places, token_ids, parents, mask, depth, history)
             if history is not None:
@@ -243,7 +301,7 @@ class CausalDrafter:
             self.network.logits(hidden),
             expand,
             self._options,
-            adaptive=not self._graphs.enabled,
+            least_gain=None if self._graphs.enabled else self._gain.least,
             vocabulary=self.network.vocabulary,
         )
 

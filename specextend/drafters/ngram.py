@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, TreeNode
+from specextend.drafters.causal import moved
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""
@@ -46,8 +47,6 @@ _BESIDE_MATCHES = 0.5
 _SURE = 0.65
 _CERTAIN = 0.99
 """The highest probability of a node after its parent."""
-_MEMORY = 0.9
-"""Weight of a running mean after one more step."""
 
 assert len(_LONE) == LONGEST
 
@@ -310,7 +309,7 @@ class NgramDrafter:
         states, limits = [self._slots[slot] for slot in slots], (self._options.most_nodes, self.num_levels)
         begin = 0.0 if self._clock is None else self._clock()
         if self._ended_at is not None:
-            self._rest_s = _moved(self._rest_s, begin - self._ended_at)
+            self._rest_s = moved(self._rest_s, begin - self._ended_at)
         trees = {slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
@@ -332,10 +331,10 @@ class NgramDrafter:
         begin = 0.0 if self._clock is None else self._clock()
         drafted = draft.propose(lacking)
         if self._clock is not None:
-            self._proposal_s = _moved(self._proposal_s, self._clock() - begin)
+            self._proposal_s = moved(self._proposal_s, self._clock() - begin)
         for slot, tree in zip(lacking, drafted, strict=True):
             state = self._slots[slot]
-            state.draft_gain = _moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
+            state.draft_gain = moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
             trees[slot] = state.propose(*limits, children_of(tree))
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[Node]) -> bool:
@@ -350,7 +349,3 @@ class NgramDrafter:
         expected = 1 + sum(node.probability for node in nodes[1:])
         missed = max(0.0, 1 - sum(node.probability for node in nodes if node.depth == 1))
         return self._clock is None or expected + missed * state.draft_gain > expected / (1 - share)
-
-
-def _moved(mean: float, value: float) -> float:
-    return _MEMORY * mean + (1 - _MEMORY) * value if mean else value

@@ -26,10 +26,11 @@ from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.decoding.decoding_options import DraftOptions
+from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE
 from specextend.model_files import VOCABULARY
-from specextend.models import load_target, load_tokenizer
+from specextend.models import load_target, load_tokenizer, target_device
 from specextend.pairing import check_pair
 from specextend.training.answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.eagle_head import train_eagle
@@ -193,7 +194,9 @@ class _Rounds:
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # the engine, which refers to itself, has a target of its own
-        model = load_target(self._config.target)
+        options = self._config.target
+        fast = multiplies_bf16(target_device(options))
+        model = load_target(options if fast else replace(options, dtype="float32"))
         paths = self._record(Recorder(model, self._vocabulary), answers)
         target = frozen_parts(self._config.target, model)
         del model

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from specextend.decoding.cache import rotate
+from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
@@ -245,7 +246,7 @@ def head_loss(head: EagleHead, lesson: Slots, generator: torch.Generator) -> Ten
     slots = lesson.each(lambda values: values.to(rows.device))
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
-    with torch.autocast(rows.device.type, torch.bfloat16):
+    with torch.autocast(rows.device.type, torch.bfloat16, enabled=multiplies_bf16(rows.device)):
         for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
             weights = slots.shares[at] * slots.follow(asked, step)
             wanted = linear(slots.labels[at].to(rows.dtype), rows).float().softmax(-1)

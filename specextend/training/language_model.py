@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE, ReducedVocabulary
 from specextend.model_files import VOCABULARY
@@ -89,7 +90,7 @@ def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -
 def text_loss(model: Any, windows: Sequence[Tensor]) -> Tensor:
     """Compute the cross-entropy of the next row, over windows of equal length."""
     rows = torch.stack(list(windows)).to(model.device)
-    with torch.autocast(model.device.type, torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=multiplies_bf16(model.device)):
         logits = model(rows[:, :-1]).logits
         return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
@@ -103,7 +104,7 @@ def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tenso
 
 def _logits(model: Any, window: TokenWindow) -> Tensor:
     """Compute logits [T, R] in fp32, without the row of all other tokens."""
-    with torch.autocast(model.device.type, torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=multiplies_bf16(model.device)):
         return model(window.rows[None].to(model.device)).logits[0, :, :-1].float()
 
 

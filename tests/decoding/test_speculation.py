@@ -20,6 +20,7 @@ LOAD = 1.3
 COST = LOAD + DRAFT - 1
 EXPECTED = 0.9
 NUM_ROWS = 3
+LENGTH = 1000
 
 
 def verify_s(num_rows: float) -> float:
@@ -36,7 +37,7 @@ def step(state: Speculation, accepted: int, account: Experience, draft: float = 
         state.resume()
     if state.active:
         state.observe(NUM_ROWS, EXPECTED, accepted)
-        account.observe(NUM_ROWS, EXPECTED, accepted, LOAD + draft - 1)
+        account.observe(LENGTH, NUM_ROWS, EXPECTED, accepted, LOAD + draft - 1)
     else:
         state.observe_plain()
         account.observe_plain()
@@ -76,13 +77,24 @@ def test_many_documents_pay_for_one_first_try():
     """Short documents that each found out for themselves would lose a tenth; here the run does once, and then 2%."""
     account, lost, num_tokens = Experience(), 0.0, 0
     for _ in range(40):
-        state = account.begin()
+        state = account.begin(LENGTH)
         if account.is_known and not who_speculates([state], verify_s, lambda _: DRAFT, in_credit=account.in_credit):
             state.pause()
         lost += COST * sum(run(state, [0] * 64, account))
         num_tokens += 64
     assert account.num_steps >= KNOWN_STEPS
     assert lost <= 0.025 * num_tokens + 5 * COST
+
+
+def test_a_new_document_expects_what_those_of_its_length_brought():
+    """Where drafts are good for short documents alone, a long one must not begin with their promise."""
+    account = Experience()
+    for _ in range(2 * KNOWN_STEPS):
+        account.observe(LENGTH, NUM_ROWS, EXPECTED, 2, COST)
+    assert account.begin(LENGTH).gain == account.begin(7 * LENGTH).gain > 1.5  # nothing is known of long ones
+    for _ in range(2 * KNOWN_STEPS):
+        account.observe(7 * LENGTH, NUM_ROWS, EXPECTED, 0, COST)
+    assert account.begin(LENGTH).gain > 1.5 > 0.5 > account.begin(7 * LENGTH).gain
 
 
 def known(gain: float) -> Speculation:

@@ -59,7 +59,9 @@ class TableDraft:
 def grow(tables: list[Table], options: TreeOptions, *, adaptive: bool = True) -> tuple[DraftTrees, TableDraft]:
     draft = TableDraft(tables)
     roots = torch.arange(len(tables)) + 100
-    trees = grow_trees(roots, draft.root_logits(), draft.expand, options, adaptive=adaptive)
+    trees = grow_trees(
+        roots, draft.root_logits(), draft.expand, options, least_gain=options.threshold if adaptive else None
+    )
     return trees, draft
 
 
