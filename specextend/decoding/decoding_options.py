@@ -132,8 +132,9 @@ class TreeOptions:
     depth: int = 6
     """Maximum depth of a draft's own tree, in levels; n-gram drafts have up to 16."""
     threshold: float = 0.05
-    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used where
-    steps are replayed, with the Triton kernel: there every tree grows to its full depth."""
+    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. If `nodes` is
+    `auto`, an EAGLE head or a small LM begins with it, and then goes by what a step decides in the time of a level. Not
+    used where steps are replayed, with the Triton kernel: there every tree grows to its full depth."""
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)

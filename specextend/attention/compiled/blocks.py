@@ -44,6 +44,8 @@ TILE = 6
 """Rows of a product: with four vectors of columns their sums fill the 32 registers of AVX-512."""
 WIDTHS = [4] * TILE if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
 """Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
+AHEAD = 2048
+"""Bytes of weights that are asked for ahead of a product of several rows, which the processor does not foresee."""
 MARGIN = 8.0
 """A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would be 7% slower."""
 HEADER = 2 * VECTOR_BYTES
@@ -208,6 +210,9 @@ def emit_product(
         start, new = address(b, right, b.mul(i, right_stride)), list(old)
         kind = types.uint16 if element == types.int16 else types.uint32
         columns = [load_units(b, kind, address(b, start, times(b, right_column, column))) for column in range(width)]
+        if element == types.int32 and rows > 1:
+            for column in range(width):
+                vir.prefetch(b, address(b, start, times(b, right_column, column), AHEAD))
         halves = zip(*(widened(b, each) for each in columns), strict=True) if numbers == 2 else [columns]
         for half, units in enumerate(halves):
             for row in range(rows):
