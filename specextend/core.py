@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -196,6 +198,20 @@ def one_line(error: BaseException) -> str:
 
 def _is_unsafe(character: str) -> bool:
     return unicodedata.category(character) in _UNSAFE and character not in _NEEDED
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Let Python look for no garbage during a `with` block: a large import makes none, but objects by the million."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # both together make all objects old
+        if was_enabled:
+            gc.enable()
 
 
 def how_to_install(extra: str) -> str:

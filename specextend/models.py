@@ -13,23 +13,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
-import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-)
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from specextend.core import first_line
+from specextend.core import first_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
 from specextend.model_files import ModelError, TensorInfo, find_folder, read_folder, read_json, read_tensors
+
+with without_collections():  # a seventh of its seconds
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

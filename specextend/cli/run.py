@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -180,6 +181,7 @@ def _job(arguments: Arguments) -> int:
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
+    gc.freeze()  # what was imported is no garbage
     code = carry_out(config, open_display(log=arguments.log), interrupt, arguments.retry_errors or "none")
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:

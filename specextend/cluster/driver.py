@@ -93,6 +93,7 @@ class Driver:
             OutputError: the folder takes no more commits.
         """
         try:
+            self._staff(self.clock())  # before a turn waits for answers
             while not self.scheduler.is_done:
                 self._turn()
             if self.is_auditing:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
 from specextend.core import counted, first_line
@@ -52,6 +52,10 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
         return
     environment.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 leaves the cores to anything else that runs
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, on Linux too, despite its name
+    environment.setdefault("RAY_prestart_worker_first_driver", "0")  # else a process for each core, all at once
+    # Ray connects to its own store before that listens, and would try again only after a second.
+    environment.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
+    environment.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     if "RAY_AUTH_MODE" not in environment:
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would write one into the home folder
@@ -194,16 +198,35 @@ def _connect() -> None:
     import ray
 
     if is_local():
-        ray.init(
-            address="local",
-            num_cpus=num_cores(),
-            include_dashboard=False,
-            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-            logging_level=logging.WARNING,
-        )
+        with _bare_head():
+            ray.init(
+                address="local",
+                num_cpus=num_cores(),
+                include_dashboard=False,
+                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                logging_level=logging.WARNING,
+            )
     else:
         _knock(os.environ.get("RAY_ADDRESS", ""))
         ray.init(logging_level=logging.WARNING)
+
+
+@contextmanager
+def _bare_head() -> Iterator[None]:
+    """Start no autoscaler and no server of the dashboard with a Ray: `ray.init` waits for both, and has no option."""
+    from ray._private.node import Node
+
+    def leave_out(node: Any, **_: object) -> None:
+        node._ray_params.dashboard_agent_listen_port = 0  # any: for Ray's own a second Ray waits seconds, in vain
+
+    started = {name: vars(Node)[name] for name in ("start_monitor", "start_api_server") if name in vars(Node)}
+    for name in started:
+        setattr(Node, name, leave_out)
+    try:
+        yield
+    finally:
+        for name, method in started.items():
+            setattr(Node, name, method)
 
 
 def _knock(address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import sys
@@ -92,6 +93,7 @@ class Worker:
 
     def load(self) -> str:
         """Load the models and start the engine. Returns the name of their device."""
+        gc.freeze()  # what was imported is no garbage, and each search for some takes half a second
         if not self._config.job.gpus_per_worker:
             torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
@@ -121,18 +123,12 @@ class Worker:
         doc_id = row.document.doc_id
         self._auditor.offer(key, doc_id, outcome.request, outcome.last)
         self._inbox.wake()
-        completion, text, options = outcome.completion, row.document.text, self._config.quality
+        completion, text, config = outcome.completion, row.document.text, self._config
         stats = completion.stats
         queue_s = max(0.0, time.monotonic() - received - stats.total_s)
         started_at = time.time() - stats.total_s
-        facts = (
-            completion,
-            text,
-            outcome.prompt.num_dropped_tokens,
-            row.reference,
-            options,
-            self._config.output.evidence_for,
-        )
+        num_dropped = outcome.prompt.num_dropped_tokens
+        facts = (completion, text, num_dropped, row.reference, config.quality, config.output.evidence_for)
         quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
         result = result_row(
             key,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,29 @@ def test_a_cluster_is_joined_as_it_is_and_what_the_user_has_set_stays():
     environment = prepared(**mine)
     assert mine.items() <= environment.items()
     assert "RAY_AUTH_TOKEN" not in environment
+
+
+def test_a_ray_of_our_own_is_bare_and_the_next_one_is_not():
+    """`ray.init` waits a second or two for the dashboard's server, and `ray.shutdown` a second for the autoscaler.
+
+    Of two runs on a machine the second waited four seconds more for the port of the first one's agent. A notebook
+    that starts a Ray of its own after a run still gets all of it.
+    """
+    code = """if True:
+        import psutil
+        from ray._private.node import Node
+        from specextend.cluster.environment import connected
+        from specextend.cluster.exits import Interrupt
+
+        before = dict(vars(Node))
+        with connected(Interrupt()):
+            print(*(" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)))
+        assert dict(vars(Node)) == before
+    """
+    done = subprocess.run([sys.executable, "-c", code], env=prepared(**os.environ), capture_output=True, check=True)
+    assert b"dashboard/agent.py" in done.stdout
+    assert b"--listen-port=0 " in done.stdout
+    assert not any(name in done.stdout for name in (b"dashboard/dashboard.py", b"autoscaler/_private/monitor.py"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
