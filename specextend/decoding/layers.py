@@ -13,6 +13,7 @@ size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,8 +28,10 @@ from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.attention.trials import Trial, what_is_wrong_in_a_product
-from specextend.core import counted
+from specextend.core import counted, how_to_install
 from specextend.decoding.device import multiplies_bf16, traits_of
+
+_log = logging.getLogger(__name__)
 
 FEW_ROWS = (1, 16)
 """Rows of the products that decide: a plain step and a tree."""
@@ -227,6 +230,12 @@ def linear_forms() -> Mapping[str, Pack]:
     if (kernel := compiled_kernel()) is not None:
         forms["compiled"] = lambda linear: (
             CompiledLinear(linear, kernel) if kernel.takes(linear.weight) else others(linear)
+        )
+    if len(forms) == 1:
+        _log.warning(
+            "this processor has no products of bfloat16, so prompts take ten times as long as they could: %s, or set "
+            "target.dtype: float32",
+            how_to_install("cpu"),
         )
     return forms
 
