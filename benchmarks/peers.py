@@ -29,6 +29,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from specextend import RunConfig
 from specextend.core import how_to_install
+from specextend.decoding.device import multiplies_bf16
 from specextend.models import load_causal_lm, read_facts, resolve_device
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
@@ -233,6 +234,8 @@ class OpenVINO:
         if not folder.is_dir():
             raise ValueError(f"there is no {folder}; benchmarks/README.md says how to export the target to it")
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
+        if not multiplies_bf16():
+            precision = "f32"  # its fastest there, and what it falls back to
         return cls(folder, precision, read_facts(target.model, target.revision).eos_token_ids)
 
     def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:

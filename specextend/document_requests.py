@@ -208,7 +208,7 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if config.output.schema is None or is_whole(answer.text):
         return answer
     is_loop = answer.finish_reason == "repetition"
-    advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens"
+    advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
     error = DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "

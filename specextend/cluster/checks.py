@@ -13,6 +13,7 @@ from specextend.cluster.environment import check_device, check_resources, is_loc
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
+from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
@@ -78,6 +79,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         _check_cache(config, facts)
         if config.output.json_schema is not None:
             Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(config.output.json_schema)
+            _check_room_for_an_answer(config, tokenizer)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
             source = recall_selection(source, output, begun)
@@ -89,6 +91,17 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
     return Prepared(config, output, source, facts, prompts, manifest, models, notes)
+
+
+def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
+    """Raise ValueError if no answer of the schema can end before `decoding.max_new_tokens`."""
+    schema, most = config.output.json_schema or "", config.decoding.max_new_tokens
+    least = len(tokenizer(shortest_answer(schema), add_special_tokens=False)["input_ids"])
+    if least > most and not config.input.has_limits and not choices_of(schema):
+        raise ValueError(
+            f"decoding.max_new_tokens is {most}, and the shortest answer of output.schema takes about {least} tokens; "
+            "raise it"
+        )
 
 
 def check_machine(config: RunConfig) -> None:

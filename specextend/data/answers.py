@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,14 @@ RULES = ("first", "union", "majority")
 """How a field of a document's parts becomes one: see `merge_answers`."""
 _NOTES = {"title", "description", "default", "examples", "merge", "type"}
 """Keywords beside `enum` and the like that take no value out, `type` if all values have it."""
+_KEYWORDS = {
+    *_NOTES, "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
+    "const", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "contains", "uniqueItems",
+    "minProperties", "maxProperties", "patternProperties", "$ref", "$defs", "definitions", "$schema", "$id",
+}  # fmt: skip
+"""Keywords that a misspelt one may stand for; the library judges whether it can follow them."""
+_LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
 """Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
 
@@ -36,13 +44,19 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
         fields = {name: _field(name, kind) for name, kind in schema.items()}
         schema = {"type": "object", "properties": fields, "required": [*fields]}
     schema = _bounded(schema)
+    names = [*_properties(schema)]
+    if alike := [name for name in names if [each.lower() for each in names].count(name.lower()) > 1]:
+        raise ValueError(f"output.schema: {' and '.join(alike)} differ in case alone, which many programs do not see")
+    if unknown := [name for name in schema.get("required", ()) if name not in names]:
+        raise ValueError(f"output.schema: required names {unknown[0]}, which is no field{_near(unknown[0], names)}")
     for name, field in _properties(schema).items():
+        _check_keywords(name, field)
         _arrow(name, field, schema)
         _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
         if (rule := field.get("merge")) not in (None, *RULES):
-            near = "".join(f"; did you mean {each}?" for each in get_close_matches(str(rule), RULES, 1))
             raise ValueError(
-                f"output.schema: field {name}: merge must be {', '.join(RULES)}, got {json.dumps(rule)}{near}"
+                f"output.schema: field {name}: merge must be {', '.join(RULES)}, got {json.dumps(rule)}"
+                f"{_near(rule, RULES)}"
             )
         if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
             raise ValueError(
@@ -136,13 +150,40 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
         given = [answer[name] for answer in answers if name in answer]
         values = [value for value in given if value not in (None, "", [], {})]
         if field.get("merge") == "union":
-            values = [[each for value in values for each in value]]
+            values = [[each for value in values for each in value if each not in (None, "")]]
             values[0] = [each for number, each in enumerate(values[0]) if each not in values[0][:number]]
         elif field.get("merge") == "majority":
             values = sorted(values, key=lambda value: -values.count(value))
         if given:
             merged[name] = [*values, given[0]][0]
     return json.dumps(merged, ensure_ascii=False)
+
+
+def shortest_answer(schema: str) -> str:
+    """Return a short answer that a schema allows, patterns and formats aside; hardly any takes fewer tokens."""
+    whole = json.loads(schema)
+    return _text(_shortest(whole, whole))
+
+
+def _shortest(field: Any, whole: Mapping[str, Any]) -> Any:
+    match field:
+        case {"$ref": str(place)}:
+            return _shortest(_at(place, whole), whole)
+        case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
+            values = [_shortest(kind, whole) for kind in kinds]
+        case {"enum": list(values)}:
+            pass
+        case {"const": value}:
+            values = [value]
+        case {"type": list(kinds)}:
+            values = [_shortest(dict(field) | {"type": kind}, whole) for kind in kinds]
+        case {"type": "object"}:
+            values = [{name: _shortest(_properties(field)[name], whole) for name in field.get("required", ())}]
+        case {"type": "array"}:
+            values = [[_shortest(field["items"], whole)] * field.get("minItems", 0)]
+        case {"type": str(kind)}:
+            values = [{"string": "a" * field.get("minLength", 0), "boolean": True, "null": None}.get(kind, 0)]
+    return min(values, key=lambda value: len(_text(value)))
 
 
 def is_whole(text: str) -> bool:
@@ -204,7 +245,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _field(name: str, kind: Any) -> Mapping[str, Any]:
     """Return the JSON Schema of a type in short. Raises ValueError."""
     match kind:
-        case {}:
+        case {} if _KEYWORDS & {*kind} or not any(isinstance(each, str | list) for each in kind.values()):
             return dict(kind)
         case [item]:
             return {"type": "array", "items": _field(name, item)}
@@ -214,9 +255,14 @@ def _field(name: str, kind: Any) -> Mapping[str, Any]:
             return {"type": kind}
         case str() if "|" in kind and not {*_words(kind)} & {*_ARROW, "null", ""}:
             return {"enum": _words(kind)}
+    if isinstance(kind, Mapping) and "type" not in kind:
+        raise ValueError(
+            f"output.schema.{name}: write an object inside another one as JSON Schema: "
+            "{type: object, properties: {NAME: {type: string}}, required: [NAME]}"
+        )
     raise ValueError(
         f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one of these as in "
-        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}"
+        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}{_near(kind, _ARROW)}"
     )
 
 
@@ -246,6 +292,8 @@ def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, 
         case {"$ref": str(place)}:
             if place in within:
                 raise ValueError(f"output.schema: field {name} contains itself ({place}), which no column can hold")
+            if _at(place, whole) is None:
+                raise ValueError(f"output.schema: field {name}: there is no {place}")
             return _arrow(name, _at(place, whole), whole, (*within, place))
         case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
             pass
@@ -262,6 +310,8 @@ def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, 
             return pa.struct([(key, _arrow(f"{name}.{key}", each, whole, within)) for key, each in inner])
         case {"type": str(kind)} if kind in _ARROW:
             return _ARROW[kind]
+        case {"type": str(kind)} if kind not in ("array", "object", "null"):
+            raise ValueError(f"output.schema: field {name}: there is no type {kind}{_near(kind, _ARROW)}")
         case _:
             choices = []
     found = {_arrow(name, each, whole, within) for each in choices if not _is_null(each)}
@@ -269,9 +319,35 @@ def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, 
         return pa.float64()
     if len(found) != 1:
         raise ValueError(
-            f"output.schema: field {name} must have one type, which a column can hold: {', '.join(_ARROW)}"
+            f"output.schema: field {name} must have one type, which a column can hold: {', '.join(_ARROW)}, an array "
+            f"with `items`, or an object with `properties`; got {json.dumps(schema)}"
         )
     return found.pop()
+
+
+def _check_keywords(name: str, field: Any) -> None:
+    """Raise ValueError for a keyword that is likely misspelt, and for limits that leave nothing."""
+    if isinstance(field, list):
+        for each in field:
+            _check_keywords(name, each)
+    if not isinstance(field, Mapping):
+        return
+    for keyword in field:
+        if near := _near(keyword, () if keyword in _KEYWORDS else _KEYWORDS):
+            raise ValueError(f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}")
+    for low, high in _LIMITS:
+        least, most = field.get(low), field.get(high)
+        if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
+            raise ValueError(f"output.schema: field {name}: {low} {least} is above {high} {most}")
+    for key, each in _properties(field).items():
+        _check_keywords(f"{name}.{key}", each)
+    for keyword in ("items", "anyOf", "oneOf", "allOf"):
+        _check_keywords(name, field.get(keyword))
+
+
+def _near(given: Any, known: Iterable[str]) -> str:
+    """Return a question for the one of the known words that was likely meant; nothing if none is like it."""
+    return "".join(f"; did you mean {each}?" for each in get_close_matches(str(given), [*known], 1))
 
 
 def _string_fields(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:

@@ -150,13 +150,22 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     if output.column in taken:
         raise InputError(f"output.column {output.column} is another column of the results; give another name")
     fields = [field.name for field in answer_fields(output.json_schema)]
-    if theirs := [name for name in fields if name in (*taken, output.column)]:
-        raise InputError(f"output.schema names {', '.join(theirs)}, which results have already; rename it")
+    if output.column in fields:
+        raise InputError(
+            f"output.schema and output.column both name {output.column}; give one of them another name: output.column "
+            "holds the whole answer as text"
+        )
+    if theirs := [name for name in fields if name.lower() in {each.lower() for each in (*taken, output.column)}]:
+        raise InputError(f"output.schema names {', '.join(theirs)}, which results have already; rename the field")
     names = {field.name for field in summary_fields(output.column, output.json_schema)}
     if output.column in options.passthrough:
         raise InputError(
             f"output.column and input.passthrough both name {output.column}; give output.column another name, or leave "
             "it out of input.passthrough"
+        )
+    if both := [name for name in options.passthrough if name in fields]:
+        raise InputError(
+            f"input.passthrough and output.schema both name {', '.join(both)}; rename the field of the schema"
         )
     ours = [name for name in options.passthrough if name in names]
     if ours:

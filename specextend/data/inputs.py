@@ -168,7 +168,7 @@ class OutputOptions:
     """The column with the texts that the model wrote."""
     schema: str | dict[str, Any] | None = None
     """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
-    names with types, such as `{agency: string, amount: number, topics: [string], kind: audit | budget, date: string?}`.
+    names with types, such as `{agency: string, sum: number, topics: [string], kind: audit | budget, date: "string?"}`.
     Only what keeps to it is decoded. A schema of values alone, such as `{kind: audit | budget}`, is scored."""
     evidence: bool = False
     """Look each string of an answer up in its document (column `evidence`), choices excepted."""

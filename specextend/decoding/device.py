@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import HostReadError
+from specextend.core import how_to_install
 
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
@@ -124,10 +125,19 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Return True if torch has fast products of bf16 there: on a GPU, and on a CPU with instructions for them."""
-    mkldnn = torch.backends.mkldnn
-    return device.type != "cpu" or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def multiplies_bf16(device: torch.device | None = None) -> bool:
+    """Return True if torch has fast products of bf16 there, by default on this CPU: if it has instructions for them."""
+    mkldnn, is_cpu = torch.backends.mkldnn, device is None or device.type == "cpu"
+    return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def warn_of_slow_bf16() -> None:
+    """Say what to do where nothing multiplies bf16 fast."""
+    _log.warning(
+        "this processor has no products of bfloat16, so prompts take ten times as long as they could: %s, or set "
+        "target.dtype: float32",
+        how_to_install("cpu"),
+    )
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

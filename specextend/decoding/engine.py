@@ -402,7 +402,9 @@ class Engine:
         sequence.undrafted.append((token_ids, features))
         if sequence.speculation.active:  # alone, because others would be padded to it
             missed, before = sequence.catch_up()
-            self._absorb([sequence], Decided.pad([missed], [before]))
+            seconds = self._absorb([sequence], Decided.pad([missed], [before]))
+            if self._adaptive is not None:
+                self._adaptive.observe_catching_up(sequence.length, seconds)
 
     def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
         """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""

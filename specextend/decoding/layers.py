@@ -13,7 +13,6 @@ size.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,10 +27,8 @@ from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.attention.trials import Trial, what_is_wrong_in_a_product
-from specextend.core import counted, how_to_install
-from specextend.decoding.device import multiplies_bf16, traits_of
-
-_log = logging.getLogger(__name__)
+from specextend.core import counted
+from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
 FEW_ROWS = (1, 16)
 """Rows of the products that decide: a plain step and a tree."""
@@ -224,7 +221,7 @@ def _fault(pack: Pack, linear: nn.Linear) -> str:
 def linear_forms() -> Mapping[str, Pack]:
     """Return the forms that a bf16 layer can take on this machine, by name: torch's own, oneDNN's, the compiled one."""
     forms: dict[str, Pack] = {"torch": lambda linear: linear}
-    if multiplies_bf16(torch.device("cpu")):
+    if multiplies_bf16():
         forms["onednn"] = PackedLinear
     others = forms.get("onednn", forms["torch"])
     if (kernel := compiled_kernel()) is not None:
@@ -232,11 +229,7 @@ def linear_forms() -> Mapping[str, Pack]:
             CompiledLinear(linear, kernel) if kernel.takes(linear.weight) else others(linear)
         )
     if len(forms) == 1:
-        _log.warning(
-            "this processor has no products of bfloat16, so prompts take ten times as long as they could: %s, or set "
-            "target.dtype: float32",
-            how_to_install("cpu"),
-        )
+        warn_of_slow_bf16()
     return forms
 
 

@@ -43,8 +43,8 @@ ALLOWED_LOSS = 0.02
 """Share of all decoding time that speculation may lose: by tries, or by going on where plain steps are as fast."""
 DOUBT = 0.1
 """Gain that must be expected beyond plain steps after more than that was lost: estimates that were too good before."""
-LARGEST_CREDIT = 4.0
-"""Tokens of gain that count towards later tries: a draft that paid yesterday must not lose for hours today."""
+LARGEST_CREDIT = 1.0
+"""Tokens of gain that count towards later tries: what one document won, the next one must not lose."""
 LARGEST_DEBT = 8.0
 """Tokens of loss that have to be earned back before the next try: one held-up step must not end all tries."""
 KNOWN_STEPS = 8
@@ -289,6 +289,10 @@ class Experience:
         """Record a plain step of a sequence."""
         self._book(1, 0.0)
 
+    def observe_catching_up(self, cost: float) -> None:
+        """Record that a draft read what was decided while it paused, which took so many plain steps."""
+        self._book(0, -cost)
+
     def _book(self, num_tokens: int, gain: float) -> None:
         balance = self.balance + ALLOWED_LOSS * num_tokens + gain
         self.balance = max(-LARGEST_DEBT, min(balance, LARGEST_CREDIT))
@@ -425,6 +429,10 @@ class Adaptive:
             else:
                 sequence.speculation.observe_plain()
                 self._experience.observe_plain()
+
+    def observe_catching_up(self, length: int, seconds: float) -> None:
+        """Record the time in which the draft of a sequence read what was decided while it paused."""
+        self._experience.observe_catching_up(seconds / self.costs.verify_s(1, [length]))
 
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""

@@ -120,8 +120,8 @@ def dropped(report: Report) -> Finding | None:
 def prefill_bound(report: Report) -> Finding | None:
     """State the limit that prefill sets to any speed-up of decoding, by Amdahl's law."""
     shares = _phases(report)
-    if shares is None or (prefill := shares["prefill"] + shares["draft_prefill"]) < 0.3:
-        return None
+    if shares is None or not 0.3 <= (prefill := shares["prefill"] + shares["draft_prefill"]) <= 0.95:
+        return None  # beyond there is nothing to speed up, as where answers are scored and not written
     limit = 1 / prefill
     share, end = report["acceptance"]["speculative_share"], "so speculation cannot give more than that here"
     if share is not None and share < RARE and not _is_plain(report):

@@ -52,11 +52,12 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "code"), [(200, 0), (6, 3)])
+@pytest.mark.parametrize(("most", "code"), [(200, 0), (80, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int, code: int):
     texts = {"a": "The committee met. " * 20, "b": "It rained."}
     corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
-    said = "{type: string, minLength: 1, maxLength: 4, pattern: '^[a-z]+$'}"
+    longer = "{2,4}" if code == 0 else "{90,99}"
+    said = f"{{type: string, pattern: '^[a-z]{longer}$'}}"
     settings = [
         f"output.schema={SCHEMA[:-1]}, said: {said}}}",
         "output.evidence=true",
@@ -125,7 +126,16 @@ def test_a_schema_of_values_alone_is_scored(tmp_path: Path):
         ),
         ("{tree: {$ref: '#'}}", "contains itself"),
         ("{any: {type: object}}", "field any must have one type"),
-        ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short cannot be decoded"),
+        ("{any: {type: array}}", "an array with `items`, or an object with `properties`; got"),
+        ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short: minLength 5 is above maxLength 2"),
+        ("{many: {type: array, items: {type: string, maxLenght: 2}}}", "field many: maxLenght is no keyword of JSON"),
+        ("{many: {type: array, items: {type: string, maxLenght: 2}}}", "did you mean maxLength?"),
+        ("{person: {name: string, age: integer}}", "output.schema.person: write an object inside another one"),
+        ("{agency: strin}", "did you mean string?"),
+        ("{agency: {type: strin}}", "field agency: there is no type strin; did you mean string?"),
+        ("{agency: {$ref: '#/$defs/name'}}", "field agency: there is no #/$defs/name"),
+        ("{agency: string, Agency: string}", "agency and Agency differ in case alone"),
+        ("{type: object, properties: {name: {type: string}}, required: [nam]}", "no field; did you mean name?"),
         ("{agency: {type: string, merge: frist}}", "field agency: merge must be first, union, majority"),
         ("{agency: {type: string, merge: union}}", "field agency is no list"),
         ("nowhere.json", "nowhere.json cannot be read as JSON"),
@@ -140,13 +150,35 @@ def test_a_bad_schema_is_refused_and_its_field_named(schema: str, said: str):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["worker", "summary", "message"])
-def test_a_field_that_results_have_already_is_refused(call, name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("worker", "output.schema names worker, which results have already; rename the field"),
+        ("Message", "output.schema names Message, which results have already"),
+        ("summary", "output.schema and output.column both name summary"),
+        ("land", "input.passthrough and output.schema both name land; rename the field"),
+    ],
+)
+def test_a_field_that_results_have_already_is_refused(call, name: str, said: str, tmp_path: Path):
+    """Readers that do not see case would find one column twice."""
+    corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"], land=["x"])
+    given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    given += ["--set", "input.id_column=doc", "--set", "input.passthrough=[land]"]
+    ended = call(*given, "--set", f"output.schema={{{name}: string}}")
+    assert ended.code == 2, ended.stderr
+    assert said in ended.stderr
+
+
+def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path: Path):
+    """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])
     given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
-    ended = call(*given, "--set", "input.id_column=doc", "--set", f"output.schema={{{name}: string}}")
+    given += ["--set", "input.id_column=doc", "--set", f"output.schema={SCHEMA}", "--set", "output.column=answer"]
+    ended = call(*given, "--set", "decoding.max_new_tokens=6")
     assert ended.code == 2, ended.stderr
-    assert f"output.schema names {name}" in ended.stderr
+    assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.stderr
+    scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1", "--dry-run"]
+    assert call(*given, *scored).code == 0
 
 
 def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path: Path):

@@ -29,11 +29,14 @@ def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[
         ("crimes and punishmint", "crimes and punishment"),
         ("Straße", "Straße"),
         ("Department of Agriculture", None),
+        ("epartment of Justic", "Department of Justice"),
+        ("5", "5"),
+        ("crim", None),
         (DOCUMENT + " And more.", None),
     ],
 )
 def test_a_string_is_found_where_it_stands_first_or_nearly(value: str, passage: str | None):
-    """Case, kinds of space and a wrong letter aside; what the document does not say has no place."""
+    """Case, kinds of space and a wrong letter aside; a passage has whole words; what is not there has no place."""
     assert passages({"agency": value}) == [("agency", passage)]
 
 

@@ -50,7 +50,7 @@ def test_a_module_keeps_its_results_in_every_form(name, monkeypatch):
 def test_who_lacks_the_kernel_is_told_what_to_do(monkeypatch, caplog):
     """Without it a processor that has no products of bf16 reads prompts at a tenth of its speed, silently."""
     monkeypatch.setattr(packing, "compiled_kernel", lambda: None)
-    monkeypatch.setattr(packing, "multiplies_bf16", lambda device: False)
+    monkeypatch.setattr(packing, "multiplies_bf16", lambda: False)
     assert [*linear_forms.__wrapped__()] == ["torch"]
     [message] = caplog.messages
     assert "[cpu]" in message
