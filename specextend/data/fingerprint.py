@@ -120,12 +120,24 @@ def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
     write_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
 
 
+_SCHEMA = "output.schema"
+
+
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
 
-    A line names the value, what the output folder has, and what this run has.
+    A line names the value, what the output folder has, and what this run has; of two schemas it names what differs in
+    them, unless that is the order of their fields.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
+    texts = before.get(_SCHEMA), after.get(_SCHEMA)
+    if all(texts) and texts[0] != texts[1]:
+        inner = [dict(flattened(json.loads(str(text)), f"{_SCHEMA}.")) for text in texts]
+        if inner[0] != inner[1]:
+            (before, after) = (
+                {name: value for name, value in values.items() if name != _SCHEMA} | fields
+                for values, fields in zip((before, after), inner, strict=True)
+            )
     return [
         printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
         for name in dict.fromkeys((*before, *after))

@@ -106,6 +106,7 @@ def build_report(
         "tail": tail_section(starts, times),
         **described,
         "evidence": figures.evidence,
+        "choices": figures.choices,
         "errors": figures.errors,
         "audit": audit_figures(audits, _dtype(manifest)),
         "timeline": timeline_section(starts, times),

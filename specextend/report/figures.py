@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -57,14 +59,14 @@ DONE_COLUMNS = tuple(
     dict.fromkeys(
         (
             *(*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, "acceptance_histogram", "retrieval_coverage", "retrieval_churn"),
-            *("started_at", "num_forwards", "num_requests", "quality_flags", "evidence"),
+            *("started_at", "num_forwards", "num_requests", "quality_flags", "evidence", "choices"),
         )
     )
 )
 """Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_KEPT = [name for name in DONE_COLUMNS if name != "evidence"]
+_KEPT = [name for name in DONE_COLUMNS if name not in ("evidence", "choices")]
 _DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in _KEPT), (RUN_ID, pa.string())])
 
 
@@ -77,6 +79,8 @@ class RunFigures:
         self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.evidence: dict[str, dict[str, int]] = {}
         """By field of an answer: documents with a string there, the strings, and those that the documents hold."""
+        self.choices: dict[str, dict[str, dict[str, float]]] = {}
+        """By field that was scored and its likeliest value: documents, and the sum of its probabilities."""
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
@@ -86,6 +90,7 @@ class RunFigures:
         """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
         if is_done:
             self._count_evidence(rows["evidence"])
+            self._count_choices(rows["choices"])
             self._waiting.append(rows.select([*_KEPT, RUN_ID]))
             if sum(map(len, self._waiting)) >= BATCH_ROWS:
                 self._join()
@@ -105,6 +110,15 @@ class RunFigures:
                 counts["found"] += each["begin"] is not None
             for field in {each["field"] for each in strings}:
                 self.evidence[field]["documents"] += 1
+
+    def _count_choices(self, column: pa.ChunkedArray) -> None:
+        for scored in column.drop_null().to_pylist():
+            likeliest = {each["field"]: each for each in sorted(scored, key=itemgetter("log_prob"))}
+            for field, each in likeliest.items():
+                values = self.choices.setdefault(field, {})
+                counts = values.setdefault(each["value"], {"documents": 0, "probability_sum": 0.0})
+                counts["documents"] += 1
+                counts["probability_sum"] += math.exp(each["log_prob"])
 
     @property
     def done(self) -> pa.Table:

@@ -14,6 +14,9 @@ from rich.table import Table
 from specextend.core import counted, printable
 from specextend.stats import ratio
 
+_MOST_VALUES = 20
+"""Values of a field that are shown, the most frequent ones."""
+
 LONGEST = 200
 """Most characters of an id or a message that a table shows."""
 MOST_FINDINGS, MOST_CLASSES = 3, 5
@@ -260,6 +263,7 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
         _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
         _flags(report),
         _evidence(report),
+        _choices(report),
         _listed("The texts measured", MEASURED, measures),
         _paid_time(report["wall_clock"]),
         _listed("By prompt length", BUCKET, report["buckets"]),
@@ -346,6 +350,25 @@ def _evidence(report: Mapping[str, Any]) -> Section:
         "unnest(evidence) as found from 'summaries/*.parquet') where found.begin is null."
     )
     return Section("Evidence", ("field", "filled", "strings", "in the document"), rows, about=about)
+
+
+def _choices(report: Mapping[str, Any]) -> Section:
+    done = report["rows"]["done"]
+    rows = [
+        (
+            field,
+            value,
+            number(of["documents"]),
+            percent(ratio(of["documents"], done)),
+            percent(ratio(of["probability_sum"], of["documents"])),
+        )
+        for field, values in report.get("choices", {}).items()
+        for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[:_MOST_VALUES]
+    ]
+    about = (
+        "The likeliest value of each field that was scored; the column choices has the log probability of every value."
+    )
+    return Section("Labels", ("field", "value", "documents", "share", "mean probability"), rows, ("value",), about)
 
 
 def _endings(report: Mapping[str, Any]) -> Section:

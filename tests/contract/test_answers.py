@@ -111,7 +111,13 @@ def test_a_schema_of_values_alone_is_scored(tmp_path: Path):
             best = max(log_probs, key=log_probs.__getitem__)
             assert best == (row[field] if field == "kind" else json.dumps(row[field]))
         assert row["num_spec_steps"] + row["num_plain_steps"] == 0
-    audit = json.loads((tmp_path / "out" / "report.json").read_text())["audit"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found, audit = report["choices"], report["audit"]
+    assert {field: sum(of["documents"] for of in values.values()) for field, values in found.items()} == {
+        "kind": 2,
+        "closed": 2,
+    }
+    assert all(0 < of["probability_sum"] <= of["documents"] for values in found.values() for of in values.values())
     assert (audit["documents"], audit["equal"]) == (2, 2)
 
 

@@ -76,6 +76,20 @@ def test_another_value_is_another_run_and_the_difference_is_said(manifest: Calla
     assert differences(manifest(), other) == ['weights of draft: "bbbbbbbbbbbb" there, "dddddddddddd" here']
 
 
+def test_of_two_schemas_what_differs_in_them_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
+    """Two lines of a thousand characters hide it. Another order of fields is another run, too."""
+
+    def of(fields: dict[str, Any]) -> dict[str, Any]:
+        return manifest(changed("output", "schema", json.dumps({"type": "object", "properties": fields})))
+
+    before, longer = of({"a": {"type": "string", "maxLength": 8}, "b": {}}), of({"a": {"type": "string"}, "b": {}})
+    assert differences(before, longer) == ["output.schema.properties.a.maxLength: 8 there, nothing here"]
+    turned = of({"b": {}, "a": {"type": "string"}})
+    assert turned["fingerprint"] != longer["fingerprint"]
+    [line] = differences(longer, turned)
+    assert line.startswith("output.schema: ")
+
+
 def test_a_moved_input_is_the_same_and_an_edited_one_is_not(
     tmp_path: Path, write: Write, manifest: Callable[..., dict[str, Any]]
 ) -> None:
