@@ -208,8 +208,9 @@ def without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        gc.unfreeze()  # both together make all objects old
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # both together make all objects old
         if was_enabled:
             gc.enable()
 

@@ -19,13 +19,15 @@ RULES = ("first", "union", "majority")
 """How a field of a document's parts becomes one: see `merge_answers`."""
 _NOTES = {"title", "description", "default", "examples", "merge", "type"}
 """Keywords beside `enum` and the like that take no value out, `type` if all values have it."""
-_KEYWORDS = {
-    *_NOTES, "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
-    "const", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "contains", "uniqueItems",
-    "minProperties", "maxProperties", "patternProperties", "$ref", "$defs", "definitions", "$schema", "$id",
+_LIMITING = {
+    "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "uniqueItems",
+    "minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "anyOf", "oneOf", "allOf", "patternProperties",
 }  # fmt: skip
-"""Keywords that a misspelt one may stand for; the library judges whether it can follow them."""
+"""Keywords that a misspelt one is likely to stand for; all others are the library's to judge."""
+_ALIKE = 0.85
+_LONG_TOKEN = 16
+"""Characters of a long token."""
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
 """Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
@@ -47,7 +49,8 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
     names = [*_properties(schema)]
     if alike := [name for name in names if [each.lower() for each in names].count(name.lower()) > 1]:
         raise ValueError(f"output.schema: {' and '.join(alike)} differ in case alone, which many programs do not see")
-    if unknown := [name for name in schema.get("required", ()) if name not in names]:
+    needed = schema.get("required") if schema.get("additionalProperties") is False else None
+    if unknown := [name for name in needed if name not in names] if isinstance(needed, list) else []:
         raise ValueError(f"output.schema: required names {unknown[0]}, which is no field{_near(unknown[0], names)}")
     for name, field in _properties(schema).items():
         _check_keywords(name, field)
@@ -166,24 +169,33 @@ def shortest_answer(schema: str) -> str:
 
 
 def _shortest(field: Any, whole: Mapping[str, Any]) -> Any:
+    properties = _properties(field) if isinstance(field, Mapping) else {}
     match field:
         case {"$ref": str(place)}:
             return _shortest(_at(place, whole), whole)
-        case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
-            values = [_shortest(kind, whole) for kind in kinds]
-        case {"enum": list(values)}:
-            pass
+        case {"enum": [_, *_] as values}:
+            return min(values, key=lambda value: len(_text(value)))
         case {"const": value}:
-            values = [value]
-        case {"type": list(kinds)}:
+            return value
+        case {"type": "object"} if properties:
+            return {
+                name: _shortest(properties[name], whole) for name in field.get("required", ()) if name in properties
+            }
+        case {"anyOf": [_, *_] as kinds} | {"oneOf": [_, *_] as kinds}:
+            return min((_shortest(kind, whole) for kind in kinds), key=lambda value: len(_text(value)))
+        case {"type": [_, *_] as kinds}:
             values = [_shortest(dict(field) | {"type": kind}, whole) for kind in kinds]
-        case {"type": "object"}:
-            values = [{name: _shortest(_properties(field)[name], whole) for name in field.get("required", ())}]
+            return min(values, key=lambda value: len(_text(value)))
         case {"type": "array"}:
-            values = [[_shortest(field["items"], whole)] * field.get("minItems", 0)]
-        case {"type": str(kind)}:
-            values = [{"string": "a" * field.get("minLength", 0), "boolean": True, "null": None}.get(kind, 0)]
-    return min(values, key=lambda value: len(_text(value)))
+            return [_shortest(field.get("items"), whole)] * min(field.get("minItems", 0), 1 << 8)
+        case {"type": "string"}:
+            return "a" * min(field.get("minLength", 0) // _LONG_TOKEN, 1 << 12)
+        case {"type": "boolean"}:
+            return True
+        case {"type": "null"}:
+            return None
+        case _:
+            return 0
 
 
 def is_whole(text: str) -> bool:
@@ -245,7 +257,9 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _field(name: str, kind: Any) -> Mapping[str, Any]:
     """Return the JSON Schema of a type in short. Raises ValueError."""
     match kind:
-        case {} if _KEYWORDS & {*kind} or not any(isinstance(each, str | list) for each in kind.values()):
+        case {} if (_LIMITING | _NOTES | {"enum", "const", "$ref"}) & {*kind} or not any(
+            isinstance(each, str | list) for each in kind.values()
+        ):
             return dict(kind)
         case [item]:
             return {"type": "array", "items": _field(name, item)}
@@ -333,7 +347,7 @@ def _check_keywords(name: str, field: Any) -> None:
     if not isinstance(field, Mapping):
         return
     for keyword in field:
-        if near := _near(keyword, () if keyword in _KEYWORDS else _KEYWORDS):
+        if near := _near(keyword, () if keyword in _LIMITING else _LIMITING, _ALIKE):
             raise ValueError(f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}")
     for low, high in _LIMITS:
         least, most = field.get(low), field.get(high)
@@ -345,9 +359,9 @@ def _check_keywords(name: str, field: Any) -> None:
         _check_keywords(name, field.get(keyword))
 
 
-def _near(given: Any, known: Iterable[str]) -> str:
+def _near(given: Any, known: Iterable[str], least: float = 0.6) -> str:
     """Return a question for the one of the known words that was likely meant; nothing if none is like it."""
-    return "".join(f"; did you mean {each}?" for each in get_close_matches(str(given), [*known], 1))
+    return "".join(f"; did you mean {each}?" for each in get_close_matches(str(given), [*known], 1, least))
 
 
 def _string_fields(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:

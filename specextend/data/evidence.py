@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,6 +12,10 @@ LEAST_SCORE = 90.0
 """Similarity from 0 to 100 (2 x matching characters over those of both) from which a passage counts as a value's."""
 LEAST_LENGTH = 6
 """Characters from which a value may stand in its document nearly, and not as whole words: fewer are like anything."""
+_MOST_PLACES = 1000
+"""Places inside of words that are passed over."""
+_OTHER_SCRIPTS = "\u0590"
+"""The first character behind Latin, Greek, Cyrillic and Armenian letters."""
 _SPACES = str.maketrans("\t\n\r\u00a0", "    ")
 
 
@@ -32,21 +35,39 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[dic
 
 
 def _passage(value: str, document: str) -> tuple[int, int, float] | None:
-    if equal := re.search(rf"(?<!\w){re.escape(value)}(?!\w)", document):
-        return *equal.span(), 100.0
+    begin = document.find(value)
+    for _ in range(_MOST_PLACES):
+        if begin < 0:
+            break
+        if not any(_is_in_a_word(document, place) for place in (begin, begin + len(value))):
+            return begin, begin + len(value), 100.0
+        begin = document.find(value, begin + 1)
     if len(value) > len(document) or len(value) < LEAST_LENGTH:  # the first would be looked for in the value
         return None
     match = partial_ratio_alignment(value, document, score_cutoff=LEAST_SCORE)
-    return None if match is None else (*_whole_words(document, match.dest_start, match.dest_end), match.score)
+    if match is None:
+        return None
+    begin, end = match.dest_start, match.dest_end
+    return *((begin, end) if match.score == 100 else _whole_words(document, begin, end)), match.score
 
 
-def _whole_words(document: str, begin: int, end: int) -> tuple[int, int]:
+def _is_in_a_word(text: str, place: int) -> bool:
+    """Return True if a number, or a word of a script that puts spaces between words, goes on over a place."""
+    if not 0 < place < len(text):
+        return False
+    before, after = text[place - 1], text[place]
+    if before.isdigit() or after.isdigit():
+        return before.isdigit() and after.isdigit()
+    return max(before, after) < _OTHER_SCRIPTS and before.isalpha() and after.isalpha()
+
+
+def _whole_words(text: str, begin: int, end: int) -> tuple[int, int]:
     """Return where the words of a passage begin and end, without the space around them."""
-    while begin > 0 and document[begin].isalnum() and document[begin - 1].isalnum():
+    while _is_in_a_word(text, begin):
         begin -= 1
-    while end < len(document) and document[end - 1].isalnum() and document[end].isalnum():
+    while _is_in_a_word(text, end):
         end += 1
-    passage = document[begin:end]
+    passage = text[begin:end]
     return begin + len(passage) - len(passage.lstrip()), end - len(passage) + len(passage.rstrip())
 
 

@@ -404,7 +404,8 @@ class Engine:
             missed, before = sequence.catch_up()
             seconds = self._absorb([sequence], Decided.pad([missed], [before]))
             if self._adaptive is not None:
-                self._adaptive.observe_catching_up(sequence.length, seconds)
+                running = [each.length for each in self._active.values() if each is not self._reading]
+                self._adaptive.observe_catching_up(running, seconds)
 
     def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
         """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""

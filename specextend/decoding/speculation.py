@@ -430,9 +430,9 @@ class Adaptive:
                 sequence.speculation.observe_plain()
                 self._experience.observe_plain()
 
-    def observe_catching_up(self, length: int, seconds: float) -> None:
-        """Record the time in which the draft of a sequence read what was decided while it paused."""
-        self._experience.observe_catching_up(seconds / self.costs.verify_s(1, [length]))
+    def observe_catching_up(self, lengths: list[int], seconds: float) -> None:
+        """Record the time in which a draft read what was decided while it paused; all sequences of `lengths` waited."""
+        self._experience.observe_catching_up(seconds / self.costs.verify_s(1, lengths) * len(lengths))
 
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""

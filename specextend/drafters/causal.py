@@ -124,7 +124,7 @@ class LevelGain:
         """Record that a tree is begun."""
         if self.clock is not None:
             now = self.clock()
-            if self._begun_at is not None and self._num_read == 1:
+            if self._begun_at is not None and self._num_read == 1 and now > self._begun_at:
                 self._step_s = moved(self._step_s, now - self._begun_at)
                 self.least = self._level_s * self._num_tokens / self._step_s
             self._begun_at, self._num_read = now, 0
@@ -137,11 +137,13 @@ class LevelGain:
     def read(self, num_tokens: Sequence[int]) -> None:
         """Record that so many decided tokens of each sequence were read."""
         self._num_read += 1
-        if self._num_read == 1:
+        if max(num_tokens) > 1 + TreeOptions.ngram_depth:  # of more than one step
+            self.interrupt()
+        elif self._num_read == 1:
             self._num_tokens = moved(self._num_tokens, sum(num_tokens) / len(num_tokens))
 
     def interrupt(self) -> None:
-        """Record that a prompt is read, which takes time that is not a step's."""
+        """Record that something takes time that is not a step's, such as reading a prompt."""
         self._begun_at = None
 
 

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -113,7 +112,10 @@ class RunFigures:
 
     def _count_choices(self, column: pa.ChunkedArray) -> None:
         for scored in column.drop_null().to_pylist():
-            likeliest = {each["field"]: each for each in sorted(scored, key=itemgetter("log_prob"))}
+            likeliest: dict[str, dict[str, Any]] = {}
+            for each in scored:
+                if each["log_prob"] > likeliest.get(each["field"], {"log_prob": -math.inf})["log_prob"]:
+                    likeliest[each["field"]] = each
             for field, each in likeliest.items():
                 values = self.choices.setdefault(field, {})
                 counts = values.setdefault(each["value"], {"documents": 0, "probability_sum": 0.0})

@@ -29,7 +29,8 @@ def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[
         ("crimes and punishmint", "crimes and punishment"),
         ("Straße", "Straße"),
         ("Department of Agriculture", None),
-        ("epartment of Justic", "Department of Justice"),
+        ("epartment of Justic", "epartment of Justic"),
+        ("he Departmint of Justic", "The Department of Justice"),
         ("5", "5"),
         ("crim", None),
         (DOCUMENT + " And more.", None),
@@ -38,6 +39,23 @@ def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[
 def test_a_string_is_found_where_it_stands_first_or_nearly(value: str, passage: str | None):
     """Case, kinds of space and a wrong letter aside; a passage has whole words; what is not there has no place."""
     assert passages({"agency": value}) == [("agency", passage)]
+
+
+@pytest.mark.parametrize(
+    ("value", "document", "passage"),
+    [
+        ("15", "In 2015, 150 paid 15 each.", "15"),
+        ("15", "In 2015, 150 paid.", None),
+        ("東京", "私は東京に住む。", "東京"),
+        ("$5", "US$5 each", "$5"),
+        ("5%", "5%p.a.", "5%"),
+        ("Paris", "from _Paris_ on", "Paris"),
+        ("12", "a run of 12km", "12"),
+    ],
+)
+def test_a_word_or_a_number_is_found_whole(value: str, document: str, passage: str | None):
+    """Two digits of a year prove nothing; scripts without spaces, units and signs have no such borders."""
+    assert passages({"agency": value}, document) == [("agency", passage)]
 
 
 def test_strings_of_lists_and_objects_are_found_by_the_names_of_their_fields():

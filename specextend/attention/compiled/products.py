@@ -272,7 +272,7 @@ def can_multiply() -> bool:
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
     is_served = weight.dtype in (torch.bfloat16, torch.int8)
-    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % LANES == 0
+    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % (2 if HAS_BF16 else LANES) == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
