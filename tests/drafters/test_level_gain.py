@@ -1,0 +1,71 @@
+"""What a level of drafting must promise to pay, learned from a clock that tests set."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from specextend.drafters.causal import LevelGain
+
+LEVEL_S, STEP_S, NUM_TOKENS = 0.003, 0.03, 2
+
+
+class Clock:
+    """Shows what it was set to, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def step(self, gain: LevelGain, *, pause_s: float = 0.0, num_read: int = NUM_TOKENS) -> None:
+        """Take a step of three levels whose tokens are read behind a pause."""
+        gain.begin()
+        self.now += 3 * LEVEL_S
+        gain.end(3)
+        self.now += STEP_S - 3 * LEVEL_S + pause_s
+        gain.read([num_read])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_level_must_promise_what_a_step_decides_in_its_time(clock: Clock):
+    """Three milliseconds of steps that decide two tokens in thirty: a fifth of a token."""
+    gain = LevelGain(clock, 0.7)
+    found = []
+    for _ in range(4):
+        found.append(gain.least)
+        clock.step(gain)
+    assert found[:1] == [0.7]
+    assert found[2:] == [pytest.approx(LEVEL_S * NUM_TOKENS / STEP_S)] * 2
+
+
+def test_what_stands_between_two_steps_does_not_count(clock: Clock):
+    """A prompt of a minute, or the tokens of a long pause read at once, say nothing of a step."""
+    gain = LevelGain(clock, 0.7)
+    for _ in range(3):
+        clock.step(gain)
+    known = gain.least
+    clock.step(gain)
+    gain.interrupt()
+    clock.now += 60
+    clock.step(gain)
+    clock.step(gain, pause_s=5, num_read=200)
+    clock.step(gain)
+    clock.step(gain)
+    assert gain.least == pytest.approx(known)
+
+
+def test_without_a_clock_it_stays_as_it_was_configured():
+    """Then equal requests give equal counts."""
+    gain, clock = LevelGain(None, 0.7), Clock()
+    seen = [gain.least]
+    for _ in range(3):
+        clock.step(gain)
+        seen.append(gain.least)
+    assert all(before == after for before, after in pairwise(seen))
