@@ -103,7 +103,7 @@ class Choice(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the target thinks of a value of a choice."""
+    """Hold what the target thinks of a value of a choice."""
 
     field: str
     value: str

@@ -47,7 +47,7 @@ _PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 
 
 class LayerCall(NamedTuple):
-    """What stands between the products of a layer, by address, and sizes."""
+    """Hold what stands between the products of a layer, by address, and sizes."""
 
     input_norm: int
     post_norm: int
