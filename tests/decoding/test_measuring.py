@@ -52,6 +52,17 @@ def test_measuring_leaves_nothing_behind(engine):
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
 
 
+def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
+    """One length says nothing of longer ones: trees behind long documents looked half as dear as they are."""
+    monkeypatch.setattr(measurements, "BUDGET_S", 0.0)
+    monkeypatch.setattr(
+        measurements, "time_step", lambda target, kind, size, length, graphs: 0.01 * size + 1e-5 * length
+    )
+    table = measure(engine.target, ("dense",), (1, 4), (512, 1500, 900), Graphs())
+    for size in (1, 4):
+        assert table.seconds("dense", size, [6000]) == pytest.approx(0.01 * size + 0.06)
+
+
 def test_a_second_start_measures_nothing(folder, engine):
     """Costs and kernels are those of the first, and no temporary file is left."""
     engine.target.choose_kernels()
