@@ -331,6 +331,7 @@ class Replayer:
         """Give the draft the answer's tokens `start` to `stop`; the last becomes the new root."""
         first = len(probe.prompt_token_ids) - 1
         decided = Decided.pad([probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]])
+        self._drafter.read(_SLOT, decided.token_ids[0])
         self._drafter.absorb([_SLOT], decided)
 
     def _row(self, probe: Probe, trace: Trace, steps: Sequence[Step]) -> dict[str, Any]:

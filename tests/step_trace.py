@@ -73,9 +73,9 @@ class Tracer(TorchDispatchMode):
     def beginning_steps(self, propose: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a drafter's `propose`, with which a step begins."""
 
-        def proposing(slots: Sequence[int]) -> Any:
+        def proposing(slots: Sequence[int], *num_nodes: int) -> Any:
             self.steps.append(StepTrace(len(slots)))
-            return propose(slots)
+            return propose(slots, *num_nodes)
 
         return proposing
 

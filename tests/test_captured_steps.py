@@ -119,8 +119,8 @@ def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
     """The tokens and depths of each tree that a draft proposes from now on, in no order of their own."""
     trees, propose = [], engine.drafter.propose
 
-    def proposing(slots):
-        proposed = propose(slots)
+    def proposing(slots, *num_nodes):
+        proposed = propose(slots, *num_nodes)
         trees.extend(sorted(zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True)) for tree in proposed)
         return proposed
 

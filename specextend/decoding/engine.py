@@ -310,8 +310,9 @@ class Engine:
         positions = torch.tensor([sequence.length], device=self.target.device)
         token_id = int(sequence.choose(self.target.logits(end.hidden), positions, request.prompt_token_ids[-1:], [-1]))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
-        if sequence.drafts and not sequence.finish_reason:
+        if self.drafter is not None and sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, end.queries)
+            self.drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
 
     def _count_step(self) -> None:
@@ -332,19 +333,39 @@ class Engine:
         """Propose a tree for each sequence; for a plain step it is the root, and behind it what a grammar forces."""
         roots = [sequence.root_token_id for sequence in sequences]
         places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
-        if self.drafter is None or not places:
+        trees = self._propose([sequences[b] for b in places]) if places else None
+        pausing = [b for b, sequence in enumerate(sequences) if sequence.drafts and b not in places]
+        if (glanced := self._glance([sequences[b] for b in pausing])) is not None:
+            trees = glanced if trees is None else DraftTrees.pad([*trees.nodes(), *glanced.nodes()], self.target.device)
+            places += pausing
+        if trees is None:
             return self._constrained(roots_only(roots, self.target.device), sequences, drafting=False)
-        drafting, begin = [sequences[b] for b in places], self._watch.mark
-        trees = self.drafter.propose([sequence.slot for sequence in drafting])
-        trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
+        proposing = [sequences[b] for b in places]
         if self._adaptive is not None:
-            trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
+            trees = self._adaptive.prune(trees, proposing, [sequence.length for sequence in sequences])
+        if places != [*range(len(sequences))]:
+            trees = among_roots(trees, places, roots)
+        self._watch.charge("draft_s", proposing)
+        return self._constrained(trees, sequences, drafting=False) if pausing else trees
+
+    def _propose(self, drafting: list[Sequence]) -> DraftTrees:
+        """Propose a tree for each of the sequences that draft."""
+        assert self.drafter is not None
+        begin, most_nodes = self._watch.mark, self._memory.num_nodes
+        if self._adaptive is not None:
+            most_nodes = min(most_nodes, self._adaptive.most_nodes)
+        trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)
+        trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
         now = self._watch.charge("draft_s", drafting)
         if self._adaptive is not None:
             self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
-        if len(drafting) == len(sequences):
-            return trees
-        return self._constrained(among_roots(trees, places, roots), sequences, drafting=False)
+        return trees
+
+    def _glance(self, pausing: list[Sequence]) -> DraftTrees | None:
+        """Propose what takes no time for sequences that pause; captured steps have no trees of other sizes."""
+        if self.drafter is None or not pausing or self._graphs.enabled:
+            return None
+        return self.drafter.glance([sequence.slot for sequence in pausing], self._memory.num_nodes)
 
     def _constrained(self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool) -> DraftTrees:
         """Take out of trees what grammars forbid, and add what they force: of those that draft, or of those that pause.
@@ -379,7 +400,10 @@ class Engine:
 
     def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
         """Retrieve where it is due, then let the draft read what was decided, unless the next step is plain."""
+        assert self.drafter is not None
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
+        for b in going:
+            self.drafter.read(sequences[b].slot, step.new_token_ids[b])
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
         for b in going:

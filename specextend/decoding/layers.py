@@ -122,14 +122,14 @@ class FusedLayer(nn.Module):
         return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
 
 
-def joined_in_one_call(layers: Sequence[FusedLayer], scale: float) -> Any:
+def joined_in_one_call(layers: Sequence[Any], scale: float, num_copied: int = 0) -> Any:
     """Return a `compiled.decoder.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
-    products = [child for layer in layers for child in layer.children() if not isinstance(child, Norm)]
+    products = [each for layer in layers for each in (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)]
     if not all(isinstance(product, CompiledLinear) for product in products):
         return None
     from specextend.attention.compiled.decoder import Decoder, can_compile
 
-    return Decoder(layers, scale) if can_compile(layers[0].head_dim) else None
+    return Decoder(layers, scale, num_copied) if can_compile(layers[0].head_dim) else None
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -82,6 +82,11 @@ class CachedModel:
             self.device,
         )
 
+    @property
+    def runs_in_one_call(self) -> bool:
+        """Return True if its layers run in one call."""
+        return self._decoder is not None
+
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after the final norm."""
         return self.forward_with_features(token_ids, positions, plan, ())[0]

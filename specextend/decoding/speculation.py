@@ -2,7 +2,8 @@
 
 The evidence of a sequence is what its draft promised, how much of that was accepted, and in how large trees. New
 sequences begin with the `Experience` of those before them of like length, so that a run finds out once, not once a
-document.
+document. A sequence that pauses does without its draft network; n-grams, which cost next to nothing, are proposed
+even then. So a draft has to bring more than they do.
 `who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running batch.
 
 Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A forward of n rows
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -170,6 +172,19 @@ class Evidence(NamedTuple):
     accepted: float = 0.0
     """Nodes that were accepted."""
 
+    def calibration(self, trust: float, prior: float) -> float:
+        """Return accepted tokens over expected ones; `prior` counts like so many expected ones."""
+        return (self.accepted + trust * prior) / (self.expected + trust)
+
+    def gain(self, trust: float, prior: float) -> float:
+        """Return the accepted tokens to expect from a step; 0 if there was none yet."""
+        return self.calibration(trust, prior) * self.expected / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def rows(self) -> float:
+        """Return the mean rows of a step; 1 if there was none yet."""
+        return self.num_rows / self.num_steps if self.num_steps else 1.0
+
     def times(self, weight: float) -> Evidence:
         """Return all sums times a weight."""
         return Evidence(*(weight * each for each in self))
@@ -188,6 +203,8 @@ class Speculation:
     prior: float = 1.0
     """The calibration before the first step."""
     evidence: Evidence = field(default_factory=Evidence)
+    idle: Evidence = field(default_factory=Evidence)
+    """That of steps in which it pauses."""
     promised: list[float] = field(default_factory=list)
     """Path probabilities of the draft tokens of its last whole tree."""
     _trust: float = _TRUST
@@ -197,19 +214,20 @@ class Speculation:
 
     @property
     def calibration(self) -> float:
-        """Return accepted tokens over those that the draft's probabilities promised."""
-        return (self.evidence.accepted + self._trust * self.prior) / (self.evidence.expected + self._trust)
+        """Return accepted tokens over those that probabilities promised: of its draft, or of n-grams in a pause."""
+        if self.active:
+            return self.evidence.calibration(self._trust, self.prior)
+        return self.idle.calibration(_LEAST_TRUST, 1.0)
 
     @property
     def gain(self) -> float:
-        """Return the accepted tokens to expect from a speculative step."""
-        seen = self.evidence
-        return self.calibration * seen.expected / seen.num_steps if seen.num_steps else 0.0
+        """Return the accepted tokens to expect from a step with its draft."""
+        return self.evidence.gain(self._trust, self.prior)
 
     @property
-    def num_rows(self) -> float:
-        """Return the mean rows of its verifications; 1 if there was none yet."""
-        return self.evidence.num_rows / self.evidence.num_steps if self.evidence.num_steps else 1.0
+    def idle_gain(self) -> float:
+        """Return the accepted tokens to expect from a step in a pause."""
+        return self.idle.gain(_LEAST_TRUST, 1.0)
 
     @property
     def on_trial(self) -> bool:
@@ -227,19 +245,20 @@ class Speculation:
         self.evidence = self.evidence.after(_MEMORY, num_rows, expected, accepted)
         self._run += 1
 
-    def observe_plain(self) -> None:
-        """Record a plain step."""
+    def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
+        """Record a step in a pause."""
+        self.idle = self.idle.after(_MEMORY, num_rows, expected, accepted)
         self._wait -= 1
 
     def pause(self) -> None:
-        """Take plain steps from now on."""
+        """Do without its draft from now on."""
         in_vain = self._run < PROBATION_STEPS
         self._pause = min(2 * self._pause, LONGEST_PAUSE) if in_vain else FIRST_PAUSE
-        self.active, self._wait = False, self._pause
+        self.active, self._wait, self.promised = False, self._pause, []
 
     def resume(self) -> None:
-        """Speculate again."""
-        self.active, self._run = True, 0
+        """Draft again."""
+        self.active, self._run, self.promised = True, 0, []
         self.evidence = self.evidence.times(_AGED)
 
 
@@ -252,6 +271,8 @@ class Experience:
     evidence: Evidence = field(default_factory=Evidence)
     by_length: dict[int, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
     """The same by the number of binary digits of a sequence's length."""
+    idle: Evidence = field(default_factory=Evidence)
+    """That of steps in pauses."""
     num_steps: int = 0
     """Speculative steps so far."""
 
@@ -267,17 +288,18 @@ class Experience:
 
     def begin(self, length: int) -> Speculation:
         """Make the state of a new sequence of so many tokens, which expects what was seen so far at such lengths."""
+        idle = self.idle.times(1 / max(1.0, self.idle.num_steps))
         if not self.is_known:
-            return Speculation()
+            return Speculation(idle=idle)
         alike = self.by_length[length.bit_length()]
         seen = alike if alike.num_steps >= KNOWN_STEPS else self.evidence
         prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
-        return Speculation(prior=prior, evidence=seen.times(1 / seen.num_steps), _run=TRIAL_STEPS)
+        return Speculation(prior=prior, evidence=seen.times(1 / seen.num_steps), idle=idle, _run=TRIAL_STEPS)
 
     def observe(self, length: int, num_rows: int, expected: float, accepted: int, cost: float) -> None:
         """Record a speculative step of a sequence of `length` tokens.
 
-        `cost` is its share of the time that the step, drafting included, took beyond a plain step, in plain steps.
+        `cost` is what a draft's tokens must be worth: those that would have been decided in the step's time without.
         """
         self.num_steps += 1
         step, digits = (num_rows, expected, accepted), length.bit_length()
@@ -285,9 +307,10 @@ class Experience:
         self.by_length[digits] = self.by_length[digits].after(_LONG_MEMORY, *step)
         self._book(1 + accepted, accepted - cost)
 
-    def observe_plain(self) -> None:
-        """Record a plain step of a sequence."""
-        self._book(1, 0.0)
+    def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
+        """Record a step of a sequence in a pause."""
+        self.idle = self.idle.after(_LONG_MEMORY, num_rows, expected, accepted)
+        self._book(1 + accepted, 0.0)
 
     def observe_catching_up(self, cost: float) -> None:
         """Record that a draft read what was decided while it paused, which took so many plain steps."""
@@ -311,25 +334,32 @@ def who_speculates(
     `draft_s(k)` that of drafting for k of them. All sequences wait for the largest verification of the batch, so
     speculation may pay for one of them only because it pays for another.
 
-    In credit, paused sequences try again when their pause is over, and steps are plain if speculation would lose more
-    than `ALLOWED_LOSS`. Out of credit, no try begins, and speculation must be expected to win more than `DOUBT`.
+    In credit, paused sequences try again when their pause is over, and drafts pause if they would lose more than
+    `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must be expected to win more than `DOUBT`.
     """
     forced = [state.on_trial or (in_credit and state.pause_is_over) for state in states]
     gains = [
-        state.gain - (0 if state.active or is_forced else _HANDICAP)
+        state.gain - state.idle_gain - (0 if state.active or is_forced else _HANDICAP)
         for state, is_forced in zip(states, forced, strict=True)
     ]
     order = sorted(range(len(states)), key=lambda b: (not forced[b], -gains[b]))
-    tokens = list(accumulate((gains[b] for b in order), initial=float(len(states))))
-    seconds = list(accumulate((verify_s(states[b].num_rows) for b in order), initial=0.0))
+    idle_tokens, idle_s = idle_pace(states, verify_s)
+    tokens = list(accumulate((gains[b] for b in order), initial=idle_tokens))
+    seconds = list(accumulate((verify_s(states[b].evidence.rows) for b in order), initial=0.0))
 
     def rate(count: int) -> float:
         if not count:
-            return tokens[0] / verify_s(1) * (1 - ALLOWED_LOSS if in_credit else 1 + DOUBT)
-        return tokens[count] / (seconds[count] / count + draft_s(count))
+            return tokens[0] / idle_s * (1 - ALLOWED_LOSS if in_credit else 1 + DOUBT)
+        return tokens[count] / (max(seconds[count] / count, idle_s) + draft_s(count))
 
     best = max(range(sum(forced), len(states) + 1), key=rate)
     return set(order[:best])
+
+
+def idle_pace(states: Sequence[Speculation], verify_s: Callable[[float], float]) -> tuple[float, float]:
+    """Return the tokens that a step decides in which all pause, and its seconds."""
+    tokens = sum(1 + state.idle_gain for state in states)
+    return tokens, fmean(verify_s(state.idle.rows) for state in states)
 
 
 def best_size(probabilities: Sequence[Sequence[float]], sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
@@ -365,6 +395,18 @@ class Adaptive:
         self._experience = Experience()
         self._num_settled = 0  # steps since the last decision, if all pause and none is to try again
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
+        self._size = self._sizes[-1]
+        """Rows of the last trees, when they were cut."""
+
+    @property
+    def most_nodes(self) -> int:
+        """Return how many nodes a draft is worth growing to: one size more than was verified last, to see if it pays.
+
+        A level of a draft takes longer the more nodes it has.
+        """
+        if self._reads_late:
+            return self._sizes[-1] - 1
+        return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
 
     def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
         """Make the state of a new sequence of `num_tokens` tokens that joins the `running` ones.
@@ -379,7 +421,7 @@ class Adaptive:
         return new
 
     def prune(self, trees: DraftTrees, drafting: list[Running], lengths: list[int]) -> DraftTrees:
-        """Cut the trees of the `drafting` sequences to the size that brings the batch most tokens per second.
+        """Cut the trees of sequences to the size that brings the batch most tokens per second.
 
         `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
         never 1, because a plain step would give no evidence.
@@ -388,15 +430,17 @@ class Adaptive:
         self._promises = drafting, download(promises) if self._reads_late else promises
         if not self._reads_late:
             self._read_promises()
-        states, draft_s = [sequence.speculation for sequence in drafting], self.costs.draft_s(len(drafting))
-        if not all(state.promised for state in states):
+        states = [sequence.speculation for sequence in drafting]
+        num_drafting = sum(state.active for state in states)
+        draft_s = self.costs.draft_s(num_drafting) if num_drafting else 0.0
+        if not all(state.promised for state in states if state.active):
             return trees
-        size = best_size(
+        self._size = best_size(
             [sorted((min(1.0, each.calibration * p) for p in each.promised), reverse=True) for each in states],
             self._sizes[1:] if any(state.on_trial for state in states) else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
-        return prune(trees, size)
+        return prune(trees, self._size)
 
     def _read_promises(self) -> None:
         """Give each sequence the path probabilities of its last whole tree, unless it has them."""
@@ -417,18 +461,20 @@ class Adaptive:
         num_rows = trees.num_nodes
         self._read_promises()
         self.costs.observe_verify(num_rows, lengths, verify_s)
-        num_drafting = sum(sequence.speculation.active for sequence in sequences)
-        plain_s = self.costs.verify_s(1, lengths)
-        beyond_s = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting) - plain_s
-        for sequence, length, number in zip(sequences, lengths, accepted, strict=True):
-            if sequence.speculation.active:
-                expected = sum(sorted(sequence.speculation.promised, reverse=True)[: num_rows - 1])
-                sequence.speculation.observe(num_rows, expected, number)
-                share = beyond_s / plain_s * len(sequences) / num_drafting
-                self._experience.observe(length, num_rows, expected, number, share)
+        states = [sequence.speculation for sequence in sequences]
+        idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
+        num_drafting = sum(state.active for state in states)
+        seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
+        owed = seconds / idle_s * idle_tokens - sum(1 + state.idle_gain for state in states if not state.active)
+        for state, length, size, number in zip(states, lengths, trees.sizes, accepted, strict=True):
+            rows = num_rows if state.active else size
+            expected = sum(sorted(state.promised, reverse=True)[: rows - 1])
+            if state.active:
+                state.observe(rows, expected, number)
+                self._experience.observe(length, rows, expected, number, owed / num_drafting - 1)
             else:
-                sequence.speculation.observe_plain()
-                self._experience.observe_plain()
+                state.observe_idle(rows, expected, number)
+                self._experience.observe_idle(rows, expected, number)
 
     def observe_catching_up(self, lengths: list[int], seconds: float) -> None:
         """Record the time in which a draft read what was decided while it paused; all sequences of `lengths` waited."""
@@ -452,11 +498,11 @@ class Adaptive:
                 sequence.speculation.resume()
 
     def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
-        """Choose among sequences of these lengths; a size between two measured ones is interpolated."""
+        """Choose among sequences of these lengths."""
+        in_credit = self._experience.in_credit
+        return who_speculates(states, self._verify_s(lengths), self.costs.draft_s, in_credit=in_credit)
+
+    def _verify_s(self, lengths: list[int]) -> Callable[[float], float]:
+        """Return the time of a verification by its rows; a size between two measured ones is interpolated."""
         seconds = [self.costs.verify_s(size, lengths) for size in self._sizes]
-        return who_speculates(
-            states,
-            lambda num_rows: float(np.interp(num_rows, self._sizes, seconds)),
-            self.costs.draft_s,
-            in_credit=self._experience.in_credit,
-        )
+        return lambda num_rows: float(np.interp(num_rows, self._sizes, seconds))

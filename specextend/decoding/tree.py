@@ -120,7 +120,7 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
     mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     parents = parents.clamp(min=0)
     ancestors = parents
-    for _ in range(max_depth):
+    for _ in range(min(max_depth, num_nodes - 1)):
         mask.scatter_(2, ancestors.unsqueeze(2), True)
         ancestors = parents.gather(1, ancestors)
     return mask
@@ -207,18 +207,20 @@ def grow_trees(
     options: TreeOptions,
     *,
     least_gain: float | None,
+    num_nodes: int | None = None,
     vocabulary: Tensor | None = None,
 ) -> DraftTrees:
-    """Grow each sequence's tree of the `options.most_nodes` likeliest nodes in `options.depth` levels of drafting.
+    """Grow each sequence's tree of the `num_nodes` likeliest nodes in `options.depth` levels of drafting.
 
     root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the ancestors of a chosen
     node are chosen too, and a node outside the best so far is not expanded, because none of its descendants can be
     among the best at the end. A sequence stops where a level adds less than `least_gain` to the expected number of
     accepted tokens, and a level is narrowed to the nodes worth expanding, which costs one host sync per level; None:
-    every level runs at full width (fixed shapes).
+    every level runs at full width (fixed shapes). Without `num_nodes` they are `options.most_nodes`.
     `vocabulary` [V] holds the token ids of a reduced draft's logits.
     """
-    num_nodes, root_log_probs = options.most_nodes, root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
+    num_nodes = options.most_nodes if num_nodes is None else num_nodes
+    root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
     level = _children(root_logits.unsqueeze(1), root_log_probs, num_nodes, vocabulary)
     pool, order = _Candidates(root_token_ids, root_log_probs), None
     pool.append(level, order)
@@ -319,8 +321,9 @@ class Decided:
 class Drafter(Protocol):
     """Proposes trees. A `slot` is a sequence's place in the batch.
 
-    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, and `absorb` of the first root; then, in
-    rounds, `propose`, `select` if the cache policy says so, and `absorb`; at the end `release`.
+    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb` of the first root;
+    then, in rounds, `propose`, `read`, `select` if the cache policy says so, and `absorb`; at the end `release`. While
+    a slot pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
     """
 
     hidden_layers: tuple[int, ...]
@@ -339,11 +342,19 @@ class Drafter(Protocol):
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
 
-    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Read what was decided for these slots."""
+    def read(self, slot: int, token_ids: list[int]) -> None:
+        """Note newly decided tokens."""
+        return
 
-    def propose(self, slots: Sequence[int]) -> DraftTrees:
-        """Propose a tree behind each slot's root."""
+    def glance(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
+        """Propose trees of what `read` has noted alone, which takes next to no time; None if that is nothing."""
+        return None
+
+    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
+        """Let a network read what was decided for these slots."""
+
+    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+        """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as configured."""
 
     def release(self, slot: int) -> None:
         """Free the slot."""

@@ -17,7 +17,7 @@ from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, upload
-from specextend.decoding.tree import Decided, DraftTrees, grow_trees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees
 
 _MEMORY = 0.9
 """Weight of a running mean after one more step."""
@@ -147,7 +147,7 @@ class LevelGain:
         self._begun_at = None
 
 
-class CausalDrafter:
+class CausalDrafter(Drafter):
     """Grows OPT-Trees with a draft network, whose view of the document is chosen by `select`."""
 
     def __init__(
@@ -216,11 +216,11 @@ class CausalDrafter:
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
 
-    def propose(self, slots: Sequence[int]) -> DraftTrees:
-        """Grow a tree behind each slot's root."""
+    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured trees have as many as configured."""
         if not self._graphs.enabled:
             self._gain.begin()
-            trees = self._grow(slots, self._locate(slots))
+            trees = self._grow(slots, self._locate(slots), num_nodes)
             self._gain.end(1 + self._num_expanded)
             return trees
         token_ids, parents, depths, log_probs = self._graphs.run(
@@ -278,7 +278,7 @@ class CausalDrafter:
         self._texts.index_copy_(0, slots, texts.gather(1, last))
         return texts[:, :-1].unfold(1, HISTORY, 1).flip(2)
 
-    def _grow(self, slots: Sequence[int], table: Tensor) -> DraftTrees:
+    def _grow(self, slots: Sequence[int], table: Tensor, num_nodes: int | None = None) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
         places = _SlotPlaces(*table.split(1, 1))
         token_ids, hidden, texts = (
@@ -304,6 +304,7 @@ class CausalDrafter:
             expand,
             self._options,
             least_gain=None if self._graphs.enabled else self._gain.least,
+            num_nodes=num_nodes,
             vocabulary=self.network.vocabulary,
         )
 

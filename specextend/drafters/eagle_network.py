@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import linear, pack_if_faster
+from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack_if_faster
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
@@ -27,6 +28,8 @@ Found = dict[str, tuple[Path, str, TensorInfo]]
 """Our name of a tensor -> its file, its name there, its type and shape."""
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
+_COPIES = f"copy.{'+'.join(_COPY_READS)}"
+"""All of them in one, which reads all four tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +203,8 @@ class EagleNetwork:
         weights = {name: weight for name, weight in weights.items() if name not in self._norms}
         _join(weights, "layer.self_attn", ("q_proj", "k_proj", "v_proj"))
         _join(weights, "layer.mlp", ("gate_proj", "up_proj"))
+        if self.reads_history:
+            weights[f"{_COPIES}.weight"] = _joined_copies(weights)
         self._linears = linears(weights)
         if own_head is not lm_head:
             self._linears["lm_head"] = linear(own_head)
@@ -211,6 +216,13 @@ class EagleNetwork:
         inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
         self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
         self.num_staging_rows = 0  # prefill fills the full cache directly
+        self._decoder = self._in_one_call() if head.is_ours and target.runs_in_one_call else None
+        """What runs the layer in one call, as the target's are."""
+        if self._decoder is not None:
+            angles = torch.arange(working.stored.shape[3])[:, None].float() * self._inv_freq
+            both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
+            self._angles = both.to(dtype)
+            """[2, R, D], the cosines and the sines of each position, the first half of the sines negative"""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
@@ -233,6 +245,12 @@ class EagleNetwork:
     ) -> Tensor:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
         embedded = self._embedded(token_ids, history)
+        if self._decoder is not None and len(plan.spans) == 1:
+            cos, sin = self._angles.index_select(1, positions.flatten())
+            copied = self._linears[_COPIES.replace(".", "/")](embedded).flatten(0, 1) if self.reads_history else None
+            fused = self._fused(embedded, hidden)
+            output, _ = self._decoder.run(fused.flatten(0, 1), cos, sin, plan, self.cache.working.stored, (), copied)
+            return self._norm("norm", output.view_as(fused))
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
         query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._head.num_heads], -2)
@@ -257,15 +275,38 @@ class EagleNetwork:
 
     def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's residual [..., C], and the input of its queries, keys and values."""
-        own, fc = embedded[..., : self._head.hidden_size], self._linears["fc"]
         if not self._head.fused:
-            fused = fc(torch.cat([own, self._norm("feature_norm", hidden)], -1))
+            fused = self._fused(embedded, hidden)
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
-            hidden = fc(self._norm("input_norm", hidden))
-        normed = self._norm("layer.hidden_norm", hidden)
+            hidden = self._linears["fc"](self._norm("input_norm", hidden))
+        normed, own = self._norm("layer.hidden_norm", hidden), embedded[..., : self._head.hidden_size]
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
+
+    def _fused(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Join the embedding of each token with the features before it: [..., C]. Not for EAGLE-3."""
+        own = embedded[..., : self._head.hidden_size]
+        return self._linears["fc"](torch.cat([own, self._norm("feature_norm", hidden)], -1))
+
+    def _in_one_call(self) -> Any:
+        """Return what runs the layer in one call, or None where it cannot be."""
+
+        def norm(name: str) -> Norm:
+            weight = self._norms[f"layer.{name}.weight"]
+            return Norm(SimpleNamespace(weight=weight, variance_epsilon=self._head.layer_eps))
+
+        layer = SimpleNamespace(
+            head_dim=self._head.head_dim,
+            head_norms=None,
+            input_norm=norm("input_layernorm"),
+            post_norm=norm("post_attention_layernorm"),
+            qkv=self._linears["layer/self_attn/q_proj+k_proj+v_proj"],
+            o_proj=self._linears["layer/self_attn/o_proj"],
+            gate_up=self._linears["layer/mlp/gate_proj+up_proj"],
+            down_proj=self._linears["layer/mlp/down_proj"],
+        )
+        return joined_in_one_call([layer], self._scale, self._head.copy_heads)
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""
@@ -322,6 +363,13 @@ def _join(weights: dict[str, Tensor], prefix: str, names: Sequence[str]) -> None
     if any(bias is not None for bias in biases):
         pairs = zip(each, biases, strict=True)
         weights[f"{joined}.bias"] = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])
+
+
+def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
+    """Join the projections of the copy heads to one [out, 4C], with zeros for the tokens that one of them skips."""
+    size = weights["copy.v_proj.weight"].shape[1]
+    parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in _COPY_READS.items())
+    return torch.cat([pad(weight, (first * size, (4 - end) * size)) for weight, (first, end) in parts])
 
 
 def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:

@@ -247,7 +247,7 @@ def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> Dra
     return DraftTrees.pad(trees, device)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes n-gram drafts, alone or merged into another draft's trees.
 
     N-gram drafts read tokens only, and always see all of them. Trees are cut to the remaining length of the output, so
@@ -272,7 +272,7 @@ class NgramDrafter:
         self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0
         self._ended_at: float | None = None
-        """When the last proposal ended; None if a prompt was read since, whose time is not a step's."""
+        """When the last proposal ended; None if a prompt was read since, or a step taken without a draft."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now.
@@ -297,16 +297,25 @@ class NgramDrafter:
         if self._draft is not None:
             self._draft.select(slot, positions)
 
+    def read(self, slot: int, token_ids: list[int]) -> None:
+        """Append newly decided tokens to the text."""
+        self._slots[slot].absorb(token_ids)
+
+    def glance(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
+        """Propose the likeliest n-gram drafts alone."""
+        self._ended_at = None
+        trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}) for slot in slots]
+        return as_draft_trees(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
+
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Read what was decided for these slots."""
-        for slot, new in zip(slots, decided.token_ids, strict=True):
-            self._slots[slot].absorb(new)
+        """Let the draft read what was decided for these slots."""
         if self._draft is not None:
             self._draft.absorb(slots, decided)
 
-    def propose(self, slots: Sequence[int]) -> DraftTrees:
+    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
         """Propose a tree behind each slot's root: the likeliest nodes of both, or the root alone."""
-        states, limits = [self._slots[slot] for slot in slots], (self._options.most_nodes, self.num_levels)
+        states = [self._slots[slot] for slot in slots]
+        limits = self._options.most_nodes if num_nodes is None else num_nodes, self.num_levels
         begin = 0.0 if self._clock is None else self._clock()
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, begin - self._ended_at)
@@ -329,7 +338,7 @@ class NgramDrafter:
         if not lacking:
             return
         begin = 0.0 if self._clock is None else self._clock()
-        drafted = draft.propose(lacking)
+        drafted = draft.propose(lacking, limits[0])
         if self._clock is not None:
             self._proposal_s = moved(self._proposal_s, self._clock() - begin)
         for slot, tree in zip(lacking, drafted, strict=True):

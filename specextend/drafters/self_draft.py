@@ -20,7 +20,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache, Region
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import Decided, DraftTrees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _View:
     """Tokens, from the first on, that are visible or were left out by `select`."""
 
 
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """Drafts one path with the target itself; each node's next likeliest siblings fill up the tree.
 
     Every level is a forward pass of the whole target, for one token of each sequence. So it is worth asking the device
@@ -89,15 +89,16 @@ class SelfDrafter:
             self._show(slot, torch.arange(view.known, end, device=self._target.device))
             view.known = view.length - 1
 
-    def propose(self, slots: Sequence[int]) -> DraftTrees:
+    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
         """Draft the likeliest path behind each slot's root, with siblings."""
+        most_nodes = self._tree.most_nodes if num_nodes is None else num_nodes
         views = [self._views[slot] for slot in slots]
         token_ids = [torch.tensor([[view.root_token_id] for view in views], device=self._target.device)]
         log_probs = [torch.zeros(len(views), 1, device=self._target.device)]
-        num_levels = min(self.num_levels, self._tree.most_nodes)
+        num_levels = min(self.num_levels, most_nodes)
         for depth in range(num_levels):
             children = self._run(views, token_ids[-1][:, :1], depth).float().log_softmax(-1)
-            best = children.topk(min(self._tree.most_nodes // num_levels, children.shape[-1]), dim=-1)
+            best = children.topk(min(most_nodes // num_levels, children.shape[-1]), dim=-1)
             token_ids.append(best.indices)
             log_probs.append(log_probs[-1][:, :1] + best.values)
             if bool((log_probs[-1][:, 0].exp() < self._tree.threshold).all()):

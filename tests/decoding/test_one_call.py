@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from specextend.decoding import layers as packing
 from specextend.decoding import measurements
 from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel
+from specextend.drafters.eagle_network import EagleNetwork
+from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.models import rope_frequencies
 from tests.tiny_models import FAMILIES, Family, tiny_model
 
 pytestmark = pytest.mark.skipif(compiled_kernel() is None, reason="the kernel needs a processor with AVX2")
@@ -26,6 +31,7 @@ WITH_BIASES_OR_NORMS = {
     name: Family(config=FAMILIES[name].config, heads=(4, 2), head_dim=32) for name in ("llama", "qwen2-yarn", "qwen3")
 }
 KEPT = (0, 2)
+HEAD = Path(__file__).parents[2] / "models" / "smollm2-135m-eagle"
 TREE = torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0)
 
 
@@ -100,3 +106,44 @@ def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch, tmp_pat
     assert (trial.name, trial.taken, trial.is_wrong) == ("layers: one call", factor == 1.0, factor != 1.0)
     assert (model._decoder is not None) == trial.taken
     assert measurements.cache_folder() == tmp_path / "specextend"
+
+
+def head_of(dtype: torch.dtype, in_one_call: bool) -> EagleNetwork:
+    """Return the shipped head behind a random embedding, with 60 rows that it sees."""
+    shape = read_head(HEAD)
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
+    embedding.weight = torch.nn.Parameter(torch.randn(embedding.weight.shape, generator=generator).to(dtype), False)
+    attend = load_backend("compiled", torch.device("cpu")) if in_one_call else attend_reference
+    target = SimpleNamespace(
+        attend=attend, device=torch.device("cpu"), dtype=dtype, runs_in_one_call=in_one_call, logits=None,
+        model=SimpleNamespace(get_input_embeddings=lambda: embedding),
+    )  # fmt: skip
+    rope = rope_frequencies(shape.rope, shape.head_dim, "shipped")
+    network = EagleNetwork(shape, read_weights(shape), read_vocabulary(shape), target, embedding.weight, 256, rope)
+    network.cache.working.stored[:] = torch.randn(network.cache.working.stored.shape, generator=generator).to(dtype)
+    return network
+
+
+@torch.inference_mode()
+def head_forwards(network: EagleNetwork) -> list[Tensor]:
+    """Return what decided tokens and a level of a tree give, of two sequences, and write."""
+    generator, results = torch.Generator().manual_seed(7), []
+    for num_new, mask in ((3, None), (9, TREE.expand(2, -1, -1))):
+        token_ids, history = (torch.randint(0, 49152, (2, num_new, *more), generator=generator) for more in ((), (3,)))
+        hidden = torch.randn(2, num_new, network.hidden_size, generator=generator).bfloat16()
+        positions = 60 + torch.arange(num_new).expand(2, -1)
+        plan = AttentionPlan([0, 128], [60 + num_new, 40 + num_new], num_new, mask, "dense")
+        dtype = network.cache.working.stored.dtype
+        results.append(network.forward(token_ids, hidden.to(dtype), positions, plan, history))
+    return [*results, network.cache.working.stored.clone()]
+
+
+def test_a_head_with_copies_is_as_exact_as_operator_after_operator(monkeypatch):
+    """Its layer is given queries, keys and values of the copy heads, and those stay unturned."""
+    monkeypatch.setattr(packing, "fastest", lambda times: "compiled")
+    joined = head_of(torch.bfloat16, in_one_call=True)
+    assert joined._decoder is not None
+    networks = head_of(torch.float32, False), head_of(torch.bfloat16, False), joined
+    for right, before, after in zip(*map(head_forwards, networks), strict=True):
+        assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()

@@ -78,10 +78,10 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")
         steps[-1].add(module)
 
-    def begin(slots):
+    def begin(slots, num_nodes):
         steps.append(set())
         sys.setprofile(note)
-        return propose(slots)
+        return propose(slots, num_nodes)
 
     def end(slots, decided) -> None:
         absorb(slots, decided)

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import Decided
+from specextend.decoding.speculation import Adaptive
 from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
+from tests.test_adaptive import NUM_NODES, ScriptedCosts
 from tests.tiny_models import (
     FAMILIES,
     Pair,
+    engine_with,
     random_prompt,
     request,
+    tiny_config,
     tiny_engine,
     tiny_model,
     write_eagle,
@@ -84,6 +87,18 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     assert widest > 8
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_repeats_itself_is_copied_while_a_draft_pauses(batch, looping, references):
+    """A draft that costs five plain steps is given up, but copies cost nothing: they go on, and are counted."""
+    adaptive = Adaptive(ScriptedCosts(lambda rows: 1 + rows / 20, lambda: 5.0), NUM_NODES)
+    config = tiny_config(looping[0], "merged-eagle", decoding__max_batch_size=batch, attention__tree="dense")
+    outputs, stats = run(engine_with(config, adaptive=adaptive))
+    assert outputs == {length: reference.token_ids for length, reference in references.items()}
+    assert stats.num_fallbacks >= 1
+    assert stats.num_draft_tokens > 2 * NUM_NODES, "more than the tries at the start"
+    assert stats.num_accepted_tokens > stats.num_spec_steps > 10
+
+
 def test_nothing_is_proposed_past_the_last_token(looping):
     """A tree that the output cannot take would be verified in vain, and reach past the context."""
     drafter = NgramDrafter(TreeOptions(nodes=20, depth=2), torch.device("cpu"))
@@ -92,6 +107,6 @@ def test_nothing_is_proposed_past_the_last_token(looping):
     drafter.prefill(0, text, torch.zeros(len(text), 1))
     depths = []
     for new in ([5, 6, 7], [8], [9]):
-        drafter.absorb([0], Decided.pad([new], [torch.zeros(len(new), 1)]))
+        drafter.read(0, new)
         depths.append(int(drafter.propose([0]).depths.max()))
     assert depths == [2, 1, 0]

@@ -15,6 +15,7 @@ Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size,
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,10 @@ class LayerCall(NamedTuple):
     sin: int
     rows: int
     """[R] int64, the cache rows to write."""
+    copied: int
+    """[R, heads, D], queries, keys and values that are copied as they are."""
+    num_copied: int
+    """Key heads among them, the last ones of the cache."""
     num_layers: int
     counters: int
     """int64, 0 at first: workers, and for each phase items begun and items done, a line each."""
@@ -153,23 +158,32 @@ def normalise_rows(element: Any, layer: Any, call: Any, source: int, weight: int
 
 @numba.njit
 def rotate_rows(element: Any, layer: Any, number: int) -> None:
-    """Apply RoPE to an item's queries and keys, and write keys and values to the cache."""
-    own, call, num_keys = layer.own, layer.attention, layer.attention.num_key_heads
-    head_bytes, num_turned = 2 * call.head_dim, num_keys * (call.group + 1)
+    """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those of `own.copied`."""
+    own, call = layer.own, layer.attention
+    head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
+    num_queries = num_keys * call.group
     for row in range(number * ROWS, min(layer.qkv.num_rows, (number + 1) * ROWS)):
-        place = blocks.get(element, own.rows + 8 * row)
-        first, angles = layer.qkv.out + row * (num_turned + num_keys) * head_bytes, row * head_bytes
-        for i in range(num_turned):
-            head, out, norm = first + i * head_bytes, first + i * head_bytes, own.query_norm
-            if i >= num_turned - num_keys:
-                out, norm = call.k + (i - num_turned + num_keys) * call.k_head + place * call.k_row, own.key_norm
+        place, angles = blocks.get(element, own.rows + 8 * row), row * head_bytes
+        first = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
+        queries, keys, values = call.q + row * call.q_token, call.k + place * call.k_row, call.v + place * call.v_row
+        for i in range(num_queries + num_keys):
+            head, out, norm = first + i * head_bytes, queries + i * head_bytes, own.query_norm
+            if i >= num_queries:
+                out, norm = keys + (i - num_queries) * call.k_head, own.key_norm
             if norm != 0:
                 normalise(element, head, norm, call.head_dim // LANES, own.eps, head)
             turn(element, head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out)
         for i in range(num_keys):
-            value = first + (num_turned + i) * head_bytes
-            out = call.v + i * call.v_head + place * call.v_row
-            copy_row(_BITS, value, head_bytes // VECTOR_BYTES, out)
+            value = first + (num_queries + num_keys + i) * head_bytes
+            copy_row(_BITS, value, head_bytes // VECTOR_BYTES, values + i * call.v_head)
+        ready = own.copied + row * own.num_copied * (call.group + 2) * head_bytes
+        for i in range(own.num_copied * (call.group + 2)):
+            out, key = queries + (num_queries + i) * head_bytes, i - own.num_copied * call.group
+            if key >= own.num_copied:
+                out = values + (num_keys + key - own.num_copied) * call.v_head
+            elif key >= 0:
+                out = keys + (num_keys + key) * call.k_head
+            copy_row(_BITS, ready + i * head_bytes, head_bytes // VECTOR_BYTES, out)
 
 
 @numba.njit
@@ -254,17 +268,33 @@ def can_compile(head_dim: int) -> bool:
     return True
 
 
+_PARTS: list[tuple[str, Any]] = [
+    ("own", LayerCall),
+    ("attention", items.KernelCall),
+    *((name, products.LinearCall) for name in _PRODUCTS),
+]
+_FIELDS = (f"{part}.{name}" for part, call in _PARTS for name in call._fields)
+_PLACE = {name: place for place, name in enumerate(_FIELDS)}
+"""Of each field of a `RECORD`, in words of eight bytes."""
+_DESCRIBED = slice(_PLACE["attention.q"], _PLACE["attention.scale"])
+"""What `attend.describe` gives, but for what the model decides."""
+
+
 class Decoder:
     """The layers of a model, with their addresses."""
 
-    def __init__(self, layers: Sequence[Any], scale: float) -> None:
-        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies."""
-        self._layers, self._scale = layers, scale
-        self._calls = np.zeros(len(layers), RECORD)
-        for layer, call in zip(layers, self._calls, strict=True):
+    def __init__(self, layers: Sequence[Any], scale: float, num_copied: int = 0) -> None:
+        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies.
+
+        num_copied: key heads whose rows `run` is given, behind those of the layers' own.
+        """
+        self._layers, self._scale, self._num_copied = layers, scale, num_copied
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        calls = np.zeros(len(layers), RECORD)
+        for layer, call in zip(layers, calls, strict=True):
             own, norms = call["own"], layer.head_norms
             own["input_norm"], own["post_norm"] = (x.weight.data_ptr() for x in (layer.input_norm, layer.post_norm))
-            own["eps"], own["num_layers"] = layer.input_norm.eps, len(layers)
+            own["eps"], own["num_layers"], own["num_copied"] = layer.input_norm.eps, len(layers), num_copied
             if norms is not None:
                 own["query_norm"], own["key_norm"] = norms.query.data_ptr(), norms.key.data_ptr()
             for name in _PRODUCTS:
@@ -273,59 +303,77 @@ class Decoder:
                 product["weight"], product["scales"] = linear.packed.data_ptr(), linear.scales.data_ptr()
                 product["bias"], product["is_int8"] = linear.bias.data_ptr(), linear.packed.dtype == torch.int8
                 product["num_blocks"], product["num_pairs"] = products.sizes(linear.packed)
-        self._calls["gate_up"]["is_gated"] = 1
+        calls["gate_up"]["is_gated"] = 1
+        calls["attention"]["scale"], calls["attention"]["exponent_scale"] = scale, scale / math.log(2)
+        self._words = calls.view(np.int64).reshape(len(layers), -1)
+        self._widths = [int(calls[name]["num_blocks"][0]) * products.BLOCK for name in ("qkv", "gate_up")]
 
     def run(
-        self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, stored: Tensor, kept: Collection[int]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
+        stored: Tensor,
+        kept: Collection[int],
+        copied: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the cache [L, 2, K, S, D].
 
-        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
+        copied: [R, heads * D], for all layers: queries, keys and values of the heads that are copied. Returns the
+        output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
-        [span], calls, num_rows = plan.spans, self._calls.copy(), len(x)
-        widths = {name: calls[name]["num_blocks"][0] * products.BLOCK for name in ("qkv", "gate_up")}
+        [span], num_rows, num_layers, batch = plan.spans, len(x), len(self._words), len(plan.lengths)
+        num_keys, head_dim = stored.shape[2], stored.shape[4]
+        group = self._widths[0] // head_dim // (num_keys - self._num_copied) - 2
         normed, middle, out = (torch.empty_like(x) for _ in range(3))
-        gated = x.new_empty(num_rows, widths["gate_up"] // 2)
-        projected = [x.new_empty(num_rows, widths["qkv"])] * len(calls)
+        gated = x.new_empty(num_rows, self._widths[1] // 2)
+        projected = [x.new_empty(num_rows, self._widths[0])] * num_layers
         for index in plan.keep_layers:
             projected[index] = torch.empty_like(projected[0])
-        outputs = [torch.empty_like(x) if index in kept else out for index in range(len(calls))]
-        heads = [qkv.view(len(plan.lengths), plan.num_new, -1, stored.shape[-1]) for qkv in projected]
-        num_heads = heads[0].shape[2] - 2 * stored.shape[2]
-        queries = [each[:, :, :num_heads] for each in heads]
-        plan.queries.update({index: queries[index] for index in plan.keep_layers})
-        mixed = torch.empty(queries[0].shape, dtype=x.dtype)
+        outputs = [torch.empty_like(x) if index in kept else out for index in range(num_layers)]
+        mixed = x.new_empty(batch, plan.num_new, num_keys * group, head_dim)
         lse = torch.empty(mixed.shape[:3])
-
-        keys, values = stored[0]
-        shares = attend.share(len(plan.lengths), len(keys), plan.num_new * num_heads // len(keys), max(span.lengths))
-        described = attend.describe(queries[0], keys, values, mixed, lse, span, self._scale, shares)
-        finished = torch.zeros(len(calls), 2 + shares.num_groups, dtype=torch.int64)
-        counters = torch.zeros(1 + 2 * NUM_PHASES * len(calls), LINE // 8, dtype=torch.int64)
-        workspace = torch.empty(shares.num_workers * products.WORKER_BYTES, dtype=torch.uint8)
         rows = plan.new_rows(x.device).flatten()
 
-        attention = calls["attention"]
-        attention[:] = np.array((*described, 0), items.RECORD)
-        steps = np.arange(len(calls))
-        attention["k"] += steps * stored.stride(0) * 2
-        attention["v"] += steps * stored.stride(0) * 2
-        attention["counters"] = finished.data_ptr() + steps * finished.stride(0) * 8
-        attention["q"] = [each.data_ptr() for each in projected]
-        own = calls["own"]
-        own["cos"], own["sin"], own["rows"], own["counters"] = (t.data_ptr() for t in (cos, sin, rows, counters))
-        after = [each.data_ptr() for each in outputs]
-        before = [x.data_ptr(), *after[:-1]]
-        middles, norms = middle.data_ptr(), normed.data_ptr()
-        places = {
-            "qkv": (norms, 0, attention["q"]),
-            "o_proj": (mixed.data_ptr(), before, middles),
-            "gate_up": (norms, 0, gated.data_ptr()),
-            "down_proj": (gated.data_ptr(), middles, after),
+        def queries_of(index: int) -> Tensor:
+            """Return those that a layer has put in front of its keys and values."""
+            return projected[index].view(batch, plan.num_new, -1, head_dim)[:, :, : mixed.shape[2]]
+
+        plan.queries.update({index: queries_of(index) for index in plan.keep_layers})
+        queries = queries_of(0) if copied is None else torch.empty_like(mixed)
+        shares = attend.share(batch, num_keys, plan.num_new * group, max(span.lengths))
+        described = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, lse, span, self._scale, shares)
+        finished = torch.zeros(num_layers, 2 + shares.num_groups, dtype=torch.int64)
+        counters = torch.zeros(1 + 2 * NUM_PHASES * num_layers, LINE // 8, dtype=torch.int64)
+        if len(self._workspace) < (num_bytes := shares.num_workers * products.WORKER_BYTES):
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
+
+        words, steps = self._words.copy(), np.arange(num_layers)
+        words[:, _DESCRIBED] = described[: _DESCRIBED.stop - _DESCRIBED.start]
+        words[:, _PLACE["attention.k"]] += steps * stored.stride(0) * 2
+        words[:, _PLACE["attention.v"]] += steps * stored.stride(0) * 2
+        results, given = ([each.data_ptr() for each in several] for several in (outputs, projected))
+        before = [x.data_ptr(), *results[:-1]]
+        values = {
+            "attention.q": given if copied is None else queries.data_ptr(),
+            "attention.counters": finished.data_ptr() + steps * finished.stride(0) * 8,
+            "own.cos": cos.data_ptr(),
+            "own.sin": sin.data_ptr(),
+            "own.rows": rows.data_ptr(),
+            "own.counters": counters.data_ptr(),
+            "own.copied": 0 if copied is None else copied.data_ptr(),
         }
-        for name, (source, residual, target) in places.items():
-            call = calls[name]
-            call["x"], call["residual"], call["out"], call["num_rows"] = source, residual, target, num_rows
-            call["workspace"] = workspace.data_ptr()
-        attend.run_on(shares.num_workers, kernel(), calls.tobytes())
+        normed_at, middle_at, gated_at = normed.data_ptr(), middle.data_ptr(), gated.data_ptr()
+        for name, source, residual, target in (
+            ("qkv", normed_at, 0, given),
+            ("o_proj", mixed.data_ptr(), before, middle_at),
+            ("gate_up", normed_at, 0, gated_at),
+            ("down_proj", gated_at, middle_at, results),
+        ):
+            values |= {f"{name}.x": source, f"{name}.residual": residual, f"{name}.out": target}
+            values |= {f"{name}.num_rows": num_rows, f"{name}.workspace": self._workspace.data_ptr()}
+        for name, value in values.items():
+            words[:, _PLACE[name]] = value
+        attend.run_on(shares.num_workers, kernel(), words.tobytes())
         return outputs[-1], [outputs[index] for index in kept]
