@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,12 +25,13 @@ from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE
+from specextend.loading import load_cached_target
 from specextend.model_files import VOCABULARY
-from specextend.models import load_target, load_tokenizer, target_device
+from specextend.models import load_tokenizer
 from specextend.pairing import check_pair
+from specextend.proof.subject import Kernels
 from specextend.training.answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.eagle_head import train_eagle
 from specextend.training.language_model import train_language_model
@@ -194,15 +194,15 @@ class _Rounds:
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # the engine, which refers to itself, has a target of its own
-        options = self._config.target
-        fast = multiplies_bf16(target_device(options))
-        model = load_target(options if fast else replace(options, dtype="float32"))
-        paths = self._record(Recorder(model, self._vocabulary), answers)
-        target = frozen_parts(self._config.target, model)
-        del model
+        samples = self._samples(answers)
+        num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in samples.values())
+        target, lm_head = load_cached_target(self._config, num_rows, Kernels())
+        paths = self._record(Recorder(target, self._vocabulary), samples)
+        frozen = frozen_parts(self._config.target, target.model, lm_head)
+        del target, lm_head
         (folder / TRAINING).mkdir(parents=True, exist_ok=True)
         TRAIN[self._options.kind](
-            Task(self._options, target, self._vocabulary, self._texts, paths, start, folder, self._show)
+            Task(self._options, frozen, self._vocabulary, self._texts, paths, start, folder, self._show)
         )
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
@@ -215,17 +215,20 @@ class _Rounds:
             found = read_answers(folder)
         return {number: found[number] for number in range(count)}
 
-    def _record(self, recorder: Recorder, answers: dict[int, Sample]) -> list[Path]:
-        """Record samples and answers with the target, and return the paths. Existing recordings are kept."""
-        learned, folder, paths = self._learned, self._work / "recordings", []
-        numbers = range(self._options.num_samples)
-        quotes = ((f"sample-{n:06}", self._maker.sample(learned[n % len(learned)], n)) for n in numbers)
-        samples = chain(quotes, ((f"answer-{n:06}", answer) for n, answer in answers.items()))
-        for name, sample in samples:
+    def _samples(self, answers: dict[int, Sample]) -> dict[str, Sample]:
+        """Return samples with quotes and facts, and behind them the answers, by their names."""
+        learned, numbers = self._learned, range(self._options.num_samples)
+        quotes = {f"sample-{n:06}": self._maker.sample(learned[n % len(learned)], n) for n in numbers}
+        return quotes | {f"answer-{n:06}": answer for n, answer in answers.items()}
+
+    def _record(self, recorder: Recorder, samples: dict[str, Sample]) -> list[Path]:
+        """Record samples with the target, and return the paths. Existing recordings are kept."""
+        folder, paths = self._work / "recordings", []
+        for name, sample in samples.items():
             paths.append(folder / f"{name}.safetensors")
             if not paths[-1].exists():
                 recorder.record(sample).save(paths[-1])
-                self._show("recordings", len(paths), len(numbers) + len(answers))
+                self._show("recordings", len(paths), len(samples))
         return paths
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DynamicCache
 
+from specextend.attention.plan import AttentionPlan
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompts
+from specextend.decoding.device import traits_of
+from specextend.decoding.model import CachedModel
 from specextend.training.task import MAX_QUOTE, MIN_QUOTE, TrainOptions
 
 LEADS = (
@@ -182,30 +184,30 @@ class Recording:
 
 
 class Recorder:
-    """Records samples with a target of transformers."""
+    """Records samples with a target whose cache has rows for the longest of them."""
 
-    def __init__(self, model: Any, vocabulary: Tensor) -> None:
+    def __init__(self, target: CachedModel, vocabulary: Tensor) -> None:
         """Take the target, and the token ids [V] that the draft proposes."""
-        self._model, self._vocabulary = model, vocabulary.to(model.device)
+        self._target, self._vocabulary = target, vocabulary.to(target.device)
 
     @torch.inference_mode()
     def record(self, sample: Sample) -> Recording:
         """Record the prompt, and each of the sample's answers behind it."""
-        cache = DynamicCache(config=self._model.config)
-        prompt = self._read(sample.prompt_token_ids, cache)
-        answers = []
-        for answer in sample.answers:
-            answers.append(self._read(answer, cache))
-            cache.crop(-len(answer))
-        return Recording(prompt, answers)
+        prompt = self._read(sample.prompt_token_ids, 0)
+        return Recording(prompt, [self._read(answer, len(prompt.token_ids)) for answer in sample.answers])
 
-    def _read(self, token_ids: list[int], cache: DynamicCache) -> Span:
-        """Run tokens [T] behind those in the cache."""
-        tokens = torch.tensor(token_ids)
-        inputs = tokens[None].to(self._model.device)
-        hidden = self._model.model(inputs, past_key_values=cache).last_hidden_state[0]
-        shares = []
-        for each in hidden.split(256):
-            logits = self._model.lm_head(each).float()
+    def _read(self, token_ids: list[int], num_before: int) -> Span:
+        """Run tokens [T] behind the first `num_before` of the cache."""
+        tokens, device = torch.tensor(token_ids), self._target.device
+        hidden, shares = [], []
+        for chunk in tokens.split(traits_of(device).prefill_chunk):
+            end = num_before + len(chunk)
+            plan = AttentionPlan([0], [end], len(chunk))
+            positions = torch.arange(num_before, end, device=device)
+            hidden.append(self._target.forward(chunk[None].to(device), positions[None], plan)[0])
+            num_before = end
+        states = torch.cat(hidden)
+        for each in states.split(256):
+            logits = self._target.logits(each).float()
             shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
-        return Span(tokens, hidden.cpu(), torch.cat(shares).cpu())
+        return Span(tokens, states.cpu(), torch.cat(shares).cpu())

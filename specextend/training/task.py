@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specextend.decoding.device import multiplies_bf16
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 
 TrainedKind = Literal["eagle", "model"]
@@ -103,15 +104,15 @@ class Target:
         return self.lm_head.device
 
 
-def frozen_parts(options: TargetOptions, model: Any) -> Target:
-    """Copy the parts of a loaded target that lie outside its layers."""
+def frozen_parts(options: TargetOptions, model: Any, lm_head: Tensor) -> Target:
+    """Copy the parts of a loaded target that lie outside its layers, as fp32 where products of bf16 are slow."""
+    embedding, norm = model.get_input_embeddings().weight, model.model.norm.weight
+    dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
     return Target(
         Path(options.model).name,
         tokens_sha256(load_tokenizer(options.model, options.revision)),
         model.config,
-        model.get_input_embeddings().weight.detach().clone(),
-        model.get_output_embeddings().weight.detach().clone(),
-        model.model.norm.weight.detach().clone(),
+        *(weight.detach().to(dtype, copy=True) for weight in (embedding, lm_head, norm)),
     )
 
 

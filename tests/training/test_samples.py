@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specextend.attention.reference import attend_reference
 from specextend.data.prompts import PromptOptions, Prompts
+from specextend.decoding.model import CachedModel
 from specextend.models import load_causal_lm
 from specextend.training.recording import LEADS, Recorder, Sample, SampleMaker, Text
 from specextend.training.task import TrainOptions
@@ -70,10 +72,11 @@ def test_pieces_leave_room_in_the_context():
 @torch.inference_mode()
 def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
     """Answers share what the target has read of the prompt; none may see another."""
-    model = load_causal_lm(workshop.target, None, "float32", "cpu")
+    model, other = (load_causal_lm(workshop.target, None, "float32", "cpu") for _ in range(2))
+    target = CachedModel(other, attend_reference, 256)
     sample = Sample([*range(1, 40)], [[5, 6, 7, 8], [9, 5]])
     vocabulary = torch.tensor([5, 9, 30])
-    recording = Recorder(model, vocabulary).record(sample)
+    recording = Recorder(target, vocabulary).record(sample)
     prompt = recording.prompt.token_ids
     assert [len(answer.token_ids) for answer in recording.answers] == [4, 2]
     for answer in recording.answers:
