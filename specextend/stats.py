@@ -44,7 +44,7 @@ class DecodingStats:
     """Sum over retrievals from the second on of 1 - |A and B| / |A or B|, where A and B are the chunks that it and the
     retrieval before it chose by score."""
     num_fallbacks: int = 0
-    """Times that speculation was given up for plain steps."""
+    """Times that its draft was given up for a while."""
     num_hybrid_steps: int = 0
     """Speculative steps whose tree attention was hybrid; that of the others was dense."""
     num_forwards: float = 0.0

@@ -71,8 +71,8 @@ def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:
     """Every proposed tree (token ids, parents), and the rows' statistics."""
     trees, propose = [], engine.drafter.propose
 
-    def recording(rows):
-        proposed = propose(rows)
+    def recording(rows, *num_nodes):
+        proposed = propose(rows, *num_nodes)
         trees.extend((tree.token_ids.tolist(), tree.parents.tolist()) for tree in proposed)
         return proposed
 

@@ -351,7 +351,7 @@ class Engine:
     def _propose(self, drafting: list[Sequence]) -> DraftTrees:
         """Propose a tree for each of the sequences that draft."""
         assert self.drafter is not None
-        begin, most_nodes = self._watch.mark, self._memory.num_nodes
+        begin, most_nodes = self._watch.mark, max(1, self._memory.num_nodes)
         if self._adaptive is not None:
             most_nodes = min(most_nodes, self._adaptive.most_nodes)
         trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)
@@ -377,9 +377,10 @@ class Engine:
         if not any(grammars):
             return trees
         limits = [min(self._num_levels, each.num_left - 1) for each in sequences]
-        rows = zip(grammars, trees.nodes(), limits, strict=True)
+        proposed = trees.nodes()
+        rows = zip(grammars, proposed, limits, strict=True)
         kept = [nodes if grammar is None else grammar.keep(nodes, limit) for grammar, nodes, limit in rows]
-        if not drafting and [*map(len, kept)] == trees.sizes:
+        if kept == proposed:
             return trees
         most = 1 + self._memory.num_nodes
         return prune(DraftTrees.pad(kept, self.target.device, most if self._graphs.enabled else 0), most)
@@ -399,7 +400,7 @@ class Engine:
             sequence.push(new, now)
 
     def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
-        """Retrieve where it is due, then let the draft read what was decided, unless the next step is plain."""
+        """Retrieve where it is due, then let the draft read what was decided, unless it pauses in the next step."""
         assert self.drafter is not None
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         for b in going:
@@ -428,8 +429,8 @@ class Engine:
             missed, before = sequence.catch_up()
             seconds = self._absorb([sequence], Decided.pad([missed], [before]))
             if self._adaptive is not None:
-                running = [each.length for each in self._active.values() if each is not self._reading]
-                self._adaptive.observe_catching_up(running, seconds)
+                waiting = [each for each in self._active.values() if each is not self._reading]
+                self._adaptive.observe_catching_up(waiting, seconds)
 
     def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
         """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""

@@ -127,6 +127,8 @@ def joined_in_one_call(layers: Sequence[Any], scale: float, num_copied: int = 0)
     products = [each for layer in layers for each in (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)]
     if not all(isinstance(product, CompiledLinear) for product in products):
         return None
+    if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places
+        return None
     from specextend.attention.compiled.decoder import Decoder, can_compile
 
     return Decoder(layers, scale, num_copied) if can_compile(layers[0].head_dim) else None

@@ -35,7 +35,7 @@ Line = tuple[float, float]
 DraftPhase = Literal["propose", "absorb"]
 
 FIRST_PAUSE = 16
-"""Plain steps before speculation is tried again; doubled after each try that did not last."""
+"""Steps before a draft is tried again; doubled after each try that did not last."""
 LONGEST_PAUSE = 256
 TRIAL_STEPS = 2
 """Speculative steps that a try takes at least, whatever they bring."""
@@ -162,7 +162,7 @@ class _Average:
 
 
 class Evidence(NamedTuple):
-    """Sums over speculative steps, of which each counts a little less than the one after it."""
+    """Sums over steps with a draft, or in pauses, of which each counts a little less than the one after it."""
 
     num_steps: float = 0.0
     num_rows: float = 0.0
@@ -199,7 +199,7 @@ class Speculation:
     """The evidence of one sequence's steps. Lives as long as its request."""
 
     active: bool = True
-    """True while the draft proposes; otherwise steps are plain."""
+    """True while its draft proposes; otherwise it pauses."""
     prior: float = 1.0
     """The calibration before the first step."""
     evidence: Evidence = field(default_factory=Evidence)
@@ -210,7 +210,7 @@ class Speculation:
     _trust: float = _TRUST
     _run: int = 0  # speculative steps since the last pause
     _pause: int = FIRST_PAUSE // 2
-    _wait: int = 0  # plain steps until the next try
+    _wait: int = 0  # steps until the next try
 
     @property
     def calibration(self) -> float:
@@ -226,8 +226,8 @@ class Speculation:
 
     @property
     def idle_gain(self) -> float:
-        """Return the accepted tokens to expect from a step in a pause."""
-        return self.idle.gain(_LEAST_TRUST, 1.0)
+        """Return the accepted tokens to expect from a step in a pause, those that a grammar forces among them."""
+        return self.idle.accepted / self.idle.num_steps if self.idle.num_steps else 0.0
 
     @property
     def on_trial(self) -> bool:
@@ -248,6 +248,7 @@ class Speculation:
     def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
         """Record a step in a pause."""
         self.idle = self.idle.after(_MEMORY, num_rows, expected, accepted)
+        self.promised = []
         self._wait -= 1
 
     def pause(self) -> None:
@@ -267,7 +268,7 @@ class Experience:
     """The evidence of all sequences, and the account that their tries are paid from."""
 
     balance: float = 0.0
-    """Tokens won by speculation minus its cost in plain steps, and `ALLOWED_LOSS` of all tokens."""
+    """Tokens won by drafts minus those that their time would have brought, and `ALLOWED_LOSS` of all tokens."""
     evidence: Evidence = field(default_factory=Evidence)
     by_length: dict[int, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
     """The same by the number of binary digits of a sequence's length."""
@@ -313,7 +314,7 @@ class Experience:
         self._book(1 + accepted, 0.0)
 
     def observe_catching_up(self, cost: float) -> None:
-        """Record that a draft read what was decided while it paused, which took so many plain steps."""
+        """Record that a draft read what was decided while it paused, in the time of so many tokens without it."""
         self._book(0, -cost)
 
     def _book(self, num_tokens: int, gain: float) -> None:
@@ -396,7 +397,7 @@ class Adaptive:
         self._num_settled = 0  # steps since the last decision, if all pause and none is to try again
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
         self._size = self._sizes[-1]
-        """Rows of the last trees, when they were cut."""
+        """Rows to which the last trees with drafts were cut."""
 
     @property
     def most_nodes(self) -> int:
@@ -404,14 +405,14 @@ class Adaptive:
 
         A level of a draft takes longer the more nodes it has.
         """
-        if self._reads_late:
+        if self._reads_late:  # captured trees have one size
             return self._sizes[-1] - 1
         return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
 
     def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
         """Make the state of a new sequence of `num_tokens` tokens that joins the `running` ones.
 
-        Where speculation is known not to pay, it begins with plain steps.
+        Where its draft is known not to pay, it begins with a pause.
         """
         new = self._experience.begin(num_tokens)
         if self._experience.is_known:
@@ -435,12 +436,13 @@ class Adaptive:
         draft_s = self.costs.draft_s(num_drafting) if num_drafting else 0.0
         if not all(state.promised for state in states if state.active):
             return trees
-        self._size = best_size(
+        size = best_size(
             [sorted((min(1.0, each.calibration * p) for p in each.promised), reverse=True) for each in states],
             self._sizes[1:] if any(state.on_trial for state in states) else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
-        return prune(trees, self._size)
+        self._size = size if num_drafting else self._size
+        return prune(trees, size)
 
     def _read_promises(self) -> None:
         """Give each sequence the path probabilities of its last whole tree, unless it has them."""
@@ -466,19 +468,22 @@ class Adaptive:
         num_drafting = sum(state.active for state in states)
         seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
         owed = seconds / idle_s * idle_tokens - sum(1 + state.idle_gain for state in states if not state.active)
-        for state, length, size, number in zip(states, lengths, trees.sizes, accepted, strict=True):
+        for sequence, length, size, number in zip(sequences, lengths, trees.sizes, accepted, strict=True):
+            state = sequence.speculation
             rows = num_rows if state.active else size
             expected = sum(sorted(state.promised, reverse=True)[: rows - 1])
             if state.active:
                 state.observe(rows, expected, number)
                 self._experience.observe(length, rows, expected, number, owed / num_drafting - 1)
-            else:
+            elif sequence.drafts:
                 state.observe_idle(rows, expected, number)
                 self._experience.observe_idle(rows, expected, number)
 
-    def observe_catching_up(self, lengths: list[int], seconds: float) -> None:
-        """Record the time in which a draft read what was decided while it paused; all sequences of `lengths` waited."""
-        self._experience.observe_catching_up(seconds / self.costs.verify_s(1, lengths) * len(lengths))
+    def observe_catching_up(self, waiting: list[Running], seconds: float) -> None:
+        """Record the time in which a draft read what was decided while it paused; all sequences were waiting."""
+        states, lengths = [each.speculation for each in waiting], [each.length for each in waiting]
+        idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
+        self._experience.observe_catching_up(seconds / idle_s * idle_tokens)
 
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""
@@ -496,6 +501,7 @@ class Adaptive:
                 sequence.stats.num_fallbacks += 1
             elif not sequence.speculation.active and b in chosen:
                 sequence.speculation.resume()
+                self._size = self._sizes[-1]  # what it is worth shows in a whole tree
 
     def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
         """Choose among sequences of these lengths."""

@@ -271,6 +271,8 @@ class NgramDrafter(Drafter):
         self.num_levels = max(0 if draft is None else draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0
+        self._has_proposed = False
+        """Whether slots that do not pause had a proposal in this step."""
         self._ended_at: float | None = None
         """When the last proposal ended; None if a prompt was read since, or a step taken without a draft."""
 
@@ -303,7 +305,9 @@ class NgramDrafter(Drafter):
 
     def glance(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
         """Propose the likeliest n-gram drafts alone."""
-        self._ended_at = None
+        if not self._has_proposed:
+            self._ended_at = None
+        self._has_proposed = False
         trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}) for slot in slots]
         return as_draft_trees(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
 
@@ -322,6 +326,7 @@ class NgramDrafter(Drafter):
         trees = {slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
+        self._has_proposed = True
         if self._clock is not None:
             self._ended_at = self._clock()
         return as_draft_trees([trees[slot] for slot in slots], self._device)

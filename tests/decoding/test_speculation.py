@@ -39,8 +39,8 @@ def step(state: Speculation, accepted: int, account: Experience, draft: float = 
         state.observe(NUM_ROWS, EXPECTED, accepted)
         account.observe(LENGTH, NUM_ROWS, EXPECTED, accepted, LOAD + draft - 1)
     else:
-        state.observe_plain()
-        account.observe_plain()
+        state.observe_idle(1, 0.0, 0)
+        account.observe_idle(1, 0.0, 0)
 
 
 def run(state: Speculation, accepted: list[int], account: Experience | None = None, draft: float = DRAFT) -> list[bool]:
