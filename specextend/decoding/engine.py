@@ -335,7 +335,7 @@ class Engine:
         places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
         trees = self._propose([sequences[b] for b in places]) if places else None
         pausing = [b for b, sequence in enumerate(sequences) if sequence.drafts and b not in places]
-        if (glanced := self._glance([sequences[b] for b in pausing])) is not None:
+        if (glanced := self._glance([sequences[b] for b in pausing], sequences)) is not None:
             trees = glanced if trees is None else DraftTrees.pad([*trees.nodes(), *glanced.nodes()], self.target.device)
             places += pausing
         if trees is None:
@@ -361,11 +361,12 @@ class Engine:
             self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
         return trees
 
-    def _glance(self, pausing: list[Sequence]) -> DraftTrees | None:
+    def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
         """Propose what takes no time for sequences that pause; captured steps have no trees of other sizes."""
-        if self.drafter is None or not pausing or self._graphs.enabled:
+        if self.drafter is None or self._adaptive is None or not pausing or self._graphs.enabled:
             return None
-        return self.drafter.glance([sequence.slot for sequence in pausing], self._memory.num_nodes)
+        least = self._adaptive.least_probability([sequence.length for sequence in running])
+        return self.drafter.glance([sequence.slot for sequence in pausing], self._memory.num_nodes, least)
 
     def _constrained(self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool) -> DraftTrees:
         """Take out of trees what grammars forbid, and add what they force: of those that draft, or of those that pause.

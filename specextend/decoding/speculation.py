@@ -62,6 +62,8 @@ _AGED = 0.25
 """Weight after a pause of the evidence from before it."""
 _HANDICAP = 0.2
 """Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the draft."""
+_WORTH_A_THOUGHT = 0.5
+"""Share of its cost that a node must promise to be proposed in a pause: sizes are chosen among those that are."""
 _WARM_UP = 4
 """Number of first measurements of a cost, of which the smallest is taken."""
 _QUICKLY, _SLOWLY = 0.1, 0.05
@@ -408,6 +410,11 @@ class Adaptive:
         if self._reads_late:  # captured trees have one size
             return self._sizes[-1] - 1
         return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
+
+    def least_probability(self, lengths: list[int]) -> float:
+        """Return how likely a node must be to be worth a thought: half the tokens that its row takes the time of."""
+        seconds = [self.costs.verify_s(size, lengths) for size in (1, self._sizes[-1])]
+        return _WORTH_A_THOUGHT * (seconds[1] / seconds[0] - 1) / max(1, self._sizes[-1] - 1)
 
     def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
         """Make the state of a new sequence of `num_tokens` tokens that joins the `running` ones.

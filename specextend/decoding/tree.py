@@ -346,8 +346,11 @@ class Drafter(Protocol):
         """Note newly decided tokens."""
         return
 
-    def glance(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
-        """Propose trees of what `read` has noted alone, which takes next to no time; None if that is nothing."""
+    def glance(self, slots: Sequence[int], num_nodes: int, least_probability: float) -> DraftTrees | None:
+        """Propose trees of what `read` has noted alone, which takes next to no time; None if that is nothing.
+
+        Paths that are less likely than asked are left out.
+        """
         return None
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:

@@ -196,8 +196,14 @@ class NgramState:
             self._index.push(token_id)
         self._num_left -= len(token_ids)
 
-    def propose(self, num_nodes: int, depth: int, draft: Mapping[int, Sequence[DraftChild]]) -> list[Node]:
-        """Return the root and the `num_nodes` likeliest nodes behind it, parents first.
+    def propose(
+        self,
+        num_nodes: int,
+        depth: int,
+        draft: Mapping[int, Sequence[DraftChild]],
+        least_probability: float = LEAST_PROBABILITY,
+    ) -> list[Node]:
+        """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less likely than asked.
 
         They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has `depth` levels at
         most, and no more than the output has room for. It grows best first: path probabilities only shrink, so the
@@ -214,7 +220,7 @@ class NgramState:
                 return
             for offer in self._offers(matches, drafted):
                 probability = nodes[number].probability * min(_CERTAIN, offer.probability)
-                if probability >= LEAST_PROBABILITY:
+                if probability >= least_probability:
                     heappush(open_, (-probability, num_found, number, offer))
                     num_found += 1
 
@@ -303,12 +309,13 @@ class NgramDrafter(Drafter):
         """Append newly decided tokens to the text."""
         self._slots[slot].absorb(token_ids)
 
-    def glance(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
+    def glance(self, slots: Sequence[int], num_nodes: int, least_probability: float) -> DraftTrees | None:
         """Propose the likeliest n-gram drafts alone."""
         if not self._has_proposed:
             self._ended_at = None
         self._has_proposed = False
-        trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}) for slot in slots]
+        least = max(LEAST_PROBABILITY, least_probability)
+        trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}, least) for slot in slots]
         return as_draft_trees(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
