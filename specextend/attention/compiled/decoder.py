@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,8 +276,19 @@ _PARTS: list[tuple[str, Any]] = [
 _FIELDS = (f"{part}.{name}" for part, call in _PARTS for name in call._fields)
 _PLACE = {name: place for place, name in enumerate(_FIELDS)}
 """Of each field of a `RECORD`, in words of eight bytes."""
+_CHAINED = ("x", "residual", "out")
+"""Addresses by which a product follows another."""
 _DESCRIBED = slice(_PLACE["attention.q"], _PLACE["attention.scale"])
 """What `attend.describe` gives, but for what the model decides."""
+
+
+def _fields_of_products(chain: Mapping[str, tuple[Any, ...]], num_rows: int, workspace: Tensor) -> dict[str, Any]:
+    """Return the fields of a call's products, of which `chain` has the values of `_CHAINED`."""
+    values: dict[str, Any] = {}
+    for name, places in chain.items():
+        values |= {f"{name}.{field}": place for field, place in zip(_CHAINED, places, strict=True)}
+        values |= {f"{name}.num_rows": num_rows, f"{name}.workspace": workspace.data_ptr()}
+    return values
 
 
 class Decoder:
@@ -349,31 +360,30 @@ class Decoder:
         if len(self._workspace) < (num_bytes := shares.num_workers * products.WORKER_BYTES):
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
 
-        words, steps = self._words.copy(), np.arange(num_layers)
-        words[:, _DESCRIBED] = described[: _DESCRIBED.stop - _DESCRIBED.start]
-        words[:, _PLACE["attention.k"]] += steps * stored.stride(0) * 2
-        words[:, _PLACE["attention.v"]] += steps * stored.stride(0) * 2
         results, given = ([each.data_ptr() for each in several] for several in (outputs, projected))
-        before = [x.data_ptr(), *results[:-1]]
-        values = {
-            "attention.q": given if copied is None else queries.data_ptr(),
-            "attention.counters": finished.data_ptr() + steps * finished.stride(0) * 8,
-            "own.cos": cos.data_ptr(),
-            "own.sin": sin.data_ptr(),
-            "own.rows": rows.data_ptr(),
-            "own.counters": counters.data_ptr(),
-            "own.copied": 0 if copied is None else copied.data_ptr(),
-        }
         normed_at, middle_at, gated_at = normed.data_ptr(), middle.data_ptr(), gated.data_ptr()
-        for name, source, residual, target in (
-            ("qkv", normed_at, 0, given),
-            ("o_proj", mixed.data_ptr(), before, middle_at),
-            ("gate_up", normed_at, 0, gated_at),
-            ("down_proj", gated_at, middle_at, results),
-        ):
-            values |= {f"{name}.x": source, f"{name}.residual": residual, f"{name}.out": target}
-            values |= {f"{name}.num_rows": num_rows, f"{name}.workspace": self._workspace.data_ptr()}
+        chain = {
+            "qkv": (normed_at, 0, given),
+            "o_proj": (mixed.data_ptr(), [x.data_ptr(), *results[:-1]], middle_at),
+            "gate_up": (normed_at, 0, gated_at),
+            "down_proj": (gated_at, middle_at, results),
+        }
+        values = _fields_of_products(chain, num_rows, self._workspace)
+        values["attention.q"] = given if copied is None else queries.data_ptr()
+        values["attention.counters"] = finished.data_ptr() + np.arange(num_layers) * finished.stride(0) * 8
+        values["own.copied"] = 0 if copied is None else copied.data_ptr()
+        own = {"cos": cos, "sin": sin, "rows": rows, "counters": counters}
+        values |= {f"own.{name}": tensor.data_ptr() for name, tensor in own.items()}
+        record = self._record(described, stored.stride(0) * stored.element_size(), values)
+        attend.run_on(shares.num_workers, kernel(), record)
+        return outputs[-1], [outputs[index] for index in kept]
+
+    def _record(self, described: Sequence[float], layer_bytes: int, values: Mapping[str, Any]) -> bytes:
+        """Fill the records of a call: what attention is given in the first layer, and fields for each layer or all."""
+        words, steps = self._words.copy(), np.arange(len(self._words))
+        words[:, _DESCRIBED] = described[: _DESCRIBED.stop - _DESCRIBED.start]
+        for name in ("attention.k", "attention.v"):
+            words[:, _PLACE[name]] += steps * layer_bytes
         for name, value in values.items():
             words[:, _PLACE[name]] = value
-        attend.run_on(shares.num_workers, kernel(), words.tobytes())
-        return outputs[-1], [outputs[index] for index in kept]
+        return words.tobytes()
