@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +43,9 @@ from specextend.decoding.tree import tree_mask
 if TYPE_CHECKING:
     from specextend.decoding.model import CachedModel
 
-_MOST_PREEMPTIONS_PER_S = 100.0
-"""Two idle cores show 20 to 45, beside one more busy process 150 and more."""
+_MOST_WAITING = 0.1
+"""Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray 0.05, with one more
+busy process 0.2 to 0.7."""
 _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 _REPEATS = 5
@@ -83,12 +84,21 @@ def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
     """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
     started_at = time.perf_counter()
     while True:
-        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        begin, before = time.perf_counter(), _waited_s()
         result = measure()
-        end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
-        is_quiet = preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
+        end, waited_s = time.perf_counter(), _waited_s() - before
+        is_quiet = waited_s <= _MOST_WAITING * (end - begin)
         if is_quiet or end - started_at > _PATIENCE_S:
             return result, is_quiet
+
+
+def _waited_s() -> float:
+    """Return how long the threads of this process have waited for a core; not a number where Linux does not say it."""
+    waited = []
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has just ended
+            waited.append(int(path.read_text().split()[1]) / 1e9)
+    return sum(waited) if waited else math.nan
 
 
 def cache_folder() -> Path | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from specextend.attention.reference import attend_reference
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs
-from specextend.decoding.measurements import load_step_costs, measure
+from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
 from specextend.decoding.model import CachedModel
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
@@ -112,6 +116,26 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
         monkeypatch.setenv("HOME", "relative")
         assert measurements.cache_folder() is None
     assert load_step_costs(engine.target, *CHOICES) is not None
+
+
+def test_a_measurement_that_shares_its_core_is_disturbed():
+    """Counts of preemptions do not tell: Ray's threads wake 400 times a second, and take 2% of the time."""
+    cores, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    busy = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+
+    def spin() -> None:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            os.sched_setaffinity(0, [core])
+            assert not measure_undisturbed(spin)[1]
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
 
 
 def test_what_a_busy_machine_measured_is_used_and_forgotten(folder, monkeypatch, engine):
