@@ -42,6 +42,8 @@ LONG_CALL = 64
 """Queries above which only the smaller number of keys is measured."""
 _FAULT_ROWS = 512
 _RUNS = 3
+_ENOUGH_S = 0.2
+"""Seconds of runs after which none is repeated."""
 _HOPELESS = 3.0
 """Factor over the best run above which a candidate is not run again."""
 
@@ -247,12 +249,15 @@ def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int)
     """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
 
     They take turns, so that a machine that is busy for a while slows all of them. One that takes much longer than
-    another is not run again.
+    another is not run again, and long runs say enough before there are so many.
     """
     for run in candidates.values():
         run()
     best: dict[str, float] = {}
+    started_at = time.perf_counter()
     for _ in range(num_runs):
+        if best and time.perf_counter() - started_at > _ENOUGH_S:
+            break
         limit = _HOPELESS * min(best.values(), default=inf)
         for name, run in candidates.items():
             if best.get(name, 0.0) <= limit:
