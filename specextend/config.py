@@ -144,7 +144,7 @@ class RunConfig(BaseModel):
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
                 f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
-                "(autoregressive needs none, draft.kind ngram and self no model)"
+                "(autoregressive needs none, draft.kind ngram no model)"
             )
         return self
 
@@ -290,7 +290,7 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
 _PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"), ("output", "schema"))
 _MODELS = (("target", "model"), ("draft", "model"))
 """Keys in whose values variables are replaced, with those before."""
-_OF_OTHER_DRAFTS = {"eagle": ("revision",), "self": ("model", "revision"), "ngram": ("model", "revision", "ngram")}
+_OF_OTHER_DRAFTS = {"eagle": ("revision",), "ngram": ("model", "revision", "ngram")}
 """By kind of draft: the keys that it does not take."""
 
 

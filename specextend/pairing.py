@@ -22,7 +22,6 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
-from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
 from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
 from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify
@@ -96,21 +95,14 @@ def load_drafter(
     assert draft is not None, "the configuration names a draft in every mode but autoregressive"
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
-    drafter: Drafter
     network: DraftNetwork
     rows = draft_rows(config, cache, num_rows, target.device)
-    if draft.kind == "self":
-        drafter = SelfDrafter(target, config.tree, rows, _most_visible(config, cache))
+    if draft.kind == "eagle":
+        network = _load_eagle(draft, target, lm_head, rows)
     else:
-        network = (
-            _load_eagle(draft, target, lm_head, rows)
-            if draft.kind == "eagle"
-            else _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
-        )
-        drafter = _causal_drafter(config, cache, network, graphs)
-    if not draft.ngram:
-        return drafter
-    return NgramDrafter(config.tree, target.device, drafter, _clock(config))
+        network = _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
+    drafter = _causal_drafter(config, cache, network, graphs)
+    return NgramDrafter(config.tree, target.device, drafter, _clock(config)) if draft.ngram else drafter
 
 
 def _clock(config: RunConfig) -> Callable[[], float] | None:
@@ -133,18 +125,7 @@ def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: to
     """Return the rows of each of a draft's caches, from those of the target's."""
     staged = cache.draft_prefill_window + traits_of(device).prefill_chunk
     scratch = aligned(config.tree.most_nodes * config.num_tree_levels + staged)
-    rows = num_rows + config.decoding.batch_size * scratch
-    most_visible = _most_visible(config, cache)
-    if config.draft is None or config.draft.kind != "self" or most_visible is None:
-        return rows
-    return min(rows, config.decoding.batch_size * aligned(most_visible + config.tree.depth))
-
-
-def _most_visible(config: RunConfig, cache: CacheOptions) -> int | None:
-    """Return the rows of a sequence that a target which drafts for itself sees at most; None: all of its tokens."""
-    if cache.policy == "full":
-        return None
-    return cache.top_k_chunks * cache.chunk_size + config.decoding.max_new_tokens
+    return num_rows + config.decoding.batch_size * scratch
 
 
 def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
@@ -153,8 +134,6 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
         return DraftSize(0, 0, num_layers_read=0)
     if draft.kind == "ngram":
         return DraftSize(0, 0)
-    if draft.kind == "self":
-        return DraftSize(0, facts.kv_numbers_per_token)
     if draft.kind == "eagle":
         return _size_eagle(draft)
     draft_facts = read_facts(draft.model, draft.revision)

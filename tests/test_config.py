@@ -18,8 +18,8 @@ from tests.contract.test_configuration import refusal
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
         (
-            "draft={kind: self, model: owner/draft}",
-            "draft.kind self, which has no model: leave out, or --set draft.model='\"\"'",
+            "draft={kind: ngram, model: owner/draft}",
+            "draft.kind ngram, which has no model: leave out, or --set draft.model='\"\"'",
         ),
         (
             "draft={kind: ngram, ngram: true, model: m}",

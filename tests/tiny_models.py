@@ -245,8 +245,10 @@ def write_pair(
 
 
 def write_wide_target(folder: Path) -> Pair:
-    """A target whose products have as many inputs as a group of weights in 4 bits, without drafts."""
-    return Pair(write_model(tiny_model(FAMILIES["llama"], seed=5, hidden_size=64), folder / "target"), {})
+    """A target whose products have as many inputs as a group of weights in 4 bits, and a `good` draft."""
+    model = tiny_model(FAMILIES["llama"], seed=5, hidden_size=64)
+    draft = write_model(perturbed(model, 0.02, seed=1), folder / "good")
+    return Pair(write_model(model, folder / "target"), {"good": draft})
 
 
 def write_looping_pair(folder: Path) -> Pair:
@@ -288,8 +290,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
-    """The `draft` section of one of the pair's drafts, of `ngram` or `self`, or of `merged-` and a draft's name."""
-    if draft in ("ngram", "self"):
+    """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
+    if draft == "ngram":
         return {"kind": draft}
     name = draft.removeprefix("merged-")
     kind = "eagle" if name in ("eagle", "reduced", "copy", *PUBLISHED) else "model"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
-DraftKind = Literal["eagle", "model", "self", "ngram"]
+DraftKind = Literal["eagle", "model", "ngram"]
 Backend = Literal["auto", "reference", "sdpa", "matmul", "compiled", "flash", "triton"]
 
 
@@ -195,12 +195,11 @@ class DraftOptions:
 
     kind: DraftKind
     """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's tokens, of
-    which either may lack some, or with any part of them if `specextend train` made it; `self` is
-    the target itself with a part of its own cache in view; `ngram` proposes what followed the same tokens earlier in
-    prompt or output. The last two need no model."""
+    which either may lack some, or with any part of them if `specextend train` made it; `ngram`
+    proposes what followed the same tokens earlier in prompt or output, and needs no model."""
     model: str = ""
     """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a
-    name as in `target.model`; empty for `self` and `ngram`."""
+    name as in `target.model`; empty for `ngram`."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""
@@ -213,7 +212,7 @@ class DraftOptions:
             raise ValueError(f"draft.kind must be one of {', '.join(get_args(DraftKind))}, got {self.kind!r}")
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("draft.model must be a Hub id or a local path, not an address")
-        if self.kind in ("self", "ngram"):
+        if self.kind == "ngram":
             self._check_no_model()
         elif not self.model:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
@@ -226,7 +225,7 @@ class DraftOptions:
         return self.kind == "ngram" or self.ngram
 
     def _check_no_model(self) -> None:
-        empty = {"model": "'\"\"'", "revision": "null"} | ({"ngram": "false"} if self.kind == "ngram" else {})
+        empty = {"model": "'\"\"'", "revision": "null", "ngram": "false"}
         if given := [name for name in empty if getattr(self, name)]:
             settings = " ".join(f"--set draft.{name}={empty[name]}" for name in given)
             names = " and ".join(f"draft.{name}" for name in given)

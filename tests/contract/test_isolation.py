@@ -15,7 +15,7 @@ from tests.alive import fresh
 from tests.covering import covering, each_once_then_slow
 from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, random_prompt, request, tiny_engine
 
-DRAFTS = ("good", "eagle", "eagle3", "self", "ngram", "merged-eagle")
+DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
 NEW = 24
 

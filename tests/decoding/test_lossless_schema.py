@@ -51,7 +51,7 @@ OPTIONS = {
 }
 AXES = (
     ("autoregressive", "tree", "streaming", "retrieval"),
-    ("good", "bad", "eagle", "eagle3", "self", "ngram", "merged-good"),
+    ("good", "bad", "eagle", "eagle3", "ngram", "merged-good"),
     (4, 1),
 )
 FAST = covering(*AXES, strength=1)

@@ -26,7 +26,7 @@ PROMPTS = [
 ]
 """The third and the last take rows over from the one before them, or do not: only one that was read whole counts."""
 GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1}
-DRAFTS = ("good", "eagle", "eagle3", "self", "ngram", "merged-eagle", None)
+DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 
 
 @pytest.fixture
