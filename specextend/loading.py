@@ -71,8 +71,12 @@ def load_engine(config: Configs) -> Engine:
     proof = confirm(proof, target)
     target.trials += proof.trials
     graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
-    if config.attention.backend == "auto" and proof.kernels.steps == "triton":
-        config = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
+    attention = config.attention
+    if attention.backend == "auto" and proof.kernels.steps == "triton":
+        attention = replace(attention, backend="triton")
+    if attention.tree == "auto" and target.runs_in_one_call:  # which hybrid attention would leave
+        attention = replace(attention, tree="dense")
+    config = config.model_copy(update={"attention": attention})
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full")

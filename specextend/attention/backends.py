@@ -46,6 +46,8 @@ _ENOUGH_S = 0.2
 """Seconds of runs after which none is repeated."""
 _HOPELESS = 3.0
 """Factor over the best run above which a candidate is not run again."""
+_BEYOND_HOPE = 10.0
+"""Factor above which a kernel is not tried in longer calls."""
 
 Cell = tuple[bool, int, int]
 """Whether keys are masked, number of queries, number of keys."""
@@ -225,8 +227,9 @@ def make_cells(num_rows: int) -> list[Cell]:
 def measure_attention(
     stored: Tensor, num_heads: int, kernels: Mapping[str, Attend], cells: Sequence[Cell]
 ) -> dict[Cell, dict[str, float]]:
-    """Measure the seconds of a call with each kernel in each cell.
+    """Measure the seconds of a call with each kernel in each cell, of which later ones have no fewer queries.
 
+    A kernel that takes ten times as long as another for some queries is not tried with more.
     stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values.
     """
     layers = cycle(stored)
@@ -239,10 +242,14 @@ def measure_attention(
         for keys, values in islice(layers, 2):
             attend(q, keys, values, span, stored.shape[-1] ** -0.5)
 
-    return {
-        cell: shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS)
-        for cell in cells
-    }
+    found, left = {}, dict(kernels)
+    for cell in cells:
+        found[cell] = seconds = shortest_runs(
+            {name: partial(run, attend, cell) for name, attend in left.items()}, _RUNS
+        )
+        if cell[1] > 1:
+            left = {name: left[name] for name in left if seconds[name] <= _BEYOND_HOPE * min(seconds.values())}
+    return found
 
 
 def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:

@@ -106,7 +106,8 @@ class AttentionOptions:
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3), and its steps are never captured; `dense` runs one masked call over
     everything; `auto` uses, at each step, whichever was measured to be faster at start-up for that length. With the
-    Triton kernel, whose one call does both and masks only the tree, `auto` is `dense`."""
+    Triton kernel, whose one call does both and masks only the tree, and where a CPU runs all layers in one call, `auto`
+    is `dense`."""
 
     @property
     def tree_kinds(self) -> tuple[TreeAttention, ...]:
