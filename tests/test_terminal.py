@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.schema import error_row
 from specextend.data.storage import resolve
 from tests.job.conftest import in_process
 
@@ -24,10 +22,8 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a hostile id and message, and figures that name a hostile device."""
     folder = tmp_path_factory.mktemp("streams")
-    failed = {"error_class": "NullText", "stage": "read", "retryable": False, "attempts": 1}
-    CommitWriter(resolve(str(folder / "out")), "00000001").commit(
-        [error_row(DocumentKey(0, 0), HOSTILE, message=HOSTILE, **failed)]
-    )
+    failed = {"error_class": "NullText", "message": HOSTILE, "stage": "read", "retryable": False, "attempts": 1}
+    CommitWriter(resolve(str(folder / "out")), "00000001").commit([{"file": 0, "row": 0, "doc_id": HOSTILE, **failed}])
     result = json.loads((ROOT / "benchmarks/results/ablation-smollm2-epyc.json").read_text()) | {"device": HOSTILE}
     (folder / "figures.json").write_text(json.dumps(result))
     return folder
