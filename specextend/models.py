@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -61,10 +61,6 @@ class TargetOptions:
             raise ValueError("target.model must not be empty")
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("target.model must be a Hub id or a local path, not an address")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.quantize not in (None, *get_args(Scheme)):
-            raise ValueError(f"target.quantize must be one of {', '.join(get_args(Scheme))}, got {self.quantize!r}")
         kind, _, number = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
             raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")

@@ -71,15 +71,6 @@ def test_what_a_model_thinks_is_no_part_of_its_answer(chat_tokenizer: Any, monke
     assert begun.told_apart("Well, th") == ("", "Well, th")
 
 
-def test_a_template_that_does_not_end_is_given_up(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes with the model, and each of its loops may have 100,000 turns."""
-    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 0.2)
-    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
-    monkeypatch.setattr(chat_tokenizer, "chat_template", loops)
-    with pytest.raises(ValueError, match=r"does not end within 0\.2 s"):
-        render(chat_tokenizer, "x")
-
-
 def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
     """Text from anywhere is summarised: `<|im_end|>` in it must not end the user's turn.
 
@@ -163,9 +154,14 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     [
         ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders the document 2 times"),
+        ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
     ],
 )
-def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer: Any, template: str, message: str) -> None:
+def test_a_template_that_cannot_take_the_document_is_refused(
+    plain_tokenizer: Any, template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes with the model, and each of its loops may have 100,000 turns."""
+    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 1.0)
     tokenizer = type(plain_tokenizer)(tokenizer_object=plain_tokenizer.backend_tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
@@ -221,13 +217,15 @@ def tokenizer_like(kind: str) -> PreTrainedTokenizerFast:
     ],
 )
 def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(
-    kind: str, name: str, policy: Any
+    kind: str, name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
     text, tokenizer, options = LONG_TEXTS[name], tokenizer_like(kind), PromptOptions(length_policy=policy)
-    prompts = Prompts(tokenizer, options, 10_000, piece_characters=3000)
+    prompts = Prompts(tokenizer, options, 10_000)
+    whole = prompts.render(text, 9_000)
+    monkeypatch.setattr("specextend.data.prompts.PIECE_CHARACTERS", 3000)
     assert len(list(prompts.encode_pieces(text))) > 4
-    assert prompts.render(text, 9_000) == Prompts(tokenizer, options, 10_000).render(text, 9_000)
+    assert prompts.render(text, 9_000) == whole
     assert list(chain.from_iterable(prompts.encode_pieces(text))) == prompts.encode_document(text)
 
 
