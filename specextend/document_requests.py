@@ -99,6 +99,33 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
         return summary
 
 
+def finished_row(
+    config: RunConfig, row: Row, summary: Summary, *, received: float, ended: float, worker: str, attempts: int
+) -> dict[str, Any]:
+    """Assess a summary, which may take 0.1 s, and make the row of its document.
+
+    received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
+    """
+    completion, prompt, text = summary.completion, summary.prompt, row.document.text
+    dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    total_s = completion.stats.total_s
+    return result_row(
+        row.document.key,
+        row.document.doc_id,
+        completion,
+        prompt,
+        assess(completion, text, dropped, row.reference, config.quality, fields),
+        part_summaries=summary.part_rows,
+        num_requests=summary.num_requests,
+        reasoning=summary.reasoning,
+        content_sha256=row.content_sha256,
+        queue_s=max(0.0, ended - received - total_s),
+        started_at=time.time() - (time.monotonic() - ended) - total_s,
+        worker=worker,
+        attempts=attempts,
+    )
+
+
 def check_requests(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError if no document could be summarised: as data, or in parts if rows have no limits of their own."""
     if config.output.schema is not None and prompts.begins_thinking:
@@ -213,34 +240,6 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     )
     error.summary = answer.text
     raise error
-
-
-def summary_row(
-    config: RunConfig, row: Row, summary: Summary, worker: str, attempts: int, received: float, ended: float
-) -> dict[str, Any]:
-    """Assess the summary of a document and make its row.
-
-    received, ended: seconds of the monotonic clock when the document came and when its last request was done.
-    """
-    completion, prompt, document = summary.completion, summary.prompt, row.document
-    total_s, evidence_for = completion.stats.total_s, config.output.evidence_for
-    dropped = prompt.num_dropped_tokens
-    quality = assess(completion, document.text, dropped, row.reference, config.quality, evidence_for)
-    return result_row(
-        document.key,
-        document.doc_id,
-        completion,
-        prompt,
-        quality,
-        part_summaries=summary.part_rows,
-        num_requests=summary.num_requests,
-        reasoning=summary.reasoning,
-        content_sha256=row.content_sha256,
-        queue_s=max(0.0, ended - received - total_s),
-        started_at=time.time() - (time.monotonic() - ended) - total_s,
-        worker=worker,
-        attempts=attempts,
-    )
 
 
 def as_document_error(error: Exception) -> DocumentError:

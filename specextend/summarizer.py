@@ -24,8 +24,8 @@ from specextend.document_requests import (
     advance,
     as_document_error,
     check_requests,
+    finished_row,
     summarize,
-    summary_row,
 )
 from specextend.inbox import in_order
 from specextend.loading import load_engine
@@ -114,7 +114,8 @@ class Summarizer:
         if isinstance(summary, DocumentError):
             return _failed(row.document.doc_id, summary)
         assert isinstance(summary, Summary), "all rounds are done"
-        return summary_row(self._config, row, summary, self._worker, 1, received, document.ended)
+        times = {"received": received, "ended": document.ended}
+        return finished_row(self._config, row, summary, **times, worker=self._worker, attempts=1)
 
 
 @dataclass(slots=True)

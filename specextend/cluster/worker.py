@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,7 +31,7 @@ from specextend.data.rows import Row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
-from specextend.document_requests import Summary, advance, as_document_error, summarize, summary_row
+from specextend.document_requests import Summary, advance, as_document_error, finished_row, summarize
 from specextend.inbox import Inbox
 from specextend.loading import GIB
 from specextend.pairing import check_files
@@ -118,11 +119,11 @@ class Worker:
             self._decoded.pop(lease_id, None)
         if isinstance(outcome, Suspected):
             return outcome
-        facts = (self._config, row, outcome, self._name, attempt, received, time.monotonic())
         self._auditor.offer(key, row.document.doc_id, outcome.request, outcome.last)
         self._inbox.wake()
-        result = await loop.run_in_executor(None, summary_row, *facts)  # may take 0.1 s
-        return Done(result, outcome.completion.stats, peak_bytes() / GIB)
+        times = {"received": received, "ended": time.monotonic()}
+        make = partial(finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt)
+        return Done(await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB)
 
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
