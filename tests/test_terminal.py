@@ -56,13 +56,6 @@ def test_no_job_lets_a_text_drive_the_terminal(name: str, folder: Path, monkeypa
     assert name in ("summarize", "train_draft") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
 
 
-def test_a_command_that_is_gone_names_the_one_that_does_it():
-    """Whoever types what an old page says reads one line, and not only that it is unknown."""
-    ended = in_process("prepare.py", "govreport", "--split", "test", "--output", "a.parquet")
-    line = "error: govreport is: prepare hf ccdv/govreport-summarization --text-field report. See: prepare.py --help\n"
-    assert (ended.code, ended.stdout, ended.stderr) == (2, "", line)
-
-
 @pytest.mark.parametrize("name", ["report", "summarize"])
 def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
     """`jobs/report.py out | head -1`: the rest is not read, and nobody wants a traceback instead."""
