@@ -71,8 +71,6 @@ class ModelFacts:
     """The facts about a model that its files contain, without its weights."""
 
     name: str
-    architecture: str
-    """transformers' `model_type`: llama, mistral, qwen2 or qwen3."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -101,7 +99,6 @@ def read_facts(model: str, revision: str | None = None) -> ModelFacts:
     config = _read_config(folder, model)
     return ModelFacts(
         name=model,
-        architecture=config.model_type,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
