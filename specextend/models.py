@@ -357,13 +357,9 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
 
 def _forget_quantization(model: PreTrainedModel) -> None:
     """Remove the marks of quantization: the weights are plain tensors now, and move and save like any others."""
-    for owner, names in (
-        (model.config, ("quantization_config",)),
-        (model, ("hf_quantizer", "is_quantized", "quantization_method")),
-    ):
-        for name in names:
-            if name in vars(owner):
-                delattr(owner, name)
+    vars(model.config).pop("quantization_config", None)
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def check_input(
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
-    found = [*in_order(partial(_check_or_problem, listing, reader), range(len(listing.relative_paths)))]
+    found = [*in_order(partial(_check_file, listing, reader), range(len(listing.relative_paths)))]
     if problems := [each for each in found if isinstance(each, str)]:
         more = len(problems) - MOST_PROBLEMS
         said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
@@ -71,18 +71,8 @@ def check_input(
     return tuple(file for file, _ in checked), _unify([fields for _, fields in checked], options, listing)
 
 
-def _check_or_problem(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
-    """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
-    try:
-        return _check_file(listing, number, reader)
-    except InputUnreachableError:
-        raise
-    except InputError as error:
-        return str(error)
-
-
-def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[InputFile, list[pa.Field]]:
-    """Check one file; return it with its passthrough fields. Raises InputError."""
+def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
+    """Check one file; return it with its passthrough fields, or what is wrong with it. Raises InputUnreachableError."""
     options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
@@ -96,16 +86,20 @@ def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[Input
             rows = _group_rows(parquet.metadata)
             largest = largest_group_bytes(parquet, reader.document_columns)
         if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
-            raise InputError(
+            return (
                 f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; write it in smaller ones: "
                 "specextend prepare repartition INPUT --output FOLDER"
             )
         modified_ns = ask(location, name).mtime_ns
         return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields
+    except InputUnreachableError:
+        raise
+    except InputError as error:
+        return str(error)
     except DAMAGED as error:
         if isinstance(error, OSError):
             ask(location, name)
-        raise unreadable(name, error) from error
+        return str(unreadable(name, error))
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
