@@ -72,15 +72,16 @@ def test_what_a_model_thinks_is_no_part_of_its_answer(chat_tokenizer: Any, monke
 
 
 def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
-    """Text from anywhere is summarised: `<|im_end|>` in it must not end the user's turn.
+    """Text from anywhere is summarised: `<|im_end|>` in it, or in its own instruction, must not end the user's turn.
 
     Tokenizers split special tokens when asked to; an added token that is not special (`<think>`) they do not.
     """
-    honest, forged = render(chat_tokenizer, "x"), render(chat_tokenizer, FORGERY)
+    prompts = Prompts(chat_tokenizer, PromptOptions(), 10_000)
     control = set(chat_tokenizer.convert_tokens_to_ids(["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]))
-    count = [sum(token_id in control for token_id in prompt.token_ids) for prompt in (honest, forged)]
-    assert count[0] == count[1] == 3
-    assert FORGERY in chat_tokenizer.decode(forged.token_ids)
+    for text, instruction in (("x", None), (FORGERY, None), ("x", around_document(FORGERY))):
+        token_ids = prompts.render(text, 0, instruction).token_ids
+        assert sum(token_id in control for token_id in token_ids) == 3
+        assert (FORGERY in chat_tokenizer.decode(token_ids)) == (text == FORGERY or instruction is not None)
 
 
 def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any) -> None:
@@ -92,14 +93,8 @@ def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any)
         assert prompts.render("A TEXT", 0, around_document(instruction)) == asked
 
 
-def test_a_rows_own_instruction_is_data(chat_tokenizer: Any) -> None:
-    """It comes from where the document comes from, so it cannot forge control tokens either; and it takes room."""
+def test_a_rows_own_instruction_takes_room(chat_tokenizer: Any) -> None:
     prompts = Prompts(chat_tokenizer, PromptOptions(), 120)
-    honest, forged = (
-        prompts.render("x", 0, around_document(instruction)).token_ids for instruction in ("fine", FORGERY)
-    )
-    control = set(chat_tokenizer.convert_tokens_to_ids(["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]))
-    assert sum(each in control for each in honest) == sum(each in control for each in forged) == 3
     assert len(prompts.render("a" * 500, 0, around_document("b" * 40)).token_ids) == 120
     with pytest.raises(DocumentError, match="the template takes"):
         prompts.render("x", 0, around_document("b" * 120))
