@@ -180,9 +180,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if none is like it."""
-    near = difflib.get_close_matches(name, list(known), 1)
+def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if none is like it.
+
+    least: similarity from 0 to 1 from which one is.
+    """
+    near = difflib.get_close_matches(name, list(known), 1, least)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -6,6 +6,7 @@ decodes those of many documents at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -17,7 +18,9 @@ from specextend.data.answers import choices_of, has_rules, is_whole, merge_answe
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
+from specextend.data.quality import assess
 from specextend.data.rows import Row
+from specextend.data.schema import result_row
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -25,15 +28,6 @@ OUT_OF_MEMORY = "OutOfMemoryError"
 """Error class of a document that does not fit into memory, whichever allocator says so."""
 INCOMPLETE = "IncompleteAnswer"
 """Error class of an answer that broke off before its object ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Requests that can be decoded at the same time. Their outcomes are sent back in the same order."""
-
-    requests: tuple[Request, ...]
-    is_last: bool
-    """True if the summary comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +62,8 @@ class Summary:
         return replace(self, completion=replace(self.completion, stats=timed))
 
 
+Round = tuple[Request, ...]
+"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order."""
 Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
@@ -86,7 +82,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
             raise
         return (yield from _InParts(config, prompts, row, name).rounds())
     request = document_request(config, row, prompt, name, is_last=True)
-    [outcome] = yield Round((request,), is_last=True)
+    [outcome] = yield (request,)
     if isinstance(outcome, DocumentError):
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text)
@@ -101,6 +97,33 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
     except StopIteration as end:
         summary: Summary = end.value
         return summary
+
+
+def finished_row(
+    config: RunConfig, row: Row, summary: Summary, *, received: float, ended: float, worker: str, attempts: int
+) -> dict[str, Any]:
+    """Assess a summary, which may take 0.1 s, and make the row of its document.
+
+    received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
+    """
+    completion, prompt, text = summary.completion, summary.prompt, row.document.text
+    dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    total_s = completion.stats.total_s
+    return result_row(
+        row.document.key,
+        row.document.doc_id,
+        completion,
+        prompt,
+        assess(completion, text, dropped, row.reference, config.quality, fields),
+        part_summaries=summary.part_rows,
+        num_requests=summary.num_requests,
+        reasoning=summary.reasoning,
+        content_sha256=row.content_sha256,
+        queue_s=max(0.0, ended - received - total_s),
+        started_at=time.time() - (time.monotonic() - ended) - total_s,
+        worker=worker,
+        attempts=attempts,
+    )
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:
@@ -144,13 +167,14 @@ class _InParts:
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
             last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self._stats)
-            return self._summary(step.requests[-1], last, outcomes[-1], part_rows)
+            return self._summary(step[-1], last, outcomes[-1], part_rows)
         while True:
             prompts = self._parts.merges(texts, self._limit, row.instruction)
-            step = self._round(prompts, is_last=len(prompts) == 1)
+            is_last = len(prompts) == 1
+            step = self._round(prompts, is_last=is_last)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
-            if step.is_last:
-                [request], [last] = step.requests, merged
+            if is_last:
+                [request], [last] = step, merged
                 whole = _whole(self._config, replace(last, stats=self._stats))
                 return self._summary(request, whole, last, part_rows)
             texts = [completion.text for completion in merged]
@@ -161,11 +185,10 @@ class _InParts:
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
-        requests = [
-            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}", is_last=is_last)
-            for number, prompt in enumerate(prompts)
-        ]
-        return Round(tuple(requests), is_last)
+        return tuple(
+            document_request(self._config, self._row, prompt, f"{self._name}:{number}", is_last=is_last)
+            for number, prompt in enumerate(prompts, first)
+        )
 
     def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
         """Add the counts of a request to the document's; leave what the model thought out of its text.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -61,10 +61,6 @@ class TargetOptions:
             raise ValueError("target.model must not be empty")
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("target.model must be a Hub id or a local path, not an address")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.quantize not in (None, *get_args(Scheme)):
-            raise ValueError(f"target.quantize must be one of {', '.join(get_args(Scheme))}, got {self.quantize!r}")
         kind, _, number = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
             raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
@@ -75,8 +71,6 @@ class ModelFacts:
     """The facts about a model that its files contain, without its weights."""
 
     name: str
-    architecture: str
-    """transformers' `model_type`: llama, mistral, qwen2 or qwen3."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -105,7 +99,6 @@ def read_facts(model: str, revision: str | None = None) -> ModelFacts:
     config = _read_config(folder, model)
     return ModelFacts(
         name=model,
-        architecture=config.model_type,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -364,13 +357,9 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
 
 def _forget_quantization(model: PreTrainedModel) -> None:
     """Remove the marks of quantization: the weights are plain tensors now, and move and save like any others."""
-    for owner, names in (
-        (model.config, ("quantization_config",)),
-        (model, ("hf_quantizer", "is_quantized", "quantization_method")),
-    ):
-        for name in names:
-            if name in vars(owner):
-                delattr(owner, name)
+    vars(model.config).pop("quantization_config", None)
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
 
 
 @contextmanager

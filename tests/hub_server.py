@@ -21,8 +21,6 @@ class Hub:
     url: str = ""
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
-    large: tuple[str, ...] = (".safetensors",)
-    """Ends of the names of files that are kept as a repository keeps large ones: with their SHA-256 on record."""
     is_down: bool = False
     fetched: list[str] = field(default_factory=list)
     """Files that were handed out as a whole."""
@@ -44,7 +42,7 @@ class Hub:
         """A file in a listing."""
         found: dict[str, Any] = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
         found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
-        if name.endswith(self.large):
+        if name.endswith(".safetensors"):  # kept as a repository keeps large files: with their SHA-256 on record
             sha256 = hashlib.sha256(data).hexdigest()
             found["lfs"] = {"sha256": sha256, "oid": sha256, "size": len(data), "pointerSize": 130}
         return found
@@ -71,8 +69,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send(503, b"{}")
         elif parts[:2] == ["api", "models"]:
             self.tell("/".join(parts[2:4]), parts[4:])
-        else:
+        elif len(parts) == 5:
             self.hand_out("/".join(parts[:2]), parts[3], parts[4])
+        else:
+            self.send(404, b"{}")
 
     def tell(self, name: str, rest: list[str]) -> None:
         """What a repository holds: `[revision, R]`, `[tree, R]` or nothing."""
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps(about).encode())
 
     def hand_out(self, name: str, revision: str, file: str) -> None:
-        """A file, or the range of it that was asked for."""
+        """A file."""
         commit = self.hub.commit(name, revision)
         data = None if commit is None else self.hub.commits[name][commit].get(file)
         if commit is None or data is None:
@@ -97,10 +97,6 @@ class Handler(BaseHTTPRequestHandler):
         known = self.hub.entry(file, data)
         etag = known["lfs"]["sha256"] if "lfs" in known else known["oid"]
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
-        if (wanted := self.headers.get("Range", "")).startswith("bytes="):
-            first, last = wanted.removeprefix("bytes=").split("-")
-            self.send(206, data[int(first) : int(last or len(data)) + 1], headers)
-            return
         if self.command == "GET":
             self.hub.fetched.append(file)
         self.send(200, data, headers)

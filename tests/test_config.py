@@ -18,10 +18,6 @@ from tests.contract.test_configuration import refusal
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
         (
-            "draft={kind: ngram, model: owner/draft}",
-            "draft.kind ngram, which has no model: leave out, or --set draft.model='\"\"'",
-        ),
-        (
             "draft={kind: ngram, ngram: true, model: m}",
             "draft.model and draft.ngram must not be set with draft.kind ngram",
         ),

@@ -46,7 +46,7 @@ def row(text: str = TEXT) -> Row:
 def follow(rounds: Any, answer: Callable[[Round], Outcomes]) -> tuple[Summary, list[Round]]:
     """Take all rounds of a document, with the outcomes that `answer` gives; return the summary and the rounds."""
     seen, step = [], advance(rounds, None)
-    while isinstance(step, Round):
+    while isinstance(step, tuple):
         seen.append(step)
         step = advance(rounds, answer(step))
     return step, seen
@@ -60,16 +60,16 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
     """Beside a short one and in batches, with the counts of all requests in its row and all of its text read."""
 
     def alone(step: Round) -> Outcomes:
-        return [completion for request in step.requests for completion in engine.generate([request])]
+        return [completion for request in step for completion in engine.generate([request])]
 
     summary, rounds = follow(summarize(config, prompts, row(), "book"), alone)
-    assert [len(each.requests) for each in rounds] == [5, 1]
+    assert [len(each) for each in rounds] == [5, 1]
     batch = pa.table({"name": ["book", "page"], "text": [TEXT, TEXT[:300]]})
     long, short = Summarizer(config, lambda _: engine)(batch).to_pylist()
     assert long["summary"] == summary.completion.text
     assert [part["text"] for part in long["part_summaries"]] == [part["text"] for part in summary.part_rows]
     assert "".join(TEXT[part["begin"] : part["end"]] for part in long["part_summaries"]) == TEXT
-    requests = [request for each in rounds for request in each.requests]
+    requests = [request for each in rounds for request in each]
     assert long["num_prompt_tokens"] == sum(len(request.prompt_token_ids) for request in requests)
     assert long["num_output_tokens"] == summary.completion.stats.num_output_tokens > 20
     assert long["num_accepted_tokens"] == sum(n * count for n, count in enumerate(long["acceptance_histogram"]))
@@ -81,13 +81,13 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
 def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(config, prompts):
     text = " ".join([TEXT] * 6)
     summary, rounds = follow(
-        summarize(config, prompts, row(text), "book"), lambda step: [said(request) for request in step.requests]
+        summarize(config, prompts, row(text), "book"), lambda step: [said(request) for request in step]
     )
-    sizes = [len(each.requests) for each in rounds]
+    sizes = [len(each) for each in rounds]
     assert len(sizes) > 2
     assert sizes == sorted(sizes, reverse=True)
-    assert [each.is_last for each in rounds] == [False] * (len(sizes) - 1) + [True]
-    names = [request.request_id for each in rounds for request in each.requests]
+    assert sizes[-1] == 1
+    names = [request.request_id for each in rounds for request in each]
     assert names == [f"book:{number}" for number in range(sum(sizes))]
     assert len(summary.part_rows) == sizes[0]
 
@@ -114,4 +114,4 @@ def test_an_answer_that_broke_off_says_what_helps(pairs, prompts, reason, advice
     config = tiny_config(pairs("llama"), output__schema={"why": "string"})
     rounds = summarize(config, prompts, row("t1 t2"), "book")
     with pytest.raises(DocumentError, match=rf"\({reason}\) after .* tokens, before its object did: .*{advice}"):
-        follow(rounds, lambda step: [replace(said(step.requests[0]), finish_reason=reason)])
+        follow(rounds, lambda step: [replace(said(step[0]), finish_reason=reason)])

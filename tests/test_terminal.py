@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.schema import error_row
 from specextend.data.storage import resolve
 from tests.job.conftest import in_process
 
@@ -24,10 +22,8 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a hostile id and message, and figures that name a hostile device."""
     folder = tmp_path_factory.mktemp("streams")
-    failed = {"error_class": "NullText", "stage": "read", "retryable": False, "attempts": 1}
-    CommitWriter(resolve(str(folder / "out")), "00000001").commit(
-        [error_row(DocumentKey(0, 0), HOSTILE, message=HOSTILE, **failed)]
-    )
+    failed = {"error_class": "NullText", "message": HOSTILE, "stage": "read", "retryable": False, "attempts": 1}
+    CommitWriter(resolve(str(folder / "out")), "00000001").commit([{"file": 0, "row": 0, "doc_id": HOSTILE, **failed}])
     result = json.loads((ROOT / "benchmarks/results/ablation-smollm2-epyc.json").read_text()) | {"device": HOSTILE}
     (folder / "figures.json").write_text(json.dumps(result))
     return folder
@@ -58,13 +54,6 @@ def test_no_job_lets_a_text_drive_the_terminal(name: str, folder: Path, monkeypa
     assert not set(shown) & set("\x1b\x07\r\u202e\u2028")
     unwrapped = "".join(shown.split()).replace("\\\\", "\\")  # tables break long cells, Markdown doubles backslashes
     assert name in ("summarize", "train_draft") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
-
-
-def test_a_command_that_is_gone_names_the_one_that_does_it():
-    """Whoever types what an old page says reads one line, and not only that it is unknown."""
-    ended = in_process("prepare.py", "govreport", "--split", "test", "--output", "a.parquet")
-    line = "error: govreport is: prepare hf ccdv/govreport-summarization --text-field report. See: prepare.py --help\n"
-    assert (ended.code, ended.stdout, ended.stderr) == (2, "", line)
 
 
 @pytest.mark.parametrize("name", ["report", "summarize"])

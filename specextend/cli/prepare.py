@@ -18,12 +18,6 @@ if TYPE_CHECKING:  # it imports pyarrow
 
 _ONE_KIND = {"text": ("*.txt",), "pdf": ("*.[pP][dD][fF]",), "jsonl": ("*.jsonl",)}
 """Commands that read the files of a folder as one kind, with the names that they look for."""
-_DATA_SETS = {
-    "govreport": "ccdv/govreport-summarization --text-field report",
-    "booksum": "kmfoda/booksum --text-field chapter",
-    "pg19": "emozilla/pg19 --id-field url",
-}
-"""Data sets that had a command of their own, as `hf` takes them."""
 _MOST_NAMED = 5
 _PROGRESS_S = 10
 _OUTPUT = click.option("--output", required=True, metavar="FOLDER", help="the folder to write")
@@ -37,17 +31,7 @@ _ROWS = takes(
 )
 
 
-class _Kinds(click.Group):
-    """The kinds of input, one a command."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command. Raises UsageError for a data set of the Hub that had one of its own."""
-        if known := _DATA_SETS.get(args[0]):
-            raise click.UsageError(f"{args[0]} is: prepare hf {known}.", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Kinds, no_args_is_help=False)
+@click.group(no_args_is_help=False)
 def prepare() -> None:
     """Turn files and data sets into Parquet.
 

@@ -125,7 +125,7 @@ def _estimate(lengths: NDArray[np.int64], prompts: Prompts, per_byte: float) -> 
     kept, outputs = np.clip(uncut, 0, np.maximum(most, 0)), limits.copy()
     if prompts.options.length_policy == "parts":
         documents = uncut[is_long] - prompts.num_template_tokens
-        kept[is_long], outputs[is_long], _ = PartPrompts(prompts).work(documents, limits[is_long])
+        kept[is_long], outputs[is_long] = PartPrompts(prompts).work(documents, limits[is_long])
     rows = rows.copy()  # a view would keep all five columns
     return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 

@@ -34,7 +34,6 @@ from specextend.data.run_folder import (
     success_file,
     time_text,
 )
-from specextend.data.schema import error_row
 from specextend.data.storage import Location, exists, write_bytes
 from specextend.shipped import code_commit, package_version
 
@@ -235,7 +234,7 @@ def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, w
     facts = key._asdict() | {"document": failed.doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
     message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
     display.note(message, "document_failed", **facts, error_class=failed.error_class)
-    return error_row(key, **asdict(failed), attempts=attempts)
+    return {**key._asdict(), **asdict(failed), "attempts": attempts}
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:

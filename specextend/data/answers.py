@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Choice, one_line
+from specextend.core import Choice, did_you_mean, one_line
 
 _ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
@@ -51,7 +50,9 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
         raise ValueError(f"output.schema: {' and '.join(alike)} differ in case alone, which many programs do not see")
     needed = schema.get("required") if schema.get("additionalProperties") is False else None
     if unknown := [name for name in needed if name not in names] if isinstance(needed, list) else []:
-        raise ValueError(f"output.schema: required names {unknown[0]}, which is no field{_near(unknown[0], names)}")
+        raise ValueError(
+            f"output.schema: required names {unknown[0]}, which is no field{did_you_mean(str(unknown[0]), names)}"
+        )
     for name, field in _properties(schema).items():
         _check_keywords(name, field)
         _arrow(name, field, schema)
@@ -59,7 +60,7 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
         if (rule := field.get("merge")) not in (None, *RULES):
             raise ValueError(
                 f"output.schema: field {name}: merge must be {', '.join(RULES)}, got {json.dumps(rule)}"
-                f"{_near(rule, RULES)}"
+                f"{did_you_mean(str(rule), RULES)}"
             )
         if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
             raise ValueError(
@@ -276,7 +277,8 @@ def _field(name: str, kind: Any) -> Mapping[str, Any]:
         )
     raise ValueError(
         f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one of these as in "
-        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}{_near(kind, _ARROW)}"
+        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}"
+        f"{did_you_mean(str(kind), _ARROW)}"
     )
 
 
@@ -325,7 +327,7 @@ def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, 
         case {"type": str(kind)} if kind in _ARROW:
             return _ARROW[kind]
         case {"type": str(kind)} if kind not in ("array", "object", "null"):
-            raise ValueError(f"output.schema: field {name}: there is no type {kind}{_near(kind, _ARROW)}")
+            raise ValueError(f"output.schema: field {name}: there is no type {kind}{did_you_mean(str(kind), _ARROW)}")
         case _:
             choices = []
     found = {_arrow(name, each, whole, within) for each in choices if not _is_null(each)}
@@ -347,7 +349,7 @@ def _check_keywords(name: str, field: Any) -> None:
     if not isinstance(field, Mapping):
         return
     for keyword in field:
-        if near := _near(keyword, () if keyword in _LIMITING else _LIMITING, _ALIKE):
+        if near := did_you_mean(str(keyword), () if keyword in _LIMITING else _LIMITING, _ALIKE):
             raise ValueError(f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}")
     for low, high in _LIMITS:
         least, most = field.get(low), field.get(high)
@@ -357,11 +359,6 @@ def _check_keywords(name: str, field: Any) -> None:
         _check_keywords(f"{name}.{key}", each)
     for keyword in ("items", "anyOf", "oneOf", "allOf"):
         _check_keywords(name, field.get(keyword))
-
-
-def _near(given: Any, known: Iterable[str], least: float = 0.6) -> str:
-    """Return a question for the one of the known words that was likely meant; nothing if none is like it."""
-    return "".join(f"; did you mean {each}?" for each in get_close_matches(str(given), [*known], 1, least))
 
 
 def _string_fields(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:

@@ -56,9 +56,7 @@ class BatchRequests:
             with self._path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
-                        document = self._document(place := f"{self._path.name}:{number}", line)
-                        self._check_unique(place, document["id"], number)
-                        yield document
+                        yield self._document(f"{self._path.name}:{number}", number, line)
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from error
 
@@ -70,9 +68,9 @@ class BatchRequests:
         values |= {name: json.dumps(values[name]) for name in ("prompt.instruction", "prompt.system") if name in values}
         return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values.items())
 
-    def _document(self, place: str, line: str) -> dict[str, Any]:
+    def _document(self, place: str, number: int, line: str) -> dict[str, Any]:
         values = _parse(place, line)
-        body = values["body"]
+        body, custom_id = values["body"], values["custom_id"]
         if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
             raise InputError(f"{place}: body.{unknown[0]} is not served; remove it from the requests")
         system, text = _messages(place, body.get("messages"))
@@ -83,12 +81,9 @@ class BatchRequests:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InputError(f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}")
-        return {"id": values["custom_id"], "text": text, "max_new_tokens": limit}
-
-    def _check_unique(self, place: str, custom_id: str, number: int) -> None:
-        """Raise InputError for a custom_id that an earlier line has: responses are told apart by it."""
-        if (first := self._lines.setdefault(custom_id, number)) != number:
+        if (first := self._lines.setdefault(custom_id, number)) != number:  # responses are told apart by it
             raise InputError(f"{place} has the custom_id {custom_id!r} of line {first}; make them different")
+        return {"id": custom_id, "text": text, "max_new_tokens": limit}
 
     def _check_shared(self, place: str, shared: dict[str, Any]) -> None:
         """Raise InputError if a request differs from the first in what a run has only once."""

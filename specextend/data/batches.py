@@ -97,7 +97,8 @@ def result_table(
 ) -> pa.Table:
     """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 
-    results: of `result_row` or `error_row`, one for each row of the batch. output: names `summary` and the fields.
+    results: of `result_row`, or the facts of a failure, one for each row of the batch. output: names `summary` and the
+    fields.
     """
     table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
     answers = zip(answer_fields(output.json_schema), answer_columns(output.json_schema, table["summary"]), strict=True)

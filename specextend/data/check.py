@@ -62,62 +62,44 @@ def check_input(
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
-    files, fields, problems = [], [], []
-    look = partial(_check_or_problem, listing, reader)
-    for found in in_order(look, range(len(listing.relative_paths))):
-        if isinstance(found, str):
-            problems.append(found)
-            continue
-        files.append(found[0])
-        fields.append(found[1])
-    if problems:
+    found = [*in_order(partial(_check_file, listing, reader), range(len(listing.relative_paths)))]
+    if problems := [each for each in found if isinstance(each, str)]:
         more = len(problems) - MOST_PROBLEMS
         said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
         raise InputError("; ".join(said))
-    return tuple(files), _unify(fields, options, listing)
+    checked = [each for each in found if not isinstance(each, str)]
+    return tuple(file for file, _ in checked), _unify([fields for _, fields in checked], options, listing)
 
 
-def _check_or_problem(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
-    """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
-    try:
-        return _check_file(listing, number, reader)
-    except InputUnreachableError:
-        raise
-    except InputError as error:
-        return str(error)
-
-
-def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[InputFile, list[pa.Field]]:
-    """Check one file; return it with its passthrough fields. Raises InputError."""
+def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
+    """Check one file; return it with its passthrough fields, or what is wrong with it. Raises InputUnreachableError."""
     options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
         with open_parquet(location) as parquet:
-            check_columns(name, parquet.schema_arrow, reader)
-            fields = [_passthrough_field(parquet.schema_arrow, column) for column in options.passthrough]
+            schema = parquet.schema_arrow
+            check_columns(name, schema, reader)
+            fields = [  # without a type if the file has it in its path alone
+                schema.field(column) if column in schema.names else pa.field(column, pa.null())
+                for column in options.passthrough
+            ]
             rows = _group_rows(parquet.metadata)
             largest = largest_group_bytes(parquet, reader.document_columns)
-            _check_group_size(name, largest)
+        if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+            return (
+                f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; write it in smaller ones: "
+                "specextend prepare repartition INPUT --output FOLDER"
+            )
         modified_ns = ask(location, name).mtime_ns
         return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields
+    except InputUnreachableError:
+        raise
+    except InputError as error:
+        return str(error)
     except DAMAGED as error:
         if isinstance(error, OSError):
             ask(location, name)
-        raise unreadable(name, error) from error
-
-
-def _check_group_size(name: str, num_bytes: int) -> None:
-    """Raise InputError for a row group that is too large: a worker reads all of it for one document."""
-    if num_bytes > MAX_GROUP_BYTES:
-        raise InputError(
-            f"{name} has a row group that takes {num_bytes / (1 << 30):.1f} GiB to read; write it in smaller ones: "
-            "specextend prepare repartition INPUT --output FOLDER"
-        )
-
-
-def _passthrough_field(schema: pa.Schema, column: str) -> pa.Field:
-    """Return the field of a passthrough column; without a type if the file has it in its path alone."""
-    return schema.field(column) if column in schema.names else pa.field(column, pa.null())
+        return str(unreadable(name, error))
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -175,25 +157,23 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
 def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
     """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type."""
     options = reader.options
-    own = [
-        ("text_column", options.text_column, is_text, "a string column"),
-        ("id_column", options.id_column, _is_id, "a string or integer column"),
-        ("max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
-        ("num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
-        ("reference_column", options.reference_column, is_text, "a string column"),
-        ("instruction_column", options.instruction_column, is_text, "a string column"),
-        ("options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),
+    wanted = [
+        ("input.text_column", options.text_column, is_text, "a string column"),
+        ("input.id_column", options.id_column, _is_id, "a string or integer column"),
+        ("input.max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
+        ("input.num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
+        ("input.reference_column", options.reference_column, is_text, "a string column"),
+        ("input.instruction_column", options.instruction_column, is_text, "a string column"),
+        ("input.options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),
     ]
-    also_in_path = [("input.passthrough", name) for name in options.passthrough]
-    also_in_path += [("input.filter", name) for name in options.filter_columns]
-    of_any_type = [*also_in_path, *(("prompt.instruction", name) for name in reader.template_columns)]
-    wanted = [(f"input.{option}", column, is_right, what) for option, column, is_right, what in own]
-    wanted += [(option, name, lambda kind: True, "any column") for option, name in of_any_type]
+    also_in_path = {"input.passthrough": options.passthrough, "input.filter": options.filter_columns}
+    for option, columns in (also_in_path | {"prompt.instruction": reader.template_columns}).items():
+        wanted += [(option, name, lambda kind: True, "any column") for name in columns]
     for option, column, is_right, what in wanted:
         if column is None:
             continue
         found = schema.get_all_field_indices(column)
-        if not found and (option, column) in also_in_path and column in partition_values(file):
+        if not found and option in also_in_path and column in partition_values(file):
             continue
         if not found:
             names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
@@ -268,11 +248,10 @@ def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
     for path in relative_paths:
         for name, value in partition_values(path).items():
             values.setdefault(name, set()).update([] if value is None else [value])
-    return {name: pa.int32() if found and _are_integers(found) else pa.string() for name, found in values.items()}
-
-
-def _are_integers(values: Iterable[str]) -> bool:
-    return all(_INTEGER.fullmatch(value) for value in values)
+    return {
+        name: pa.int32() if found and all(map(_INTEGER.fullmatch, found)) else pa.string()
+        for name, found in values.items()
+    }
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:

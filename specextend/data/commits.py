@@ -60,7 +60,7 @@ class CommitWriter:
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
 
     def commit(self, rows: Sequence[dict[str, Any]]) -> str | None:
-        """Write rows of `result_row` and `error_row`, whole or not at all.
+        """Write rows of `result_row`, and those of documents that failed, whole or not at all.
 
         Returns the commit's name; None if there are no rows.
         """

@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any, BinaryIO
 
 from specextend.core import one_line
+from specextend.data.document_set import COLUMNS
 from specextend.data.inputs import InputError
 
 KINDS = {
@@ -29,8 +30,6 @@ KINDS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 """The kind of a file, by its extension in lower case."""
-OWN_COLUMNS = ("id", "title", "text", "source_path", "source_row", "source_size", "source_modified")
-"""Columns of every data set."""
 _PACKAGES = {"pdf": ("pypdfium2",), "docx": ("mammoth", "selectolax"), "html": ("selectolax",)}
 _BLOCKS = "p,div,br,hr,li,dt,dd,tr,h1,h2,h3,h4,h5,h6,pre,blockquote,section,article,header,footer,table,ul,ol"
 """Elements of HTML that begin and end a line."""
@@ -245,7 +244,7 @@ def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> di
     own = {"id": str(doc_id), "title": title, "text": values[options.text_field], "source_row": number}
     used = (options.text_field, options.id_field, None if title is None else "title")
     others = {name: value for name, value in values.items() if name not in used}
-    return own | {f"{name}_" if name in OWN_COLUMNS else name: value for name, value in others.items()}
+    return own | {f"{name}_" if name in COLUMNS else name: value for name, value in others.items()}
 
 
 def _json_rows(file: Iterable[bytes], options: DocumentOptions) -> Iterator[tuple[int, Any]]:
@@ -273,8 +272,9 @@ def _csv_rows(file: Iterable[bytes], options: DocumentOptions) -> Iterator[tuple
     csv.field_size_limit(sys.maxsize)
     lines = _decoded_lines(file, options.encoding)
     first = next(lines, "")
-    reader = csv.reader(lines, delimiter=max(",;\t|", key=first.count))
-    [header] = csv.reader([first], delimiter=max(",;\t|", key=first.count))
+    delimiter = max(",;\t|", key=first.count)
+    [header] = csv.reader([first], delimiter=delimiter)
+    reader = csv.reader(lines, delimiter=delimiter)
     while True:
         try:
             cells = next(reader)

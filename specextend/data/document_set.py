@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from specextend.data.inputs import InputError
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
-_COLUMNS = {
+COLUMNS = {
     "id": pa.string(),
     "title": pa.string(),
     "text": pa.string(),
@@ -31,6 +31,7 @@ _COLUMNS = {
     "source_size": pa.int64(),
     "source_modified": pa.timestamp("us", "UTC"),
 }
+"""Columns of every data set."""
 _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
 _GROUP_ROWS = 1024
@@ -57,8 +58,8 @@ def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
     with tempfile.TemporaryDirectory() as scratch:  # the last row may widen a type
         groups = []
         for number, group in enumerate(_groups(rows)):
-            names = dict.fromkeys([*_COLUMNS, *(name for row in group for name in row)])
-            table = pa.table({name: _column([row.get(name) for row in group], _COLUMNS.get(name)) for name in names})
+            names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])
+            table = pa.table({name: _column([row.get(name) for row in group], COLUMNS.get(name)) for name in names})
             groups.append(f"{scratch}/{number}.parquet")
             pq.write_table(table, groups[-1])
             num_rows += len(table)

@@ -64,16 +64,13 @@ class Instruction:
         self.fields = tuple(path for path in _paths(tree) if path[0] in self.columns)
         """What it reads of structs: a column, and the names of fields below it."""
         if not self.columns:
-            self._check_places(key)
+            try:
+                self.around({})
+            except DocumentError as error:
+                raise ValueError(f"{key} cannot be used: {error.message}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Instruction, self._made_of
-
-    def _check_places(self, key: str) -> None:
-        try:
-            self.around({})
-        except DocumentError as error:
-            raise ValueError(f"{key} cannot be used: {error.message}") from None
 
     def around(self, values: Mapping[str, Any]) -> Around:
         """Return the text before and behind the document. values: of a row's `columns`; null is an empty string.

@@ -154,17 +154,17 @@ class PartPrompts:
 
     def work(
         self, num_tokens: NDArray[np.int64], max_new_tokens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Estimate the prompt and output tokens of all requests for documents that do not fit, and their number.
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Estimate the prompt and output tokens of all requests for documents that do not fit.
 
-        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns three arrays [N].
+        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns two arrays [N].
         """
         limits, which = np.unique(max_new_tokens, return_inverse=True)
         sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
         num_parts = -(-np.maximum(1, num_tokens) // sizes)
         templates = num_parts * self._part.num_template_tokens + self._merge.num_template_tokens
         outputs = num_parts * max_new_tokens
-        return num_tokens + outputs + templates, outputs + max_new_tokens, num_parts + 1
+        return num_tokens + outputs + templates, outputs + max_new_tokens
 
     def _entry_size(self, entry: str) -> int:
         """Count the tokens of an entry, and one more at the joint with the next one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,9 +70,6 @@ class PromptOptions:
     """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
 
     def __post_init__(self) -> None:
-        if self.length_policy not in get_args(LengthPolicy):
-            allowed = ", ".join(get_args(LengthPolicy))
-            raise ValueError(f"prompt.length_policy must be one of {allowed}, got {self.length_policy!r}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         _ = self.template
@@ -128,24 +125,14 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). parts: for the length policy `parts`. piece_characters: length of the pieces of a long
-    document, above 2,048. Raises ValueError for a template that cannot take the options.
+    (`Engine.max_tokens`). parts: for the length policy `parts`. Raises ValueError for a template that cannot take the
+    options.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        options: PromptOptions,
-        limit: int,
-        parts: PartOptions | None = None,
-        *,
-        piece_characters: int = PIECE_CHARACTERS,
-    ) -> None:
-        assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
+    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int, parts: PartOptions | None = None) -> None:
         self.options = options
         self.limit = limit
         self.parts = parts or PartOptions()
-        self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
@@ -247,7 +234,7 @@ class Prompts:
 
     def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the first character and the one behind the last of each piece of a document."""
-        size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
+        size = PIECE_CHARACTERS if len(text) > _LEAST_PIECES * PIECE_CHARACTERS else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)

@@ -33,18 +33,13 @@ MOST_ROUGE_CHARACTERS = 200_000
 
 _PIECE_CHARACTERS = 1 << 18  # of a document that are split into words at a time
 _SAMPLED_CHARACTERS = 1 << 16  # of a text, evenly spaced, by which its script is determined
-_BY_SCRIPT = {
-    "EastAsian": r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Bopomofo}",  # Japanese mixes them
-    **{
-        name: rf"\p{{Script={name}}}"
-        for name in (
-            *("Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana"),
-            *("Devanagari", "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam"),
-            *("Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee"),
-        )
-    },
-}
-_SCRIPT = regex.compile("|".join(f"(?P<{name}>[{characters}])" for name, characters in _BY_SCRIPT.items()))
+_SCRIPTS = (
+    *("Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana"),
+    *("Devanagari", "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam"),
+    *("Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee"),
+)
+_EAST_ASIAN = r"(?P<EastAsian>[\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}])"  # Japanese mixes them
+_SCRIPT = regex.compile("|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)]))
 _LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined
 _LEAST_LETTERS = 60  # with fewer of them no language is determined
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")

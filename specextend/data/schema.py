@@ -158,36 +158,6 @@ def result_row(
     }
 
 
-def error_row(
-    key: DocumentKey,
-    doc_id: str,
-    *,
-    error_class: str,
-    message: str,
-    stage: str,
-    retryable: bool,
-    attempts: int,
-    content_sha256: str | None = None,
-    summary: str | None = None,
-) -> dict[str, Any]:
-    """Make the row of a commit for a document that is given up.
-
-    stage: what failed: `read`, `prompt`, `decode`, ... summary: what was written, if anything is to be kept.
-    """
-    return {
-        "file": key.file,
-        "row": key.row,
-        "doc_id": doc_id,
-        "error_class": error_class,
-        "message": message,
-        "stage": stage,
-        "retryable": retryable,
-        "attempts": attempts,
-        "content_sha256": content_sha256,
-        "summary": summary,
-    }
-
-
 def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
     """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
     ours = pa.schema(_named(ERROR_SCHEMA, text_column))

@@ -24,7 +24,6 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
 from tests.cluster.conftest import Job
@@ -51,12 +50,9 @@ def held_by(output: Location, **fields: object) -> None:
 
 def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None:
     """Commit error rows from the first row on."""
-    CommitWriter(output, run_id).commit(
-        [
-            error_row(DocumentKey(0, row), "d", error_class=name, message="", stage="read", retryable=False, attempts=1)
-            for row, name in enumerate(classes)
-        ]
-    )
+    told = {"doc_id": "d", "message": "", "stage": "read", "retryable": False, "attempts": 1}
+    rows = [{"file": 0, "row": row, "error_class": name, **told} for row, name in enumerate(classes)]
+    CommitWriter(output, run_id).commit(rows)
 
 
 def write(output: Location, path: str, content: object) -> None:

@@ -107,7 +107,6 @@ def test_good_drafts_are_accepted_bad_ones_are_not_and_retrieval_hides_much_of_t
     assert min(each.retrieval_coverage for each in stats if each.num_retrievals) < 0.9
 
 
-FEW_FAMILIES = ("llama", "qwen2-tied", "qwen3")
 QUANTIZED = covering(
     ("llama", "qwen2-tied", "qwen3"),
     ("tree", *POLICIES),

@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.schema import error_row
 from specextend.data.storage import Location, resolve
 from tests.properties.rows import done as row_done
 
@@ -63,7 +62,7 @@ def failed() -> Callable[..., dict[str, Any]]:
 
     def failed(file: int, row: int, error_class: str = "NullText") -> dict[str, Any]:
         told = {"error_class": error_class, "message": "why", "stage": "read", "retryable": False, "attempts": 1}
-        return error_row(DocumentKey(file, row), f"id-{file}-{row}", **told)
+        return {"file": file, "row": row, "doc_id": f"id-{file}-{row}", **told}
 
     return failed
 

@@ -22,7 +22,6 @@ from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.commits import CommitWriter
-from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
@@ -37,8 +36,7 @@ assert sum(row.num_bytes for row in source.scan()) >= int(sys.argv[3])
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::40]:
     assert source.read(key).document.text.startswith(f"{key.row:09d}")
-row = {"error_class": "X", "message": "", "stage": "read", "retryable": False, "attempts": 1}
-CommitWriter(output, "0000000a").commit([error_row(key, "x", **row) | {"error_class": None} for key in keys])
+CommitWriter(output, "0000000a").commit([{**key._asdict(), "doc_id": "x"} for key in keys])
 assert finalize(source, output).done == len(keys)
 print(peak() - before)
 """

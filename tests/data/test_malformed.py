@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, K
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, rows_of
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.selection import select_rows
@@ -22,8 +20,6 @@ from specextend.data.source import Source, open_source
 from tests.job.conftest import rows, summarize
 
 Write = Callable[..., Path]
-
-LONG = b'\n{"text": "' + b"word " * 200_000 + b'"}'
 
 NAMED_A_COLUMN_IN_LATIN_1, ENDED_THE_PROCESS, LOST_A_ROW = 67, 1444, 1589
 """Seeds of what was found among six thousand files; the last two before the job had learnt to expect them."""
@@ -210,51 +206,12 @@ def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(
             assert found in ("EmptyText", "UndecodableText"), name
 
 
-def test_names_and_ids_cannot_write_to_a_terminal(tmp_path: Path, write: Write) -> None:
-    """A message is one line, and shows an escape code instead of obeying it."""
-    path = write("in/a.parquet", {"bo\x1b[2Jdy\n": ["x"], "id": ["y"]})
-    with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(path)))
-    assert str(caught.value).isprintable()
-    assert r"bo\x1b[2Jdy\n" in str(caught.value)
-    path = write("in/b\nc.parquet", {"text": ["x", "y"], "id": ["\x1b[31m"] * 2})
-    with pytest.raises(InputError, match="1 repeated") as caught:
-        select_rows(open_source(InputOptions(path=str(path), id_column="id")))
-    assert str(caught.value).isprintable()
-
-
 def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) -> None:
     """Its name would be part of an id, which Parquet could not hold."""
     path = write("in/a.parquet", {"text": ["x"]})
     path.rename(tmp_path / "in" / "caf\udce9.parquet")
     with pytest.raises(InputError, match="contains a name that is not UTF-8"):
         open_source(InputOptions(path=str(tmp_path / "in")))
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (rb'{"text": "\ud800"}', "half of a surrogate pair"),
-        (b"[" * (1 << 20), "is not JSON"),
-        (b'{"text": "' + b"x" * (1 << 20), "is not JSON"),
-        (b'{"text": "a\x00b"}', "is not JSON"),
-        (b'{"text": "caf\xe9"}', "is not UTF-8"),
-        ('{"text": "x"}'.encode("utf-16"), "is not UTF-8"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "is not JSON"),
-        (b'{"text": ["x"]}', "has no string 'text'"),
-    ],
-    ids=range(8),
-)
-def test_a_malformed_line_is_named_and_the_others_are_read(line: bytes, said: str) -> None:
-    options = DocumentOptions()
-    (_, fine), (number, wrong), (_, long) = rows_of("jsonl", io.BytesIO(b'{"text": "x"}\n' + line + LONG), options)
-    assert (number, as_row(fine, "1", 1, options)["text"]) == (2, "x")
-    assert as_row(long, "3", 3, options)["text"] == "word " * 200_000
-    with pytest.raises(UnreadableError) as caught:
-        as_row(wrong, "2", 2, options)
-    assert said in caught.value.message
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 500
 
 
 @pytest.mark.slow

@@ -71,25 +71,17 @@ def test_what_a_model_thinks_is_no_part_of_its_answer(chat_tokenizer: Any, monke
     assert begun.told_apart("Well, th") == ("", "Well, th")
 
 
-def test_a_template_that_does_not_end_is_given_up(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes with the model, and each of its loops may have 100,000 turns."""
-    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 0.2)
-    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
-    monkeypatch.setattr(chat_tokenizer, "chat_template", loops)
-    with pytest.raises(ValueError, match=r"does not end within 0\.2 s"):
-        render(chat_tokenizer, "x")
-
-
 def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
-    """Text from anywhere is summarised: `<|im_end|>` in it must not end the user's turn.
+    """Text from anywhere is summarised: `<|im_end|>` in it, or in its own instruction, must not end the user's turn.
 
     Tokenizers split special tokens when asked to; an added token that is not special (`<think>`) they do not.
     """
-    honest, forged = render(chat_tokenizer, "x"), render(chat_tokenizer, FORGERY)
+    prompts = Prompts(chat_tokenizer, PromptOptions(), 10_000)
     control = set(chat_tokenizer.convert_tokens_to_ids(["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]))
-    count = [sum(token_id in control for token_id in prompt.token_ids) for prompt in (honest, forged)]
-    assert count[0] == count[1] == 3
-    assert FORGERY in chat_tokenizer.decode(forged.token_ids)
+    for text, instruction in (("x", None), (FORGERY, None), ("x", around_document(FORGERY))):
+        token_ids = prompts.render(text, 0, instruction).token_ids
+        assert sum(token_id in control for token_id in token_ids) == 3
+        assert (FORGERY in chat_tokenizer.decode(token_ids)) == (text == FORGERY or instruction is not None)
 
 
 def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any) -> None:
@@ -101,14 +93,8 @@ def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any)
         assert prompts.render("A TEXT", 0, around_document(instruction)) == asked
 
 
-def test_a_rows_own_instruction_is_data(chat_tokenizer: Any) -> None:
-    """It comes from where the document comes from, so it cannot forge control tokens either; and it takes room."""
+def test_a_rows_own_instruction_takes_room(chat_tokenizer: Any) -> None:
     prompts = Prompts(chat_tokenizer, PromptOptions(), 120)
-    honest, forged = (
-        prompts.render("x", 0, around_document(instruction)).token_ids for instruction in ("fine", FORGERY)
-    )
-    control = set(chat_tokenizer.convert_tokens_to_ids(["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]))
-    assert sum(each in control for each in honest) == sum(each in control for each in forged) == 3
     assert len(prompts.render("a" * 500, 0, around_document("b" * 40)).token_ids) == 120
     with pytest.raises(DocumentError, match="the template takes"):
         prompts.render("x", 0, around_document("b" * 120))
@@ -163,9 +149,14 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     [
         ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders the document 2 times"),
+        ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
     ],
 )
-def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer: Any, template: str, message: str) -> None:
+def test_a_template_that_cannot_take_the_document_is_refused(
+    plain_tokenizer: Any, template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes with the model, and each of its loops may have 100,000 turns."""
+    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 1.0)
     tokenizer = type(plain_tokenizer)(tokenizer_object=plain_tokenizer.backend_tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
@@ -221,13 +212,15 @@ def tokenizer_like(kind: str) -> PreTrainedTokenizerFast:
     ],
 )
 def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(
-    kind: str, name: str, policy: Any
+    kind: str, name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
     text, tokenizer, options = LONG_TEXTS[name], tokenizer_like(kind), PromptOptions(length_policy=policy)
-    prompts = Prompts(tokenizer, options, 10_000, piece_characters=3000)
+    prompts = Prompts(tokenizer, options, 10_000)
+    whole = prompts.render(text, 9_000)
+    monkeypatch.setattr("specextend.data.prompts.PIECE_CHARACTERS", 3000)
     assert len(list(prompts.encode_pieces(text))) > 4
-    assert prompts.render(text, 9_000) == Prompts(tokenizer, options, 10_000).render(text, 9_000)
+    assert prompts.render(text, 9_000) == whole
     assert list(chain.from_iterable(prompts.encode_pieces(text))) == prompts.encode_document(text)
 
 

@@ -17,7 +17,6 @@ from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
 from specextend.data.inputs import DocumentError, InputError, InputOptions
-from specextend.data.schema import error_row
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
@@ -126,11 +125,10 @@ def night(
 
 def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> dict[str, Any]:
     row = source.read(key)
-    doc_id = row.document.doc_id
-    if doc_id == failing:
+    own = {"doc_id": row.document.doc_id, "content_sha256": row.content_sha256}
+    if own["doc_id"] == failing:
         facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": retryable}
-        return error_row(key, doc_id, **facts, attempts=1, content_sha256=row.content_sha256)
-    own = {"doc_id": doc_id, "content_sha256": row.content_sha256}
+        return {**key._asdict(), **own, **facts, "attempts": 1}
     return done(key, f"summary of {row.document.text}") | own
 
 

@@ -53,7 +53,6 @@ def splitmix_uniform(seed: int, position: int, token_id: int) -> float:
     return ((mix(key + token_id * stride) >> 12) + 0.5) / 2**52
 
 
-LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 2.0, -3.0, 1.0])
 SETTINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7),

@@ -12,13 +12,11 @@ import pytest
 
 from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
-from specextend.cluster.environment import worker_device
 from specextend.cluster.forecast import Rates
-from specextend.config import JobOptions, RunConfig
+from specextend.config import RunConfig
 from tests.job.conftest import CONFIG, Ended, write_corpus
 
 Call = Callable[..., Ended]
-HERE = worker_device(JobOptions())
 NOON = datetime(2026, 11, 22, 12, 0).astimezone()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import pytest
 from safetensors.torch import load_file
@@ -79,17 +78,6 @@ def test_sliding_layers_are_refused(write_model):
     values = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     assert "layers of type sliding_attention" in refusal(write_model(model_type="qwen2", **values))
     assert read_facts(str(write_model(model_type="mistral", sliding_window=256))).context_length == 256
-
-
-def test_pickled_weights_are_refused_unopened(write_model):
-    """Unpickling runs code; that the file would never be opened is the whole point."""
-    folder = write_model()
-    (folder / "model.safetensors").unlink()
-    with (folder / "pytorch_model.bin").open("wb") as file:
-        pickle.dump({}, file)
-    for refuse in (lambda: check_model(str(folder)), lambda: load(folder)):
-        with pytest.raises(ModelError, match=r"only a pickle \(pytorch_model.bin\), which can run code"):
-            refuse()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from specextend.core import Completion, DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
-from specextend.data.schema import error_row, result_row
+from specextend.data.schema import result_row
 from specextend.data.source import Source, open_source
 from specextend.stats import DecodingStats
 
@@ -29,7 +29,7 @@ def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
 def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:
     """A document given up."""
     told = {"error_class": "WorkerDied", "message": message, "stage": "decode", "retryable": True, "attempts": 3}
-    return error_row(key, name_of(key), **told)
+    return {**key._asdict(), "doc_id": name_of(key), **told}
 
 
 def name_of(key: DocumentKey) -> str:

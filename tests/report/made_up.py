@@ -17,7 +17,7 @@ from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
-from specextend.data.schema import error_row, result_row
+from specextend.data.schema import result_row
 from specextend.data.storage import Location, resolve
 from specextend.stats import DecodingStats
 
@@ -166,7 +166,7 @@ def done_row(
 
 def failed_row(row: int, error_class: str = "PromptTooLong", doc_id: str = "") -> dict[str, Any]:
     told = {"error_class": error_class, "message": "it is too long", "stage": "prompt", "retryable": False}
-    return error_row(DocumentKey(0, row), doc_id or f"doc-{row:04d}", **told, attempts=1)
+    return {"file": 0, "row": row, "doc_id": doc_id or f"doc-{row:04d}", **told, "attempts": 1}
 
 
 def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) -> list[dict[str, Any]]:
