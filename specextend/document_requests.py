@@ -6,6 +6,7 @@ decodes those of many documents at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -17,7 +18,9 @@ from specextend.data.answers import choices_of, has_rules, is_whole, merge_answe
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
+from specextend.data.quality import assess
 from specextend.data.rows import Row
+from specextend.data.schema import result_row
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -101,6 +104,33 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
     except StopIteration as end:
         summary: Summary = end.value
         return summary
+
+
+def finished_row(
+    config: RunConfig, row: Row, summary: Summary, *, received: float, ended: float, worker: str, attempts: int
+) -> dict[str, Any]:
+    """Assess a summary, which may take 0.1 s, and make the row of its document.
+
+    received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
+    """
+    completion, prompt, text = summary.completion, summary.prompt, row.document.text
+    dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    total_s = completion.stats.total_s
+    return result_row(
+        row.document.key,
+        row.document.doc_id,
+        completion,
+        prompt,
+        assess(completion, text, dropped, row.reference, config.quality, fields),
+        part_summaries=summary.part_rows,
+        num_requests=summary.num_requests,
+        reasoning=summary.reasoning,
+        content_sha256=row.content_sha256,
+        queue_s=max(0.0, ended - received - total_s),
+        started_at=time.time() - (time.monotonic() - ended) - total_s,
+        worker=worker,
+        attempts=attempts,
+    )
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:

@@ -14,9 +14,7 @@ from specextend.core import Completion, Request
 from specextend.data.batches import as_table, check_batch_options, read_batch, result_table
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
-from specextend.data.quality import assess
 from specextend.data.rows import Row, RowReader
-from specextend.data.schema import result_row
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
 from specextend.document_requests import (
@@ -26,6 +24,7 @@ from specextend.document_requests import (
     advance,
     as_document_error,
     check_requests,
+    finished_row,
     summarize,
 )
 from specextend.inbox import in_order
@@ -111,36 +110,12 @@ class Summarizer:
 
     def _result(self, row: Row, document: _OnItsWay, received: float) -> dict[str, Any]:
         """Make the row of a document."""
-        summary, doc_id = document.state, row.document.doc_id
+        summary = document.state
         if isinstance(summary, DocumentError):
-            return _failed(doc_id, summary)
+            return _failed(row.document.doc_id, summary)
         assert isinstance(summary, Summary), "all rounds are done"
-        completion = summary.completion
-        text, options = row.document.text, self._config.quality
-        quality = assess(
-            completion,
-            text,
-            summary.prompt.num_dropped_tokens,
-            row.reference,
-            options,
-            self._config.output.evidence_for,
-        )
-        total_s = completion.stats.total_s
-        return result_row(
-            row.document.key,
-            doc_id,
-            completion,
-            summary.prompt,
-            quality,
-            part_summaries=summary.part_rows,
-            num_requests=summary.num_requests,
-            reasoning=summary.reasoning,
-            content_sha256=row.content_sha256,
-            queue_s=max(0.0, document.ended - received - total_s),
-            started_at=time.time() - (time.monotonic() - document.ended) - total_s,
-            worker=self._worker,
-            attempts=1,
-        )
+        times = {"received": received, "ended": document.ended}
+        return finished_row(self._config, row, summary, **times, worker=self._worker, attempts=1)
 
 
 @dataclass(slots=True)

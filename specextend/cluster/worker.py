@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,13 +27,11 @@ from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
 from specextend.data.prompts import Prompts
-from specextend.data.quality import assess
 from specextend.data.rows import Row
-from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
-from specextend.document_requests import Summary, advance, as_document_error, summarize
+from specextend.document_requests import Summary, advance, as_document_error, finished_row, summarize
 from specextend.inbox import Inbox
 from specextend.loading import GIB
 from specextend.pairing import check_files
@@ -120,32 +119,11 @@ class Worker:
             self._decoded.pop(lease_id, None)
         if isinstance(outcome, Suspected):
             return outcome
-        doc_id = row.document.doc_id
-        self._auditor.offer(key, doc_id, outcome.request, outcome.last)
+        self._auditor.offer(key, row.document.doc_id, outcome.request, outcome.last)
         self._inbox.wake()
-        completion, text, config = outcome.completion, row.document.text, self._config
-        stats = completion.stats
-        queue_s = max(0.0, time.monotonic() - received - stats.total_s)
-        started_at = time.time() - stats.total_s
-        num_dropped = outcome.prompt.num_dropped_tokens
-        facts = (completion, text, num_dropped, row.reference, config.quality, config.output.evidence_for)
-        quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
-        result = result_row(
-            key,
-            doc_id,
-            completion,
-            outcome.prompt,
-            quality,
-            part_summaries=outcome.part_rows,
-            num_requests=outcome.num_requests,
-            reasoning=outcome.reasoning,
-            content_sha256=row.content_sha256,
-            queue_s=queue_s,
-            started_at=started_at,
-            worker=self._name,
-            attempts=attempt,
-        )
-        return Done(result, stats, peak_bytes() / GIB)
+        times = {"received": received, "ended": time.monotonic()}
+        make = partial(finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt)
+        return Done(await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB)
 
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
