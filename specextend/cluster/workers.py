@@ -224,7 +224,6 @@ class Pool:
     is_ending: bool = False
     """True once no worker gets a further document, which polls say."""
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _runs: dict[str, Any] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
@@ -241,9 +240,8 @@ class Pool:
 
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
-        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
-        self._runs[lease.lease_id] = reference
-        self._expect(reference, _Call(worker, "run", lease))
+        run = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
         """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as there are."""
@@ -252,8 +250,10 @@ class Pool:
 
     def cancel(self, lease_id: str) -> None:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
-        if (reference := self._runs.get(lease_id)) is not None:
-            ray.cancel(reference)
+        for actor in self._actors.values():
+            for reference, call in actor.calls.items():
+                if call.lease is not None and call.lease.lease_id == lease_id:
+                    ray.cancel(reference)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
@@ -296,13 +296,14 @@ class Pool:
         actor = self._actors.get(call.worker)
         if actor is None or actor.calls.pop(reference, None) is None:  # forgotten with its worker
             return []
-        if call.lease is not None:
-            self._runs.pop(call.lease.lease_id, None)
         try:
             value = future.result()
-        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-            return self._actor_failed(call, actor, error)
         except RayError as error:
+            if call.kind in ("begun", "ready"):
+                return self._start_failed(call.worker, actor, last_line(error))
+            if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
+                self._actor_failed(call.worker, actor, error)
+                return []
             return self._call_failed(call, actor, error)
         if call.kind == "begun":
             actor.host, actor.loads_since = value, self.clock()
@@ -318,10 +319,8 @@ class Pool:
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]
 
-    def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+    def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
         """Note that a worker is gone; `_verdicts` reports it."""
-        if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, last_line(error))
         is_first = actor.dying_since is None
         if is_first:
             actor.dying_since, actor.reason = self.clock(), "its process ended"
@@ -329,12 +328,9 @@ class Pool:
             actor.is_out_of_reach = False
         elif is_first:
             actor.is_out_of_reach, actor.reason = True, "it is out of reach"
-            self._ask(call.worker, actor)  # shows if it is dead or far
-        return []
+            self._ask(worker, actor)  # shows if it is dead or far
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
-        if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, last_line(error))
         if call.kind == "poll":
             self._poll_later(actor)
             return []
@@ -397,11 +393,7 @@ class Pool:
 
     def kill(self, worker: str) -> None:
         """End a worker and forget its calls."""
-        actor = self._actors.pop(worker)
-        ray.kill(actor.handle, no_restart=True)
-        for call in actor.calls.values():
-            if call.lease is not None:
-                self._runs.pop(call.lease.lease_id, None)
+        ray.kill(self._actors.pop(worker).handle, no_restart=True)
 
 
 def poll_every_s(num_workers: int) -> float:
