@@ -179,7 +179,7 @@ def _device(config: RunConfig) -> torch.device:
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
     """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
-    totals = plan.estimates.totals
+    totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts":
         return totals
     has_own_limits = config.input.has_limits
