@@ -75,7 +75,7 @@ class Scheduler:
         self._workers: dict[str, Holder] = {}
         self.held: dict[str, HeldLease] = {}
         """The leases in force."""
-        self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
+        self._num_granted = itertools.count(1)
         self._deaths: Counter[Place] = Counter()
         """Deaths in a row that no document explains, without a document done between."""
         self._last_words: dict[Place, str] = {}
@@ -130,7 +130,7 @@ class Scheduler:
         If its place is left out, returns the number of workers that have died there in a row, and why the last one did.
         """
         assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = Holder(place, next(self._num_joined), now)
+        self._workers[worker] = Holder(place, now)
         others = {other.place for other in self._workers.values()} - {place} - self._left_out
         if self._deaths[place] >= MAX_DEATHS and any(self._deaths[other] < self._deaths[place] for other in others):
             self._left_out.add(place)
@@ -213,18 +213,14 @@ class Scheduler:
         is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
-        free = [
-            (worker.num_taken, worker.number, name) for name, worker in takers.items() if worker.num_taken < room[name]
-        ]
+        free = [(worker.num_taken, name) for name, worker in takers.items() if worker.num_taken < room[name]]
         heapq.heapify(free)
         granted = []
-        while free and (key := self._backlog.take(free[0][2])) is not None:
-            num_taken, number, name = free[0]
+        while free and (key := self._backlog.take(free[0][1])) is not None:
+            num_taken, name = heapq.heappop(free)
             granted.append((name, self._grant(name, key, now)))
             if num_taken + 1 < room[name]:
-                heapq.heapreplace(free, (num_taken + 1, number, name))
-            else:
-                heapq.heappop(free)
+                heapq.heappush(free, (num_taken + 1, name))
         return granted
 
     def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:

@@ -300,7 +300,7 @@ class Pool:
             value = future.result()
         except RayError as error:
             if call.kind in ("begun", "ready"):
-                return self._start_failed(call.worker, actor, last_line(error))
+                return [self._start_failed(call.worker, last_line(error))]
             if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
                 self._actor_failed(call.worker, actor, error)
                 return []
@@ -342,31 +342,28 @@ class Pool:
             return [Returned(call.worker, call.lease, failed)]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
-    def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+    def _start_failed(self, worker: str, reason: str) -> StartFailed:
+        host = self._actors[worker].host
         self.kill(worker)
-        return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
+        return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
-        began_before = self.clock() - START_S
-        loading = [(name, actor) for name, actor in self._actors.items() if actor.info is None]
-        late = [(name, actor) for name, actor in loading if actor.loads_since < began_before]
-        reason = f"its models were not loaded within {START_S:.0f} s"
-        return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
+        latest = self.clock() - START_S
+        late = [name for name, actor in self._actors.items() if actor.info is None and actor.loads_since < latest]
+        return [self._start_failed(name, f"its models were not loaded within {START_S:.0f} s") for name in late]
 
     def _drains(self) -> list[Event]:
         """Report, once each, the workers on nodes that are about to go."""
         if not self._drain_pace.is_due(self.clock()):
             return []
         nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
-        found = [
-            (name, actor)
-            for name, actor in self._actors.items()
-            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining
-        ]
-        for _, actor in found:
-            actor.is_draining = True
-        return [Draining(name) for name, actor in found if actor.dying_since is None]
+        events: list[Event] = []
+        for name, actor in self._actors.items():
+            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining:
+                actor.is_draining = True
+                events += [Draining(name)] if actor.dying_since is None else []
+        return events
 
     def _verdicts(self) -> list[Event]:
         """Forget the workers that are gone and whose cause of death is known by now, and report it."""
@@ -374,22 +371,17 @@ class Pool:
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        here, long_ago = ray.get_runtime_context().get_node_id(), self.clock() - VERDICT_S
         events: list[Event] = []
         for name, actor in dying.items():
             assert actor.info is not None
+            assert actor.dying_since is not None
             node_died = actor.info.node_id not in alive
-            if node_died or self._is_certain(actor):
+            is_known = actor.info.node_id == here and not actor.is_out_of_reach  # of others Ray may yet report the node
+            if node_died or is_known or actor.dying_since <= long_ago:
                 self.kill(name)
                 events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
         return events
-
-    def _is_certain(self, actor: _Actor) -> bool:
-        """Return True once the cause is clear: it ran on our own node, or Ray has had the time to report a dead one."""
-        assert actor.info is not None
-        assert actor.dying_since is not None
-        is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
-        is_known = is_here and not actor.is_out_of_reach
-        return is_known or self.clock() - actor.dying_since >= VERDICT_S
 
     def kill(self, worker: str) -> None:
         """End a worker and forget its calls."""
