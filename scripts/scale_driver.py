@@ -185,7 +185,7 @@ def run_night(options: DriverScale) -> dict[str, Any]:
         took = _until_done(driver, cluster)
         output = resolve(str(Path(folder, "output")))
         progress, attempts = read_commits(output), _attempts(output)
-        work_s = int(corpus.estimates.totals.sum()) / BATCH
+        work_s = int(corpus.estimates.totals().sum()) / BATCH
         speeds = [node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)]
         return {
             "workers": options.workers,
@@ -222,7 +222,7 @@ def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
     num = options.num_nodes
     slow = round(options.slow * num)
     per_worker = (
-        options.rate * float(corpus.estimates.totals.mean()) / (num * PER_NODE - 0.75 * slow * PER_NODE) / BATCH
+        options.rate * float(corpus.estimates.totals().mean()) / (num * PER_NODE - 0.75 * slow * PER_NODE) / BATCH
     )
     return [
         SimulatedNode(f"n{n}", PER_NODE, per_worker / (4 if n < slow else 1), "slow" if n < slow else "fast")

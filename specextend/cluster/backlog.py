@@ -110,20 +110,16 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
                 yield DocumentKey(file, row)
 
     def __getitem__(self, key: DocumentKey) -> TokenEstimate:
-        return self.at(self.position(key))
+        position = self.position(key)
+        return TokenEstimate(int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position]))
 
     @property
     def num_files(self) -> int:
         """Return a number that is above those of all files with documents."""
         return len(self._starts) - 1
 
-    @property
-    def totals(self) -> NDArray[np.int64]:
-        """Return the tokens of each document, prompt and output. [N]."""
-        return self.num_prompt_tokens.astype(np.int64) + self.max_new_tokens
-
-    def totals_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of the documents at some positions."""
+    def totals(self, positions: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+        """Return the tokens of the documents at some positions, or of all [N], prompt and output."""
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
     def span(self, file: int) -> slice:
@@ -144,10 +140,6 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         """Return the key of the document at a position."""
         file = int(self._starts.searchsorted(position, side="right")) - 1
         return DocumentKey(file, int(self.rows[position]))
-
-    def at(self, position: int) -> TokenEstimate:
-        """Return the estimate of the document at a position."""
-        return TokenEstimate(int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position]))
 
     def group_starts(self, group_rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
         """Return the position [G] at which each row group begins that holds documents.
@@ -233,7 +225,7 @@ class Backlog:
         """Number the neighbourhoods, those with the longest documents last, others in input order."""
         if not len(self._starts):
             return array("i")
-        longest = np.maximum.reduceat(self._estimates.totals, self._starts)
+        longest = np.maximum.reduceat(self._estimates.totals(), self._starts)
         return array("i", np.argsort(ranks(longest), kind="stable")[::-1].tolist())
 
     def _positions(self, number: int) -> list[int]:
@@ -241,7 +233,7 @@ class Backlog:
         begin = int(self._starts[number])
         end = int(self._starts[number + 1]) if number + 1 < len(self._starts) else len(self._estimates)
         positions = np.arange(begin, end)
-        order = np.argsort(ranks(self._estimates.totals_at(positions)), kind="stable")
+        order = np.argsort(ranks(self._estimates.totals(positions)), kind="stable")
         found: list[int] = positions[order][::-1].tolist()
         return [each for each in found if each not in self._without] if self._without else found
 

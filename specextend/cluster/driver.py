@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
-from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
+from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
     Begun,
     CallLost,
@@ -28,7 +28,7 @@ from specextend.cluster.messages import (
     WorkerInfo,
 )
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, stalled_error
+from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
@@ -43,6 +43,8 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks at what concerns all workers: deadlines, hangs, and who is wanted."""
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
+MOST_NAMES = 10
+"""Most documents of a kind that the message of a stalled run names."""
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class Driver:
     """When a worker last read or wrote a token, or a document had its outcome."""
     _errors: ErrorGuard = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
-    _kernels_said: set[str] = field(default_factory=set)
     """Hosts of the workers that were ready once."""
+    _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
     _auditing: set[str] = field(default_factory=set)
@@ -180,12 +182,22 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        if self.clock() - self._moved_at > self.job.silence_s:
-            leased = [held.lease.key for held in self.scheduler.held.values()]
-            waiting = self.scheduler.first_waiting(MOST_NAMES)
-            num_waiting = self.scheduler.num_waiting
-            place = self.source.place
-            raise stalled_error(self.job.silence_s, self.roster.num_ready, leased, waiting, num_waiting, place)
+        """Raise StalledRunError, which names documents, if no worker has read or written a token for too long.
+
+        A single worker that hangs is replaced long before. This is for faults that no worker can report: no worker
+        comes up, the cluster never grows, calls never arrive, the store does not answer.
+        """
+        if self.clock() - self._moved_at <= self.job.silence_s:
+            return
+        num_ready = self.roster.num_ready
+        workers = counted(num_ready, "worker") if num_ready else "no worker is"
+        parts = [f"no token for {self.job.silence_s:.0f} s: {workers} ready"]
+        leased = [held.lease.key for held in self.scheduler.held.values()]
+        waiting, num_waiting = self.scheduler.first_waiting(MOST_NAMES), self.scheduler.num_waiting
+        for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
+            more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
+            parts += [f"{begin} {', '.join(map(self.source.place, keys[:MOST_NAMES]))}{more}"] if keys else []
+        raise StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""

@@ -135,7 +135,8 @@ class Interrupt:
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._reason: str | None = None
+        self.reason = ""
+        """Why the run was told to stop; empty if it was not."""
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
@@ -154,17 +155,12 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise InterruptedRunError once the run was told to stop."""
-        if self._reason is not None:
-            raise InterruptedRunError(self._reason)
-
-    @property
-    def reason(self) -> str:
-        """Return why the run was told to stop; empty if it was not."""
-        return self._reason or ""
+        if self.reason:
+            raise InterruptedRunError(self.reason)
 
     def tell(self, reason: str) -> None:
         """Tell the run to stop."""
-        self._reason = self._reason or reason
+        self.reason = self.reason or reason
         self._told.set()
 
     def disarm(self) -> None:

@@ -180,9 +180,9 @@ def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]
     """
     positions = np.flatnonzero(estimates.num_prompt_tokens)
     if len(positions) > size:
-        totals = estimates.totals_at(positions)
+        totals = estimates.totals(positions)
         positions = np.random.default_rng(seed).choice(positions, size, replace=False, p=totals / totals.sum())
-    order = np.argsort(-estimates.totals_at(positions), kind="stable")
+    order = np.argsort(-estimates.totals(positions), kind="stable")
     return [estimates.key(int(position)) for position in positions[order]]
 
 

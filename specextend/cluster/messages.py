@@ -110,8 +110,6 @@ class Holder:
     """A worker and the leases that it holds."""
 
     place: Place
-    number: int
-    """In the order in which workers joined."""
     moved_at: float
     leases: dict[str, HeldLease] = field(default_factory=dict)
     num_closing: int = 0

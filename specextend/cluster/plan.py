@@ -36,8 +36,6 @@ SAMPLE_SIZE = 200
 """Rows whose texts are tokenized to estimate tokens per byte."""
 SAMPLE_BYTES = 64 << 10
 """Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
-MOST_TOKENS = 1 << 40
-"""More than any document has: a column may claim what overflows our sums."""
 UNKNOWN = -1
 """Stands for the tokens of a row that no column gives."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -102,7 +100,7 @@ def make_plan(
             num_tokens += len(prompts.encode_document(beginning))
             num_bytes += len(beginning.encode())
         num_rows += 1
-        tokens = UNKNOWN if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS)
+        tokens = UNKNOWN if row.num_tokens is None else row.num_tokens
         lengths.extend((*row.key, row.num_bytes or 0, tokens, own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
     estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte)
@@ -179,7 +177,7 @@ def _device(config: RunConfig) -> torch.device:
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
     """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
-    totals = plan.estimates.totals
+    totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts":
         return totals
     has_own_limits = config.input.has_limits

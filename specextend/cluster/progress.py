@@ -1,17 +1,17 @@
-"""Progress of a run: its clock, the work done and left, and what ends a run which gets nowhere. Pure."""
+"""Progress of a run: its clock, the work done and left, and what ends a run most of whose documents fail. Pure."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from specextend.cluster.backlog import Estimates
-from specextend.cluster.exits import StalledRunError, TooManyErrorsError
+from specextend.cluster.exits import TooManyErrorsError
 from specextend.cluster.messages import Failed
 from specextend.core import DocumentKey, counted
 from specextend.stats import DecodingStats, ratio
@@ -24,8 +24,6 @@ REMEMBER_EVERY_S = 1.0
 """Seconds between two points of that past: hundreds of results a second would fill the driver's memory."""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
-MOST_NAMES = 10
-"""Most documents of a kind that the message names."""
 MIN_ENDED = 100
 """Fewest documents that must have ended before the error rate is checked."""
 MIN_SHARE = 0.01
@@ -220,29 +218,6 @@ class ErrorGuard:
             f"job.stop_error_fraction {self._limit:g} allows, most often with {name}, such as {self._examples[name]}; "
             "what is done is kept: fix the cause and run again with --retry-errors, or allow more"
         )
-
-
-def stalled_error(
-    limit_s: float,
-    num_workers: int,
-    leased: Sequence[DocumentKey],
-    waiting: Sequence[DocumentKey],
-    num_waiting: int,
-    place: Callable[[DocumentKey], str],
-) -> StalledRunError:
-    """Make the error of a run in which no worker reads or writes a token.
-
-    A single worker that hangs is replaced long before. This is for faults that no worker can report: no worker comes
-    up, the cluster never grows, calls never arrive. It names the documents which workers hold and the first ones of
-    those that wait. place: describes where a document is without reading it, because its store may be what does not
-    answer.
-    """
-    workers = counted(num_workers, "worker") if num_workers else "no worker is"
-    parts = [f"no token for {limit_s:.0f} s: {workers} ready"]
-    for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
-        more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
-        parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
-    return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
 
 
 def describe_duration(seconds: float) -> str:

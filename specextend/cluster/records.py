@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
@@ -177,26 +177,21 @@ def rows_per_commit(workers: int) -> int:
     return max(LEAST_ROWS, ROWS_PER_WORKER * workers)
 
 
+@dataclass(slots=True)
 class Committer:
     """Finished rows, which it commits once there are enough of them or the last time is long enough ago."""
 
-    def __init__(
-        self,
-        output: Location,
-        writer: CommitWriter,
-        audit_writer: AuditWriter,
-        record: StartRecord,
-        lock: OutputLock,
-        every_rows: int,
-        every_s: float,
-    ) -> None:
-        """Begin at time 0 of the clock that `commit_if_due` is called with."""
-        self._output, self._record, self._lock = output, record, lock
-        self._writer, self._audit_writer = writer, audit_writer
-        self._every_rows, self._every_s = every_rows, every_s
-        self._rows: list[dict[str, Any]] = []
-        self._audits: list[dict[str, Any]] = []
-        self._committed_at = 0.0
+    output: Location
+    writer: CommitWriter
+    audit_writer: AuditWriter
+    record: StartRecord
+    lock: OutputLock
+    every_rows: int
+    every_s: float
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+    _audits: list[dict[str, Any]] = field(default_factory=list)
+    _committed_at: float = 0.0
+    """By the clock that `commit_if_due` is called with."""
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row."""
@@ -208,25 +203,25 @@ class Committer:
 
     def commit_if_due(self, now: float) -> None:
         """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if there is nothing."""
-        self._lock.check()
-        is_time = now - self._committed_at >= self._every_s
-        if len(self._rows) >= self._every_rows or (is_time and (self._rows or self._audits or self._record.is_changed)):
+        self.lock.check()
+        is_time = now - self._committed_at >= self.every_s
+        if len(self._rows) >= self.every_rows or (is_time and (self._rows or self._audits or self.record.is_changed)):
             self.commit()
             self._committed_at = now
 
     def commit(self) -> None:
         """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and OutputError."""
-        with writing(self._output):
-            self._writer.commit(self._rows)
-            self._audit_writer.commit(self._audits)
-            if self._record.is_changed:
-                self._record.write()
+        with writing(self.output):
+            self.writer.commit(self._rows)
+            self.audit_writer.commit(self._audits)
+            if self.record.is_changed:
+                self.record.write()
         self._rows, self._audits = [], []
 
     def remember(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Record which open documents have been charged. Raises as `commit` does."""
-        with writing(self._output):
-            self._record.charged(charges)
+        with writing(self.output):
+            self.record.charged(charges)
 
 
 def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = "") -> dict[str, Any]:

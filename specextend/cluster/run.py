@@ -112,20 +112,9 @@ def run(
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
         record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-        interrupt.last = _last(lock, record, display)
         locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, observe, factory)
+        interrupt.last = locked.end_by_force
         return locked.run_recorded(retry_errors)
-
-
-def _last(lock: OutputLock, record: StartRecord, display: Display) -> Callable[[], None]:
-    """Make the call that precedes the end of the process by force."""
-
-    def last() -> None:
-        lock.release()
-        display.note(f"the run did not stop within {GRACE_S:g} s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
-        record.end(EXIT_INTERRUPTED, FORCED)
-
-    return last
 
 
 def _sweep(output: Location) -> None:
@@ -178,6 +167,13 @@ class _LockedRun:
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
+
+    def end_by_force(self) -> None:
+        """Let go of the folder and record the end, because the process is about to be ended by force."""
+        self.lock.release()
+        message = f"the run did not stop within {GRACE_S:g} s: {FORCED}"
+        self.display.note(message, "run_ended", exit_code=EXIT_INTERRUPTED)
+        self.record.end(EXIT_INTERRUPTED, FORCED)
 
     def _complete(self, retry_errors: Retry) -> int | None:
         """Say how a run of which nothing is left to do has ended, and return its exit code; None for any other."""

@@ -30,7 +30,7 @@ MAX_DEATHS = 6
 ALONE_SHARE = 4
 """One worker in this many, and at least one, may be kept for documents that run alone while others wait."""
 IDLE_S = 60.0
-"""Seconds without a lease after which a worker is let go that is of no use any more."""
+"""Seconds without a lease and a step after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
 """Seconds before a worker that could not read a document gets another."""
 
@@ -75,14 +75,12 @@ class Scheduler:
         self._workers: dict[str, Holder] = {}
         self.held: dict[str, HeldLease] = {}
         """The leases in force."""
-        self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
+        self._num_granted = itertools.count(1)
         self._deaths: Counter[Place] = Counter()
         """Deaths in a row that no document explains, without a document done between."""
         self._last_words: dict[Place, str] = {}
         self._left_out: set[Place] = set()
         self._num_coming = 0
-        self._idle_since: dict[str, float] = {}
-        """When each worker without a lease was first seen so."""
 
     # What there is
 
@@ -132,7 +130,7 @@ class Scheduler:
         If its place is left out, returns the number of workers that have died there in a row, and why the last one did.
         """
         assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = Holder(place, next(self._num_joined), now)
+        self._workers[worker] = Holder(place, now)
         others = {other.place for other in self._workers.values()} - {place} - self._left_out
         if self._deaths[place] >= MAX_DEATHS and any(self._deaths[other] < self._deaths[place] for other in others):
             self._left_out.add(place)
@@ -215,18 +213,14 @@ class Scheduler:
         is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
-        free = [
-            (worker.num_taken, worker.number, name) for name, worker in takers.items() if worker.num_taken < room[name]
-        ]
+        free = [(worker.num_taken, name) for name, worker in takers.items() if worker.num_taken < room[name]]
         heapq.heapify(free)
         granted = []
-        while free and (key := self._backlog.take(free[0][2])) is not None:
-            num_taken, number, name = free[0]
+        while free and (key := self._backlog.take(free[0][1])) is not None:
+            num_taken, name = heapq.heappop(free)
             granted.append((name, self._grant(name, key, now)))
             if num_taken + 1 < room[name]:
-                heapq.heapreplace(free, (num_taken + 1, number, name))
-            else:
-                heapq.heappop(free)
+                heapq.heappush(free, (num_taken + 1, name))
         return granted
 
     def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
@@ -242,18 +236,12 @@ class Scheduler:
 
     # Documents end
 
-    def finish(self, lease_id: str, *, is_done: bool = True) -> bool:
-        """Close the document of a lease. Returns False if the lease was taken back: then drop the result.
-
-        is_done: it has a summary, so the place of its worker is a good one.
-        """
-        if lease_id not in self.held:
-            return False
+    def finish(self, lease_id: str, *, is_done: bool = True) -> None:
+        """Close the document of a lease in force. is_done: it has a summary, so its worker's place is a good one."""
         held = self._release(lease_id)
         if is_done:
             del self._deaths[self._workers[held.worker].place]
         self._close(held.document)
-        return True
 
     def seconds_for(self, lease: Lease) -> float:
         """Return the seconds that a document may take from the start of its prefill."""
@@ -300,7 +288,7 @@ class Scheduler:
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
-        return self._count_loss(self._release(lease_id).document, message) if lease_id in self.held else []
+        return self._count_loss(self._release(lease_id).document, message)
 
     def closed(self, worker: str) -> None:
         """Note that the call of a lease taken back has returned."""
@@ -330,11 +318,13 @@ class Scheduler:
 
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
-        empty = [name for name, worker in self._workers.items() if worker.is_empty]
-        self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
-        draining = [name for name in empty if self._workers[name].is_draining]
-        kept = {name for name in empty if self._workers[name].place in self._left_out}.union(draining)
-        idle = [name for name in empty if now - self._idle_since[name] >= IDLE_S and name not in kept]
+        empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
+        draining = [name for name, worker in empty.items() if worker.is_draining]
+        idle = [
+            name
+            for name, worker in empty.items()
+            if now - worker.moved_at >= IDLE_S and not worker.is_draining and worker.place not in self._left_out
+        ]
         surplus = len(self._workers) - len(draining) - self.num_wanted
         return draining + idle[: max(0, surplus)]
 

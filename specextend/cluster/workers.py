@@ -224,7 +224,6 @@ class Pool:
     is_ending: bool = False
     """True once no worker gets a further document, which polls say."""
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _runs: dict[str, Any] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
@@ -241,9 +240,8 @@ class Pool:
 
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
-        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
-        self._runs[lease.lease_id] = reference
-        self._expect(reference, _Call(worker, "run", lease))
+        run = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
         """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as there are."""
@@ -252,8 +250,10 @@ class Pool:
 
     def cancel(self, lease_id: str) -> None:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
-        if (reference := self._runs.get(lease_id)) is not None:
-            ray.cancel(reference)
+        for actor in self._actors.values():
+            for reference, call in actor.calls.items():
+                if call.lease is not None and call.lease.lease_id == lease_id:
+                    ray.cancel(reference)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
@@ -296,13 +296,14 @@ class Pool:
         actor = self._actors.get(call.worker)
         if actor is None or actor.calls.pop(reference, None) is None:  # forgotten with its worker
             return []
-        if call.lease is not None:
-            self._runs.pop(call.lease.lease_id, None)
         try:
             value = future.result()
-        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-            return self._actor_failed(call, actor, error)
         except RayError as error:
+            if call.kind in ("begun", "ready"):
+                return [self._start_failed(call.worker, last_line(error))]
+            if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
+                self._actor_failed(call.worker, actor, error)
+                return []
             return self._call_failed(call, actor, error)
         if call.kind == "begun":
             actor.host, actor.loads_since = value, self.clock()
@@ -318,10 +319,8 @@ class Pool:
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]
 
-    def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+    def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
         """Note that a worker is gone; `_verdicts` reports it."""
-        if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, last_line(error))
         is_first = actor.dying_since is None
         if is_first:
             actor.dying_since, actor.reason = self.clock(), "its process ended"
@@ -329,12 +328,9 @@ class Pool:
             actor.is_out_of_reach = False
         elif is_first:
             actor.is_out_of_reach, actor.reason = True, "it is out of reach"
-            self._ask(call.worker, actor)  # shows if it is dead or far
-        return []
+            self._ask(worker, actor)  # shows if it is dead or far
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
-        if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, last_line(error))
         if call.kind == "poll":
             self._poll_later(actor)
             return []
@@ -346,31 +342,28 @@ class Pool:
             return [Returned(call.worker, call.lease, failed)]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
-    def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+    def _start_failed(self, worker: str, reason: str) -> StartFailed:
+        host = self._actors[worker].host
         self.kill(worker)
-        return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
+        return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
-        began_before = self.clock() - START_S
-        loading = [(name, actor) for name, actor in self._actors.items() if actor.info is None]
-        late = [(name, actor) for name, actor in loading if actor.loads_since < began_before]
-        reason = f"its models were not loaded within {START_S:.0f} s"
-        return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
+        latest = self.clock() - START_S
+        late = [name for name, actor in self._actors.items() if actor.info is None and actor.loads_since < latest]
+        return [self._start_failed(name, f"its models were not loaded within {START_S:.0f} s") for name in late]
 
     def _drains(self) -> list[Event]:
         """Report, once each, the workers on nodes that are about to go."""
         if not self._drain_pace.is_due(self.clock()):
             return []
         nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
-        found = [
-            (name, actor)
-            for name, actor in self._actors.items()
-            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining
-        ]
-        for _, actor in found:
-            actor.is_draining = True
-        return [Draining(name) for name, actor in found if actor.dying_since is None]
+        events: list[Event] = []
+        for name, actor in self._actors.items():
+            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining:
+                actor.is_draining = True
+                events += [Draining(name)] if actor.dying_since is None else []
+        return events
 
     def _verdicts(self) -> list[Event]:
         """Forget the workers that are gone and whose cause of death is known by now, and report it."""
@@ -378,30 +371,21 @@ class Pool:
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        here, long_ago = ray.get_runtime_context().get_node_id(), self.clock() - VERDICT_S
         events: list[Event] = []
         for name, actor in dying.items():
             assert actor.info is not None
+            assert actor.dying_since is not None
             node_died = actor.info.node_id not in alive
-            if node_died or self._is_certain(actor):
+            is_known = actor.info.node_id == here and not actor.is_out_of_reach  # of others Ray may yet report the node
+            if node_died or is_known or actor.dying_since <= long_ago:
                 self.kill(name)
                 events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
         return events
 
-    def _is_certain(self, actor: _Actor) -> bool:
-        """Return True once the cause is clear: it ran on our own node, or Ray has had the time to report a dead one."""
-        assert actor.info is not None
-        assert actor.dying_since is not None
-        is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
-        is_known = is_here and not actor.is_out_of_reach
-        return is_known or self.clock() - actor.dying_since >= VERDICT_S
-
     def kill(self, worker: str) -> None:
         """End a worker and forget its calls."""
-        actor = self._actors.pop(worker)
-        ray.kill(actor.handle, no_restart=True)
-        for call in actor.calls.values():
-            if call.lease is not None:
-                self._runs.pop(call.lease.lease_id, None)
+        ray.kill(self._actors.pop(worker).handle, no_restart=True)
 
 
 def poll_every_s(num_workers: int) -> float:

@@ -1,36 +1,11 @@
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from specextend.cluster.exits import Interrupt, InterruptedRunError
 from tests.job.conftest import LONGEST_S
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_at_its_next_check(number: signal.Signals):
-    """Not in the middle of a write."""
-    interrupt = Interrupt(grace_s=60)
-    interrupt.install()
-    interrupt.check()
-    os.kill(os.getpid(), number)
-    with pytest.raises(InterruptedRunError, match=f"{number.name} received"):
-        interrupt.check()
-    interrupt.disarm()
-
 
 STUCK = """
 import os, signal, threading, time

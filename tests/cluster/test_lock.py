@@ -67,22 +67,6 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_second_driver_watches_the_heartbeat_and_is_told_who_holds_the_folder(output: Location, now: Time):
-    """Two writers would each finalize half of the other's work; one beat is proof that the other lives."""
-    write_holder(output, elsewhere(now.wall))
-    second = now.lock(output)
-    assert not second.try_take()
-    assert second.watched == f"{output.path} is held by run feedbeef (process 1 on another-host); " + (
-        "waiting up to 60 s for a sign of life"
-    )
-    now.pass_by(10.0)
-    write_holder(output, elsewhere(now.wall))
-    with pytest.raises(LockHeldError, match=r"is held by run feedbeef \(process 1 on another-host\)$") as said:
-        second.try_take()
-    assert exit_code(said.value) == EXIT_LOCKED
-    assert read_lock(output) == elsewhere(now.wall), "the refused driver must not touch the other's lock"
-
-
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 61.0])
 def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(
     output: Location, now: Time, skew: float

@@ -167,6 +167,9 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
     assert "summaries: none, because there was nothing to do\n" in ended.stdout
     assert not (folder / "night" / "summaries").exists()
+    report = json.loads((folder / "night" / "report.json").read_text())
+    counts = {"input": 5, "unchanged": 3, "failed_before": 2, "changed": 0, "new": 0, "selected": 0}
+    assert report["selection"] == counts
 
 
 def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder: Path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.cluster.backlog import Backlog
+from specextend.cluster.backlog import LENGTH_STEP, Backlog
 from specextend.core import DocumentKey
-from tests.cluster.lengths import of_length
+from tests.cluster.lengths import of_length, rows_of_length
 
 FILES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3)
 STEP = st.sampled_from(["take", "take", "put", "leave"])
@@ -78,3 +79,12 @@ def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin() -> None
     assert reads(8, [16] * 40) == 40
     assert reads(8, [16] * 41) <= 41 + 8
     assert reads(8, [100]) == 8, "one group is shared by all"
+
+
+@given(st.lists(st.integers(0, 100_000), max_size=40))
+def test_no_document_goes_before_one_that_is_much_longer(lengths: list[int]) -> None:
+    """A long one begun last would run on while every other worker idles; a tenth more makes no such tail."""
+    backlog = Backlog(rows_of_length(lengths))
+    order = [lengths[key.row] for key in iter(lambda: backlog.take("a"), None)]
+    for earlier, later in pairwise(order):
+        assert max(1, later) <= max(1, earlier) * LENGTH_STEP * 1.0001

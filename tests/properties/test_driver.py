@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -34,14 +33,6 @@ MAX_STARTS = 60
 def _no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours of the made-up clock may pass between two signs of life."""
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1e9)
-
-
-@pytest.fixture(scope="module")
-def interrupt() -> Iterator[Interrupt]:
-    """Never told to stop."""
-    interrupt = Interrupt(600.0)
-    yield interrupt
-    interrupt.disarm()
 
 
 class Night:

@@ -64,7 +64,7 @@ class Simulation:
             self.bury(worker, charge=True)
             return
         del self.workers[worker][lease.lease_id]
-        assert self.plan.finish(lease.lease_id)
+        self.plan.finish(lease.lease_id)
         self.done[lease.key] += 1
 
     def step(self) -> None:
@@ -88,7 +88,7 @@ class Simulation:
         elif event == "wait":
             self.wait()
         elif event == "late" and self.old:
-            assert not self.plan.finish(self.data.draw(st.sampled_from(self.old)))
+            assert self.data.draw(st.sampled_from(self.old)) not in self.plan.held
         elif event == "close" and self.closing[worker]:
             self.closing[worker] -= 1
             self.plan.closed(worker)

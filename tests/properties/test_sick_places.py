@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +22,6 @@ from tests.properties.rows import rows_of, source_of
 from tests.properties.simulated import Clock, SimulatedPool, driver_of
 
 GPUS = 8
-
-
-@pytest.fixture(scope="module")
-def interrupt() -> Iterator[Interrupt]:
-    """Never told to stop."""
-    interrupt = Interrupt(600.0)
-    yield interrupt
-    interrupt.disarm()
 
 
 @dataclass
