@@ -34,7 +34,7 @@ from specextend.data.parquet import (
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
 from specextend.data.schema import COMMIT_SCHEMA, summary_fields
-from specextend.data.storage import Location, atomic_output, in_order, resolve
+from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
@@ -287,11 +287,11 @@ def repartition(path: str, output: str) -> int:
     Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
     """
     listing = list_input(path)
-    check_apart(listing, output)
+    folder = check_apart(listing, output)
     for name in listing.relative_paths:
         source = listing.root.child(name)
         try:
-            with open_parquet(source) as parquet, atomic_output(resolve(output).child(name)) as written:
+            with open_parquet(source) as parquet, atomic_output(folder.child(name)) as written:
                 schema = parquet.schema_arrow
                 tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
                 with pq.ParquetWriter(written, schema, compression="zstd") as writer:

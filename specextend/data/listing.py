@@ -163,8 +163,8 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])
 
 
-def check_apart(listing: Listing, output: str) -> None:
-    """Raise InputError unless no file of the run would be input, and no input file is in the output folder."""
+def check_apart(listing: Listing, output: str) -> Location:
+    """Return the output folder. Raises InputError if a file of the run would be input, or an input file is in it."""
     try:
         folder = resolve(output)
     except ValueError as error:
@@ -172,7 +172,7 @@ def check_apart(listing: Listing, output: str) -> None:
     if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
         raise InputError(f"output.path {output} is a file; give a folder")
     if not folder.filesystem.equals(listing.root.filesystem):
-        return
+        return folder
     root, target = _real_parts(listing.root), _real_parts(folder)
     inside = target[: len(root)] == root
     if inside and not listing.pattern:
@@ -183,6 +183,7 @@ def check_apart(listing: Listing, output: str) -> None:
     for name in listing.relative_paths:
         if _real_parts(listing.root.child(name))[: len(target)] == target:
             raise InputError(f"the input file {name} is inside output.path {output}; give another output folder")
+    return folder
 
 
 def _real_parts(location: Location) -> tuple[str, ...]:

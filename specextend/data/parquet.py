@@ -174,22 +174,15 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
-def as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast text to the bytes that were stored, which need not be UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    return values.cast(pa.large_binary())
-
-
-def plain_values(table: pa.Table, columns: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values of columns; those of text as bytes."""
-    return {name: (as_bytes(table[name]) if is_text(table[name].type) else table[name]).to_pylist() for name in columns}
+def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
+    arrays = (table[name].cast(pa.large_binary()) if is_text(table[name].type) else table[name] for name in columns)
+    for values in zip(*(array.to_pylist() for array in arrays), strict=True):
+        yield dict(zip(columns, values, strict=True))
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Cast text or integers to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
     values = values.cast(pa.large_string())
     values.validate(full=True)
     return values

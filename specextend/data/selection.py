@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
+from specextend.data.parquet import DAMAGED, damaged_as, plain_rows, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
@@ -103,7 +103,7 @@ def _check_ids(source: Source, rows: Rows) -> Source:
             what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
         raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
     found = zip(rows, np.split(is_bad, np.cumsum([len(each) for each in rows])[:-1]), strict=True)
-    return source.with_bad_ids({number: each[bad] for number, (each, bad) in enumerate(found) if bad.any()})
+    return replace(source, bad_ids={number: each[bad] for number, (each, bad) in enumerate(found) if bad.any()})
 
 
 def _say_place(source: Source, rows: Rows, place: int) -> str:
@@ -125,11 +125,13 @@ def _size(rows: Rows) -> int:
 
 
 def _limited(source: Source, rows: Rows, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
-    """Return the source of the files that have rows left."""
+    """Return the source of the files that have rows left, which are numbered anew."""
     numbers = [number for number, each in enumerate(rows) if len(each)]
+    files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = {i: rows[number] for i, number in enumerate(numbers)}
-    names = [source.files[number].relative_path for number in numbers]
-    return source.limited_to(numbers, ChosenRows(chosen, _digest(names, chosen), counts, notes))
+    bad_ids = {i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids}
+    selection = ChosenRows(chosen, _digest([file.relative_path for file in files], chosen), counts, notes)
+    return replace(source, files=files, selection=selection, bad_ids=bad_ids)
 
 
 def _digest(names: Sequence[str], rows: Mapping[int, NDArray[np.int64]]) -> str:
@@ -250,8 +252,8 @@ def _contents(
         for i in range(len(batch)):
             if begin + i not in wanted:
                 continue
-            row = plain_values(batch.slice(i, 1), reader.content_columns)
-            yield begin + i, reader.content({name: value for name, [value] in row.items()})
+            [row] = plain_rows(batch.slice(i, 1), reader.content_columns)
+            yield begin + i, reader.content(row)
         begin += len(batch)
 
 
@@ -287,9 +289,8 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
     numbers = {file.number: names.index(file.relative_path) for file in source.files}
     chosen = {number: every[before] for number, before in numbers.items()}
     bad = {number: rows[(files == before) & is_bad] for number, before in numbers.items()}
-    source = source.with_bad_ids({number: each for number, each in bad.items() if len(each)})
     digest = _digest([file.relative_path for file in source.files], chosen)
-    return source.limited_to(range(len(source.files)), ChosenRows(chosen, digest, manifest["selection"]))
+    return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
 
 _ENDED_SCHEMA = pa.schema(
