@@ -25,12 +25,12 @@ from specextend.data.inputs import (
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
     DAMAGED,
-    gathered,
     is_damaged,
     is_text,
     largest_group_bytes,
     open_parquet,
     stream,
+    write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
 from specextend.data.schema import COMMIT_SCHEMA, summary_fields
@@ -292,11 +292,7 @@ def repartition(path: str, output: str) -> int:
         source = listing.root.child(name)
         try:
             with open_parquet(source) as parquet, atomic_output(folder.child(name)) as written:
-                schema = parquet.schema_arrow
-                tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
-                with pq.ParquetWriter(written, schema, compression="zstd") as writer:
-                    for table in gathered(schema, tables):
-                        writer.write_table(table, row_group_size=len(table))
+                write_groups(written, parquet.schema_arrow, stream(parquet, parquet.schema_arrow.names))
         except DAMAGED as error:
             if not is_damaged(source, error):
                 raise

@@ -234,15 +234,8 @@ def read_results(
         path, own = failed.pop()
         own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
         if len(own):
-            yield _with_nulls(own, columns, table.schema.with_metadata(own.schema.metadata))
-
-
-def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
-    """Add the columns that error rows do not have."""
-    arrays = [
-        table[name] if name in table.column_names else pa.nulls(len(table), schema.field(name).type) for name in columns
-    ]
-    return pa.table(arrays, schema=schema)
+            every = table.schema.with_metadata(own.schema.metadata)
+            yield pa.concat_tables([every.empty_table(), own], promote_options="default")
 
 
 class Settled:

@@ -188,22 +188,21 @@ def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return values
 
 
-def gathered(schema: pa.Schema, tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
+def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write tables in row groups that are not too small: a writer keeps metadata of each until the file is whole.
 
-    Tables with dictionaries stay as they are, because each has its own. tables: of the schema, each with the bytes that
-    it keeps in memory, which for a slice are more than its own size.
+    Tables with dictionaries stay as they are, because each has its own.
     """
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
-    for table, held_bytes in tables:
-        if not len(table):
-            continue
-        waiting.append(table)
-        num_rows, num_bytes = num_rows + len(table), num_bytes + held_bytes
-        if has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
-            yield pa.concat_tables(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            waiting += [table] if len(table) else []
+            num_rows += len(table)
+            num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
+            if waiting and (has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES):
+                writer.write_table(pa.concat_tables(waiting))
+                waiting, num_rows, num_bytes = [], 0, 0
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))
