@@ -65,7 +65,7 @@ def finalize(
             observe(table)
         counts = _reconcile(source, settled)
         for folder in (summaries_folder(output), errors_folder(output)):
-            remove_temporary_files(folder, recursive=True)
+            remove_temporary_files(folder)
         ending = _Ending(source, output, commits, checkpoint)
         stretches = ending.stretches(rows.tables())
         for _ in in_order(ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES):
@@ -145,7 +145,7 @@ class _Ending:
     ) -> None:
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
-        self._there = {folder.path: file_sizes(folder, recursive=True) for folder in (self._summaries, self._errors)}
+        self._there = {folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)}
         self._text_column, self._answers = output_columns(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 

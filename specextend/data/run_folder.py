@@ -64,7 +64,7 @@ def errors_folder(output: Location) -> Location:
 
 
 def report_file(output: Location, ending: str) -> Location:
-    """Return the place of the report. ending: `json`, `md` or `html`."""
+    """Return the place of the report. ending: `json` or `html`."""
     return output.child(f"report.{ending}")
 
 
@@ -80,7 +80,7 @@ def check_kinds(output: Location) -> None:
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
     folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
-    files += [report_file(output, ending) for ending in ("json", "md", "html")]
+    files += [report_file(output, ending) for ending in ("json", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
         for info in output.filesystem.get_file_info([place.path for place in places]):
             if info.type == wrong:
@@ -92,15 +92,9 @@ def result_name(number: int) -> str:
     return f"part-{number:05d}.parquet"
 
 
-def is_result_name(name: str) -> bool:
-    """Return True for a name that `result_name` gives."""
-    return re.fullmatch(r"part-\d{5,}\.parquet", name) is not None
-
-
 def list_results(folder: Location) -> list[str]:
-    """List the files of `summaries/` or `errors/`, as paths below the folder, by their number."""
-    names = (name for name in list_files(folder, recursive=True) if is_result_name(name.rpartition("/")[2]))
-    return sorted(names, key=lambda name: name.rpartition("/")[2])
+    """List the files of `summaries/` or `errors/` by their number, without those of others."""
+    return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
 @dataclass(frozen=True, slots=True)

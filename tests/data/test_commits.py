@@ -67,9 +67,9 @@ def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_as
     CommitWriter(output, "ffffffff").commit(rows)
     CommitWriter(output, "00000000").commit([failed(0, 2) | outage, failed(0, 3), done(0, 4)])
     progress = read_commits(output)
-    assert list(pending([5], progress)) == []
-    assert list(pending([5], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
-    assert list(pending([5], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
+    assert list(pending([range(5)], progress)) == []
+    assert list(pending([range(5)], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
+    assert list(pending([range(5)], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
 
 
 def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
