@@ -20,7 +20,7 @@ from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, 
 from specextend.data.parquet import DAMAGED, rows_where, write_groups
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
-from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
+from specextend.data.sorted_rows import SortedRows, Tables
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
 
@@ -42,14 +42,12 @@ def finalize(
     output: Location,
     checkpoint: Callable[[], object] = lambda: None,
     observe: Callable[[pa.Table], object] = lambda rows: None,
-    *,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
-    Each commit is read once. Memory is bounded: `buffer_bytes` of rows are sorted at a time; the rest goes to temporary
-    files. Each file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows
-    are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
+    Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to temporary files. Each
+    file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows are done by
+    now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
     by several threads; may raise. observe: called with the results that count, as `read_results` yields them with the
     columns of COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and InputError for an
     input that changed or cannot be read.
@@ -57,7 +55,7 @@ def finalize(
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled, commits = Settled(), _Commits()
-    with closing(SortedRows(COMMIT_SCHEMA, buffer_bytes)) as rows:
+    with closing(SortedRows(COMMIT_SCHEMA)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
             commits.add(table)

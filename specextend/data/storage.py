@@ -340,7 +340,6 @@ def in_order(
     *,
     cost: Callable[[Item], int] = lambda item: 0,
     most: int = 0,
-    num_threads: int = NUM_THREADS,
 ) -> Iterator[Value]:
     """Yield what `function` returns for each item, in their order; it is called in a bounded pool of threads.
 
@@ -349,11 +348,11 @@ def in_order(
     """
     started: deque[tuple[Future[Value], int]] = deque()
     total = 0
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
             for item in items:
                 price = cost(item)
-                while started and (len(started) >= num_threads or total + price > most > 0):
+                while started and (len(started) >= NUM_THREADS or total + price > most > 0):
                     yield started[0][0].result()
                     total -= started.popleft()[1]
                 started.append((pool.submit(function, item), price))
