@@ -119,10 +119,9 @@ def remove_success(output: Location) -> None:
 def read_success(output: Location) -> Counts | None:
     """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
     try:
-        counts = Counts(**json.loads(read_bytes(success_file(output)) or b""))
-    except (ValueError, TypeError):
+        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"")
+    except ValueError:
         return None
-    return counts if all(isinstance(count, int) for count in asdict(counts).values()) else None
 
 
 def time_text(seconds: float) -> str:
