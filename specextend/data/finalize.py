@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import counted
@@ -248,10 +249,9 @@ class _Ending:
 
 def _error_rows(table: pa.Table) -> pa.Table:
     """Return the error rows of a table of results, with the columns of ERROR_SCHEMA."""
-    rows = table.filter(table["error_class"].is_valid()).combine_chunks()
-    pair = [rows[name].combine_chunks() for name in ("file", "row")]
-    keys = pa.StructArray.from_arrays(pair, fields=list(ERROR_SCHEMA.field("key").type))
-    return pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=ERROR_SCHEMA)
+    rows = table.filter(table["error_class"].is_valid())
+    keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
+    return rows.append_column("key", keys).select(ERROR_SCHEMA.names).cast(ERROR_SCHEMA)
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:

@@ -51,10 +51,6 @@ class Endpoint:
         names = [found["Key"] for page in pages for found in page.get("Contents", [])]
         return {name: client.get_object(Bucket=BUCKET, Key=name)["Body"].read() for name in names}
 
-    def open_uploads(self) -> list[Any]:
-        """Uploads that were begun and neither completed nor aborted: nobody sees them, everybody pays for them."""
-        return list(self._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
-
     def empty(self) -> None:
         """Make the bucket, or delete what is in it, and forget the requests."""
         client = self._client()
