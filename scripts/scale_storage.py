@@ -120,7 +120,7 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("resume: commits are read"):
         progress = read_commits(there)
         rows = [file.num_rows for file in source.files]
-        keys = RowSet(rows, pending(rows, progress))
+        keys = RowSet(rows, pending(map(range, rows), progress))
     with meter.step("plan"):
         make_plan(source, prompts, keys, 128, 0, lambda: None)
     figures = RunFigures()

@@ -69,7 +69,12 @@ OWNERS = {
     "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
     "jinja2": ("specextend/report/page.py", "specextend/data/instructions.py"),
-    "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
+    "pydantic": (
+        "specextend/config.py",
+        "specextend/data/run_folder.py",
+        "specextend/drafters/",
+        "benchmarks/benchmark.py",
+    ),
     "yaml": ("specextend/yaml_values.py", "benchmarks/benchmark.py"),
     "click": ("specextend/cli/",),
     "IPython": ("specextend/cluster/display.py",),

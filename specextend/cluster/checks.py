@@ -241,10 +241,11 @@ def input_errors() -> Iterator[None]:
 def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet]:
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
-    rows = [file.num_rows for file in source.files]
     with input_errors():
         progress = read_commits(prepared.output, prepared.manifest["fingerprint"])
-    return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
+    wanted = (source.rows(file.number) for file in source.files)
+    keys = pending(wanted, progress, retry_errors=retry_errors)
+    return progress, RowSet([file.num_rows for file in source.files], keys)
 
 
 def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:

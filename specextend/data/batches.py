@@ -11,7 +11,7 @@ from specextend.core import DocumentKey
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
-from specextend.data.parquet import plain_values
+from specextend.data.parquet import plain_rows
 from specextend.data.rows import Row, RowReader
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 
@@ -75,8 +75,7 @@ def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
     Without `input.id_column` that place is its id. Raises InputError if a configured column is missing or mistyped.
     """
     check_columns("the batch", batch.schema, reader)
-    columns = plain_values(batch, reader.document_columns)
-    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rows = plain_rows(batch, reader.document_columns)
     return [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
 
 

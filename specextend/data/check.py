@@ -25,16 +25,16 @@ from specextend.data.inputs import (
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
     DAMAGED,
-    gathered,
     is_damaged,
     is_text,
     largest_group_bytes,
     open_parquet,
     stream,
+    write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
 from specextend.data.schema import COMMIT_SCHEMA, summary_fields
-from specextend.data.storage import Location, atomic_output, in_order, resolve
+from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
@@ -266,16 +266,12 @@ def repartition(path: str, output: str) -> int:
     Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
     """
     listing = list_input(path)
-    check_apart(listing, output)
+    folder = check_apart(listing, output)
     for name in listing.relative_paths:
         source = listing.root.child(name)
         try:
-            with open_parquet(source) as parquet, atomic_output(resolve(output).child(name)) as written:
-                schema = parquet.schema_arrow
-                tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
-                with pq.ParquetWriter(written, schema, compression="zstd") as writer:
-                    for table in gathered(schema, tables):
-                        writer.write_table(table, row_group_size=len(table))
+            with open_parquet(source) as parquet, atomic_output(folder.child(name)) as written:
+                write_groups(written, parquet.schema_arrow, stream(parquet, parquet.schema_arrow.names))
         except DAMAGED as error:
             if not is_damaged(source, error):
                 raise

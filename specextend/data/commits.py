@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,12 +81,6 @@ def commit_sizes(output: Location) -> dict[str, int]:
 def list_commits(output: Location) -> list[str]:
     """List the names of the commits, the earliest first."""
     return list(commit_sizes(output))
-
-
-def recorded_fingerprint(output: Location) -> str:
-    """Return the fingerprint in an output folder's manifest; empty if there is none."""
-    manifest = read_manifest(output)
-    return "" if manifest is None else str(manifest["fingerprint"])
 
 
 def read_commit(
@@ -183,20 +177,12 @@ def read_commits(output: Location, fingerprint: str = "") -> Progress:
 
 
 def pending(
-    file_rows: Sequence[int],
-    progress: Progress,
-    *,
-    retry_errors: Retry = "none",
-    chosen: Callable[[int], Sequence[int]] | None = None,
+    rows: Iterable[Sequence[int]], progress: Progress, *, retry_errors: Retry = "none"
 ) -> Iterator[DocumentKey]:
-    """Yield the keys to do, in order.
-
-    file_rows: rows of each input file. retry_errors: the error rows to redo. chosen: gives the rows that are wanted of
-    a file, by its number; without it all are.
-    """
+    """Yield the keys to do, in order. rows: wanted rows of each input file. retry_errors: the error rows to redo."""
     closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
-    for file, num_rows in enumerate(file_rows):
-        for row in range(num_rows) if chosen is None else chosen(file):
+    for file, wanted in enumerate(rows):
+        for row in wanted:
             key = DocumentKey(file, row)
             if key not in progress.done and key not in closed:
                 yield key
@@ -213,7 +199,8 @@ def read_results(
     fingerprint: as for `read_commits`. settled: filled in. Raises DamagedCommitError and StrangeCommitError.
     """
     sizes = commit_sizes(output)
-    fingerprint = fingerprint or recorded_fingerprint(output)
+    if not fingerprint and (manifest := read_manifest(output)) is not None:
+        fingerprint = manifest["fingerprint"]
     settled, failed = settled or Settled(), list[tuple[str, pa.Table]]()
     names = list(reversed(sizes))
 
@@ -234,15 +221,8 @@ def read_results(
         path, own = failed.pop()
         own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
         if len(own):
-            yield _with_nulls(own, columns, table.schema.with_metadata(own.schema.metadata))
-
-
-def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
-    """Add the columns that error rows do not have."""
-    arrays = [
-        table[name] if name in table.column_names else pa.nulls(len(table), schema.field(name).type) for name in columns
-    ]
-    return pa.table(arrays, schema=schema)
+            every = table.schema.with_metadata(own.schema.metadata)
+            yield pa.concat_tables([every.empty_table(), own], promote_options="default")
 
 
 class Settled:

@@ -12,15 +12,16 @@ from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
-from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
+from specextend.data.parquet import DAMAGED, rows_where, write_groups
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
-from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
+from specextend.data.sorted_rows import SortedRows, Tables
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
 
@@ -42,14 +43,12 @@ def finalize(
     output: Location,
     checkpoint: Callable[[], object] = lambda: None,
     observe: Callable[[pa.Table], object] = lambda rows: None,
-    *,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
-    Each commit is read once. Memory is bounded: `buffer_bytes` of rows are sorted at a time; the rest goes to temporary
-    files. Each file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows
-    are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
+    Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to temporary files. Each
+    file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows are done by
+    now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
     by several threads; may raise. observe: called with the results that count, as `read_results` yields them with the
     columns of COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and InputError for an
     input that changed or cannot be read.
@@ -57,7 +56,7 @@ def finalize(
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled, commits = Settled(), _Commits()
-    with closing(SortedRows(COMMIT_SCHEMA, buffer_bytes)) as rows:
+    with closing(SortedRows(COMMIT_SCHEMA)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
             commits.add(table)
@@ -65,7 +64,7 @@ def finalize(
             observe(table)
         counts = _reconcile(source, settled)
         for folder in (summaries_folder(output), errors_folder(output)):
-            remove_temporary_files(folder, recursive=True)
+            remove_temporary_files(folder)
         ending = _Ending(source, output, commits, checkpoint)
         stretches = ending.stretches(rows.tables())
         for _ in in_order(ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES):
@@ -145,7 +144,7 @@ class _Ending:
     ) -> None:
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
-        self._there = {folder.path: file_sizes(folder, recursive=True) for folder in (self._summaries, self._errors)}
+        self._there = {folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)}
         self._text_column, self._answers = output_columns(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
@@ -188,14 +187,14 @@ class _Ending:
             for _ in tables():
                 pass
         else:
-            summaries = gathered(schema, self._summaries_of(number, tables(), schema))
+            summaries = self._summaries_of(number, tables(), schema)
             self._write(self._summaries, number, schema, self._commits.done(number), summaries)
         schema = self._errors_schema(number)
         if not self._commits.failed(number):
             if result_name(number) in self._there[self._errors.path]:
                 delete(self._errors.child(result_name(number)))
         elif not self._holds(self._errors, number, schema):
-            errors = gathered(schema, self._errors_of(number, failed, schema))
+            errors = self._errors_of(number, failed, schema)
             self._write(self._errors, number, schema, self._commits.failed(number), errors)
 
     def _write(
@@ -203,26 +202,19 @@ class _Ending:
     ) -> None:
         """Write the file of an input file in one of the two folders, with the provenance of its rows."""
         origin = self._provenance(dict.fromkeys(map(run_id_of, names)))  # no reason to write a file again
-        schema = schema.with_metadata({**schema.metadata, PROVENANCE: origin})
-        with (
-            atomic_output(folder.child(result_name(number))) as path,
-            pq.ParquetWriter(path, schema, compression="zstd") as writer,
-        ):
-            for table in tables:
-                writer.write_table(table)
+        with atomic_output(folder.child(result_name(number))) as path:
+            write_groups(path, schema.with_metadata({**schema.metadata, PROVENANCE: origin}), tables)
 
-    def _summaries_of(
-        self, number: int, tables: Iterator[pa.Table], schema: pa.Schema
-    ) -> Iterator[tuple[pa.Table, int]]:
-        """Yield summaries in row order, some rows at a time, each with the bytes that they keep in memory."""
+    def _summaries_of(self, number: int, tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yield summaries in row order, some rows at a time."""
         results = Tables(tables)
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
             table = pa.Table.from_arrays(summary_columns(rows, self._answers) + columns, schema=schema)
-            yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
+            yield rows_where(table, rows["error_class"].is_null().to_numpy())
 
-    def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[tuple[pa.Table, int]]:
+    def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
         """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their own columns."""
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
         mask = np.isin(self._source.rows(number), np.concatenate(keys))
@@ -232,8 +224,7 @@ class _Ending:
             chosen, mask = mask[:num_rows], mask[num_rows:]
             rows = pa.concat_tables([ERROR_SCHEMA.empty_table(), *results.take(int(chosen.sum()))])
             own = rows_where(pa.Table.from_arrays(columns, schema=pa.schema(fields)), chosen).columns if fields else []
-            table = pa.Table.from_arrays(rows.columns + own, schema=schema)
-            yield table, table.nbytes
+            yield pa.Table.from_arrays(rows.columns + own, schema=schema)
 
     def _summaries_schema(self, number: int) -> pa.Schema:
         fields = [*summary_fields(self._text_column, self._answers), *self._source.passthrough_fields]
@@ -251,19 +242,16 @@ class _Ending:
         location = folder.child(result_name(number))
         try:
             found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
-        except DAMAGED as error:
-            if not is_damaged(location, error):
-                raise
+        except DAMAGED:  # if its store is away, writing it again says so
             return False
         return found.get(_DIGEST) == schema.metadata[_DIGEST]
 
 
 def _error_rows(table: pa.Table) -> pa.Table:
     """Return the error rows of a table of results, with the columns of ERROR_SCHEMA."""
-    rows = table.filter(table["error_class"].is_valid()).combine_chunks()
-    pair = [rows[name].combine_chunks() for name in ("file", "row")]
-    keys = pa.StructArray.from_arrays(pair, fields=list(ERROR_SCHEMA.field("key").type))
-    return pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=ERROR_SCHEMA)
+    rows = table.filter(table["error_class"].is_valid())
+    keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
+    return rows.append_column("key", keys).select(ERROR_SCHEMA.names).cast(ERROR_SCHEMA)
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:

@@ -54,7 +54,8 @@ def build_manifest(
         file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         for file in source.files
     }
-    identity: dict[str, Any] = {"files": files, "hashes": dict(hashes), "config": _binding(dict(flattened(config)))}
+    binding = {name: value for name, value in flattened(config) if not _is_free(name)}
+    identity: dict[str, Any] = {"files": files, "hashes": dict(hashes), "config": binding}
     selection = source.selection
     if selection is not None:
         identity["selection"] = {"rows": source.num_rows, "sha256": selection.sha256}
@@ -152,12 +153,8 @@ def other_configuration(recorded: Mapping[str, Any], current: Mapping[str, Any])
     return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _SELECTING))]
 
 
-def _binding(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the flat values of a configuration on which the output depends."""
-    return {name: value for name, value in values.items() if not _is_free(name)}
-
-
 def _is_free(name: str) -> bool:
+    """Return True for an option on which no output depends, or for which the hashes of weights stand."""
     return any(name == free or name.startswith(f"{free}.") for free in _FREE + _HASHED)
 
 
@@ -172,7 +169,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
-    yield from _binding(identity["config"]).items()
+    yield from identity["config"].items()
     yield from ((f"weights of {name}", value[:12]) for name, value in identity["hashes"].items())
     if selection := identity.get("selection"):
         yield "selected rows", f"{counted(selection['rows'], 'row')}, {str(selection['sha256'])[:12]}"

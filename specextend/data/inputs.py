@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from specextend.core import one_line, printable
@@ -109,18 +109,9 @@ class InputOptions:
     """At most so many rows, the first ones in input order; applied last."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "path",
-            "text_column",
-            "id_column",
-            "max_new_tokens_column",
-            "num_tokens_column",
-            "reference_column",
-            "instruction_column",
-            "options_column",
-        ):
-            if getattr(self, name) == "":
-                raise ValueError(f"input.{name} must not be empty")
+        for option in fields(self):
+            if getattr(self, option.name) == "":
+                raise ValueError(f"input.{option.name} must not be empty")
         for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
             if holds_secret(path):
                 raise ValueError(f"input.{name} {NO_CREDENTIALS}")

@@ -46,13 +46,8 @@ def list_input(path: str) -> Listing:
     """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError without an answer."""
     try:
         found = find(resolve(path), _is_hidden)
-        if found is None:
-            raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
-        for file in found[2]:
+        for file in found[2] if found else ():
             file.relative_path.encode()
-        return _list_matching(path, *found) if found[1] else _list_folder(path, *found)
-    except InputError:
-        raise
     except UnicodeError as error:
         raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
@@ -61,19 +56,22 @@ def list_input(path: str) -> Listing:
             f"input.path {path} cannot be listed ({one_line(error)}); "
             + ("run again" if is_away else "give a path that can be read")
         ) from error
-
-
-def _list_folder(path: str, folder: Location, pattern: tuple[str, ...], found: list[FoundFile]) -> Listing:
-    names = [file.relative_path for file in found]
-    files = [file for file in found if file.relative_path.lower().endswith(_SUFFIXES)]
-    skipped = Counter(_ending(name) for name in names if not name.lower().endswith(_SUFFIXES))
-    if not files:
+    if found is None:
+        raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
+    root, pattern, files = found
+    if pattern and not files:
+        raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
+    wanted = [file for file in files if pattern or file.relative_path.lower().endswith(_SUFFIXES)]
+    skipped = Counter(_ending(file.relative_path) for file in {*files}.difference(wanted))
+    if not wanted:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
             "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, JSONL and CSV)"
         )
-    return _listing(folder, pattern, files, skipped)
+    kept = each_once(wanted)
+    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
+    return Listing(root, pattern, names, sizes, skipped, len(wanted) - len(kept))
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
@@ -87,18 +85,6 @@ def _ending(name: str) -> str:
     if ending.lower() in _COMPRESSED:
         ending = os.path.splitext(stem)[1] + ending
     return ending or "without an extension"
-
-
-def _list_matching(path: str, root: Location, pattern: tuple[str, ...], files: list[FoundFile]) -> Listing:
-    if not files:
-        raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
-    return _listing(root, pattern, files, {})
-
-
-def _listing(root: Location, pattern: tuple[str, ...], files: list[FoundFile], skipped: Mapping[str, int]) -> Listing:
-    kept = each_once(files)
-    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
-    return Listing(root, pattern, names, sizes, skipped, len(files) - len(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +149,8 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])
 
 
-def check_apart(listing: Listing, output: str) -> None:
-    """Raise InputError unless no file of the run would be input, and no input file is in the output folder."""
+def check_apart(listing: Listing, output: str) -> Location:
+    """Return the output folder. Raises InputError if a file of the run would be input, or an input file is in it."""
     try:
         folder = resolve(output)
     except ValueError as error:
@@ -172,7 +158,7 @@ def check_apart(listing: Listing, output: str) -> None:
     if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
         raise InputError(f"output.path {output} is a file; give a folder")
     if not folder.filesystem.equals(listing.root.filesystem):
-        return
+        return folder
     root, target = _real_parts(listing.root), _real_parts(folder)
     inside = target[: len(root)] == root
     if inside and not listing.pattern:
@@ -183,6 +169,7 @@ def check_apart(listing: Listing, output: str) -> None:
     for name in listing.relative_paths:
         if _real_parts(listing.root.child(name))[: len(target)] == target:
             raise InputError(f"the input file {name} is inside output.path {output}; give another output folder")
+    return folder
 
 
 def _real_parts(location: Location) -> tuple[str, ...]:

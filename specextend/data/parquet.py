@@ -174,43 +174,35 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
-def as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast text to the bytes that were stored, which need not be UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    return values.cast(pa.large_binary())
-
-
-def plain_values(table: pa.Table, columns: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values of columns; those of text as bytes."""
-    return {name: (as_bytes(table[name]) if is_text(table[name].type) else table[name]).to_pylist() for name in columns}
+def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
+    arrays = (table[name].cast(pa.large_binary()) if is_text(table[name].type) else table[name] for name in columns)
+    for values in zip(*(array.to_pylist() for array in arrays), strict=True):
+        yield dict(zip(columns, values, strict=True))
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Cast text or integers to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
     values = values.cast(pa.large_string())
     values.validate(full=True)
     return values
 
 
-def gathered(schema: pa.Schema, tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
+def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write tables in row groups that are not too small: a writer keeps metadata of each until the file is whole.
 
-    Tables with dictionaries stay as they are, because each has its own. tables: of the schema, each with the bytes that
-    it keeps in memory, which for a slice are more than its own size.
+    Tables with dictionaries stay as they are, because each has its own.
     """
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
-    for table, held_bytes in tables:
-        if not len(table):
-            continue
-        waiting.append(table)
-        num_rows, num_bytes = num_rows + len(table), num_bytes + held_bytes
-        if has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
-            yield pa.concat_tables(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            waiting += [table] if len(table) else []
+            num_rows += len(table)
+            num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
+            if waiting and (has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES):
+                writer.write_table(pa.concat_tables(waiting))
+                waiting, num_rows, num_bytes = [], 0, 0
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))

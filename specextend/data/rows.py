@@ -78,31 +78,34 @@ class RowReader:
         return Row(Document(key, doc_id, text), max_new_tokens, summary, self.content(values), instruction, own)
 
     def content(self, values: Mapping[str, Any]) -> str:
-        """Hash what a row says about its summary: the text, and its own values where it has them."""
+        """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
+
+        The length of each is hashed before it, so that no row can pass for another one. A row without an instruction of
+        its own adds the values that go into the run's. Returns 64 hexadecimal digits.
+        """
         options = self.options
         own = values[options.options_column] if options.options_column else None
-        asked = values[options.instruction_column] if options.instruction_column else None
-        has_own = bool((asked or b"").decode(errors="replace").strip())
-        used = {} if has_own else {name: values[name] for name in self.template_columns}
-        return content_sha256(
-            values[options.text_column] or b"",
-            values[options.max_new_tokens_column] if options.max_new_tokens_column else None,
-            asked,
-            {name: value for name, value in (own or {}).items() if value is not None} | used,
-        )
+        limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
+        asked = (values[options.instruction_column] if options.instruction_column else None) or b""
+        if not asked.decode(errors="replace").strip():
+            asked, used = b"", {name: values[name] for name in self.template_columns}
+        else:
+            used = {}
+        told = {name: value for name, value in (own or {}).items() if value is not None} | used
+        others = json.dumps([limit, told], sort_keys=True, default=repr).encode()
+        digest = hashlib.sha256()
+        for part in (values[options.text_column] or b"", asked, others):
+            digest.update(f"{len(part)}:".encode() + part)
+        return digest.hexdigest()
 
-    def _own_text(self, values: Mapping[str, Any]) -> str | None:
-        """Return the row's own instruction; None if it is null or blank. Raises DocumentError if it is not UTF-8."""
+    def _instruction(self, values: Mapping[str, Any]) -> Around | None:
+        """Return the row's own instruction, or the run's with its values. Raises DocumentError if it is not UTF-8."""
         data = values[self.options.instruction_column] if self.options.instruction_column else None
         try:
             text = (data or b"").decode("utf-8")
         except UnicodeDecodeError as error:
             raise DocumentError("BadInstruction", f"the instruction is not UTF-8: {error.reason}") from error
-        return text if text.strip() else None
-
-    def _instruction(self, values: Mapping[str, Any]) -> Around | None:
-        text = self._own_text(values)
-        if text is not None:
+        if text.strip():
             return around_document(text)
         return self.template.around(values) if self.template is not None and self.template.columns else None
 
@@ -129,22 +132,6 @@ def is_options(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and all(
         each.name in ROW_OPTIONS and kinds.get(each.name, pa.types.is_integer)(each.type) for each in kind
     )
-
-
-def content_sha256(
-    text: bytes, max_new_tokens: int | None, instruction: bytes | None, own: Mapping[str, Any] | None = None
-) -> str:
-    """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
-
-    The length of each is hashed before it, so that no row can pass for another one. own: options, and values that go
-    into the run's instruction. Returns 64 hexadecimal digits.
-    """
-    asked = instruction if instruction is not None and instruction.decode(errors="replace").strip() else b""
-    others = json.dumps([max_new_tokens, own or {}], sort_keys=True, default=repr).encode()
-    digest = hashlib.sha256()
-    for part in (text, asked, others):
-        digest.update(f"{len(part)}:".encode() + part)
-    return digest.hexdigest()
 
 
 def decode_text(data: bytes | None) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from pyarrow.fs import FileType
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
+from specextend.core import one_line
 from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
 
 SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
-_MOST = 1e11
-"""Bound of the numbers that a record may hold: as seconds since the epoch, the year 5138."""
 
 
 def records_folder(output: Location) -> Location:
@@ -65,7 +64,7 @@ def errors_folder(output: Location) -> Location:
 
 
 def report_file(output: Location, ending: str) -> Location:
-    """Return the place of the report. ending: `json`, `md` or `html`."""
+    """Return the place of the report. ending: `json` or `html`."""
     return output.child(f"report.{ending}")
 
 
@@ -81,7 +80,7 @@ def check_kinds(output: Location) -> None:
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
     folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
-    files += [report_file(output, ending) for ending in ("json", "md", "html")]
+    files += [report_file(output, ending) for ending in ("json", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
         for info in output.filesystem.get_file_info([place.path for place in places]):
             if info.type == wrong:
@@ -93,15 +92,9 @@ def result_name(number: int) -> str:
     return f"part-{number:05d}.parquet"
 
 
-def is_result_name(name: str) -> bool:
-    """Return True for a name that `result_name` gives."""
-    return re.fullmatch(r"part-\d{5,}\.parquet", name) is not None
-
-
 def list_results(folder: Location) -> list[str]:
-    """List the files of `summaries/` or `errors/`, as paths below the folder, by their number."""
-    names = (name for name in list_files(folder, recursive=True) if is_result_name(name.rpartition("/")[2]))
-    return sorted(names, key=lambda name: name.rpartition("/")[2])
+    """List the files of `summaries/` or `errors/` by their number, without those of others."""
+    return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,80 +119,8 @@ def remove_success(output: Location) -> None:
 def read_success(output: Location) -> Counts | None:
     """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
     try:
-        counts = Counts(**json.loads(read_bytes(success_file(output)) or b""))
-    except (ValueError, TypeError):
-        return None
-    return counts if all(isinstance(count, int) for count in asdict(counts).values()) else None
-
-
-RELEASED = "released"
-"""The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRecord:
-    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
-
-    worker: str
-    """Name that the driver gave it, such as `worker-3`."""
-    seat: int
-    """The place that a worker which dies leaves to its successor, from 1."""
-    asked: float
-    begun: float | None
-    """When it had a process, and so the resources that it is paid for."""
-    ready: float | None
-    """When its models were loaded."""
-    gone: float | None
-    reason: str | None
-    name: str | None
-    """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
-    device: str | None
-    limits: dict[str, float] | None = None
-    """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
-    kernels: tuple[dict[str, Any], ...] = ()
-    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
-    used_gib: float | None = None
-    """The most memory that it had used when a document of it was done; None if none was."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One start of a run. A field is None if the record does not contain it."""
-
-    run_id: str
-    begin: str | None = None
-    end: str | None = None
-    exit_code: int | None = None
-    versions: dict[str, str] | None = None
-    charges: dict[str, Any] = field(default_factory=dict)
-    """Documents that the start had charged with an attempt, as the driver wrote them."""
-    seen: float | None = None
-    """When the record was last written, in seconds since the epoch."""
-    workers: tuple[WorkerRecord, ...] | None = None
-    planned_gib: float | None = None
-    """The memory that a worker was planned to take."""
-    gpus_per_worker: float | None = None
-    price_per_worker_hour: float | None = None
-    git_commit: str | None = None
-    took_over: tuple[str, float] | None = None
-    """Run id and last heartbeat, in seconds since the epoch, of the dead driver whose lock this start took over."""
-    damage: str | None = None
-    """The reason why the record cannot be read; then only the run id is known, from the file's name."""
-
-
-def read_starts(output: Location) -> list[Start]:
-    """Read the record of every start, oldest first; damaged ones come last and do not affect the others."""
-    folder = starts_folder(output)
-    contents = ((name, read_bytes(folder.child(name))) for name in list_files(folder) if name.endswith(".json"))
-    starts = [_parse(name.removesuffix(".json"), content) for name, content in contents if content is not None]
-    return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
-
-
-def read_heartbeat(output: Location) -> tuple[str, float] | None:
-    """Read run id and heartbeat, in seconds since the epoch, that the lock holds; None without a lock that has them."""
-    try:
-        return _heartbeat(json.loads(read_bytes(lock_file(output)) or b""))
-    except (ValueError, RecursionError):
+        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"")
+    except ValueError:
         return None
 
 
@@ -217,79 +138,108 @@ def parse_time(text: Any) -> float | None:
         return None
 
 
+_Time = Annotated[float, BeforeValidator(parse_time)]
+"""Seconds since the epoch, in a record as ISO 8601."""
+RELEASED = "released"
+"""The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
+
+    worker: str
+    """Name that the driver gave it, such as `worker-3`."""
+    seat: int
+    """The place that a worker which dies leaves to its successor, from 1."""
+    asked: _Time
+    begun: _Time | None
+    """When it had a process, and so the resources that it is paid for."""
+    ready: _Time | None
+    """When its models were loaded."""
+    gone: _Time | None
+    reason: str | None
+    name: str | None = None
+    """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
+    device: str | None = None
+    limits: dict[str, float] | None = None
+    """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
+    kernels: tuple[dict[str, Any], ...] = ()
+    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
+    used_gib: FiniteFloat | None = None
+    """The most memory that it had used when a document of it was done; None if none was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life of a driver, as its lock holds it."""
+
+    run_id: str
+    heartbeat: Annotated[float, Field(ge=0, lt=1e11)]
+    """Seconds since the epoch, until the year 5138."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run. A field is None if the record does not contain it."""
+
+    run_id: str
+    begin: str | None = None
+    end: str | None = None
+    exit_code: int | None = None
+    versions: dict[str, str] | None = None
+    charges: dict[str, Any] = field(default_factory=dict)
+    """Documents that the start had charged with an attempt, as the driver wrote them."""
+    seen: _Time | None = None
+    """When the record was last written, in seconds since the epoch."""
+    workers: tuple[WorkerRecord, ...] | None = None
+    planned_gib: FiniteFloat | None = None
+    """The memory that a worker was planned to take."""
+    gpus_per_worker: FiniteFloat | None = None
+    price_per_worker_hour: FiniteFloat | None = None
+    git_commit: str | None = None
+    took_over: Heartbeat | None = None
+    """The last one of the dead driver whose lock this start took over."""
+    damage: str | None = None
+    """The reason why the record cannot be read; then only the run id is known, from the file's name."""
+
+
+_START = TypeAdapter(Start)
+
+
+def read_starts(output: Location) -> list[Start]:
+    """Read the record of every start, oldest first; damaged ones come last and do not affect the others."""
+    folder = starts_folder(output)
+    contents = ((name, read_bytes(folder.child(name))) for name in list_files(folder) if name.endswith(".json"))
+    starts = [_parse(name.removesuffix(".json"), content) for name, content in contents if content is not None]
+    return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
+
+
+def read_heartbeat(output: Location) -> Heartbeat | None:
+    """Read the heartbeat that the lock holds; None without a lock that has one."""
+    try:
+        return TypeAdapter(Heartbeat).validate_json(read_bytes(lock_file(output)) or b"")
+    except ValueError:
+        return None
+
+
 def _parse(name: str, content: bytes) -> Start:
     try:
-        record = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return Start(name, damage=f"it is not JSON ({error})")
-    if not isinstance(record, dict):
-        return Start(name, damage="it is not a JSON object")
-    return parse_start(record, name)
-
-
-_START = {"begin": str, "end": str, "exit_code": int, "git_commit": str, "versions": dict}
-_WORKER = {"worker": str, "seat": int, "reason": str, "device": str}
-_TIMES = ("asked", "begun", "ready", "gone")
+        return parse_start(json.loads(content), name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Start(name, damage=f"it is not the record of a start ({one_line(error)})")
 
 
 def parse_start(record: dict[str, Any], name: str) -> Start:
-    """Parse the record of a start; what has another type than it should is None. name: of the file, without `.json`."""
-    job, report = (_typed(record.get(section), dict) or {} for section in ("job", "report"))
-    seen, workers = parse_time(record.get("seen")), _typed(record.get("workers"), list) or []
-    found = (_worker(entry) for entry in workers if isinstance(entry, dict))
-    return Start(
-        run_id=_typed(record.get("run_id"), str) or name,
-        **{name: _typed(record.get(name), kind) for name, kind in _START.items()},
-        charges=_typed(record.get("charges"), dict) or {},
-        seen=seen,
-        workers=None if seen is None else tuple(worker for worker in found if worker is not None),
-        planned_gib=_number(record.get("planned_gib")),
-        gpus_per_worker=_number(job.get("gpus_per_worker")),
-        price_per_worker_hour=_number(report.get("price_per_worker_hour")),
-        took_over=_heartbeat(record.get("took_over")),
-    )
-
-
-def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
-    """Parse a worker of a record; None without a name, a seat or a beginning."""
-    facts = {name: _typed(entry.get(name), kind) for name, kind in _WORKER.items()}
-    times: dict[str, Any] = {name: parse_time(entry.get(name)) for name in _TIMES}
-    if None in (facts["worker"], facts["seat"], times["asked"]):
-        return None
-    host, pid = _typed(entry.get("host"), str), _typed(entry.get("pid"), int)
-    limits = _typed(entry.get("limits"), dict) or {}
-    return WorkerRecord(
-        **facts,
-        **times,
-        name=None if host is None or pid is None else f"{host}:{pid}",
-        limits=limits if limits and all(_is_measured(value) for value in limits.values()) else None,
-        used_gib=_number(entry.get("used_gib")),
-        kernels=tuple(kernel for kernel in _typed(entry.get("kernels"), list) or () if _is_kernel(kernel)),
-    )
-
-
-def _heartbeat(value: Any) -> tuple[str, float] | None:
-    """Parse the run id and the heartbeat of a lock."""
-    if not isinstance(value, dict):
-        return None
-    run_id, heartbeat = _typed(value.get("run_id"), str), _number(value.get("heartbeat"))
-    return None if run_id is None or heartbeat is None else (run_id, heartbeat)
-
-
-def _typed(value: Any, kind: type) -> Any:
-    return value if isinstance(value, kind) else None
-
-
-def _is_kernel(value: Any) -> bool:
-    names = {"name": str, "taken": bool, "why": str}
-    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in names.items())
-
-
-def _is_measured(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _number(value: Any) -> float | None:
-    """Return a number that a clock or a price may show; None for anything else, such as NaN."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < _MOST else None
+    """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among others, for no such."""
+    job, report = record.get("job") or {}, record.get("report") or {}
+    known = {
+        "gpus_per_worker": job.get("gpus_per_worker"),
+        "price_per_worker_hour": report.get("price_per_worker_hour"),
+    }
+    workers = [
+        worker | ({"name": f"{worker['host']}:{worker['pid']}"} if worker.get("pid") else {})
+        for worker in record.get("workers") or ()
+    ]
+    known["workers"] = workers if record.get("seen") else None
+    return _START.validate_python({"run_id": name} | record | known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
+from specextend.data.parquet import DAMAGED, damaged_as, plain_rows, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
@@ -84,8 +84,7 @@ def _check_ids(source: Source, rows: Rows) -> Source:
     column = source.options.id_column
     if column is None:
         return source
-    ids = [chunk for ids in _of_each_file(source.files, partial(_ids, source, rows)) for chunk in ids.chunks]
-    every = pa.chunked_array(ids, pa.large_string())
+    every = _ids(source, rows)
     num_nulls = every.null_count
     num_repeated = len(every) - len(every.unique()) - max(0, num_nulls - 1)
     if not num_nulls and not num_repeated:
@@ -102,8 +101,8 @@ def _check_ids(source: Source, rows: Rows) -> Source:
             where = f"{num_repeated:,} repeated, the first is {every[first].as_py()!r} in {' and '.join(same)}"
             what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
         raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
-    found = zip(rows, np.split(is_bad, np.cumsum([len(each) for each in rows])[:-1]), strict=True)
-    return source.with_bad_ids({number: each[bad] for number, (each, bad) in enumerate(found) if bad.any()})
+    found = enumerate(zip(rows, _of_files(is_bad, rows), strict=True))
+    return replace(source, bad_ids={number: each[bad] for number, (each, bad) in found if bad.any()})
 
 
 def _say_place(source: Source, rows: Rows, place: int) -> str:
@@ -125,11 +124,13 @@ def _size(rows: Rows) -> int:
 
 
 def _limited(source: Source, rows: Rows, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
-    """Return the source of the files that have rows left."""
+    """Return the source of the files that have rows left, which are numbered anew."""
     numbers = [number for number, each in enumerate(rows) if len(each)]
+    files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = {i: rows[number] for i, number in enumerate(numbers)}
-    names = [source.files[number].relative_path for number in numbers]
-    return source.limited_to(numbers, ChosenRows(chosen, _digest(names, chosen), counts, notes))
+    bad_ids = {i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids}
+    selection = ChosenRows(chosen, _digest([file.relative_path for file in files], chosen), counts, notes)
+    return replace(source, files=files, selection=selection, bad_ids=bad_ids)
 
 
 def _digest(names: Sequence[str], rows: Mapping[int, NDArray[np.int64]]) -> str:
@@ -161,20 +162,14 @@ def _sampled(source: Source, rows: Rows, sample: float) -> Rows:
     """Draw a fraction of the rows, or a number of them: those whose ids have the smallest hashes."""
     if not _size(rows):
         return rows
-    draws = list(_of_each_file(source.files, lambda file: _draws(source, file.number, rows[file.number])))
+    hashes = (blake2b(f"0:{each.as_py()}".encode(), digest_size=8).digest() for each in _ids(source, rows))
+    draws = np.fromiter(map(int.from_bytes, hashes), np.uint64, _size(rows))
     if isinstance(sample, int):
-        every = np.sort(np.concatenate(draws))
+        every = np.sort(draws)
         bound = every[min(sample, len(every)) - 1]
     else:
         bound = np.uint64(int(sample * _DRAWS))
-    return [each[draw <= bound] for each, draw in zip(rows, draws, strict=True)]
-
-
-def _draws(source: Source, number: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a number for each row that depends on its id alone."""
-    ids = source.ids(number).take(pa.array(rows)).to_pylist()
-    draws = (blake2b(f"0:{each}".encode(), digest_size=8).digest() for each in ids)
-    return np.fromiter((int.from_bytes(each) for each in draws), np.uint64, len(ids))
+    return [each[draw <= bound] for each, draw in zip(rows, _of_files(draws, rows), strict=True)]
 
 
 def _first(rows: Rows, limit: int) -> Rows:
@@ -196,15 +191,12 @@ def _compare(
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
-    ids = pa.chunked_array(
-        [chunk for ids in _of_each_file(source.files, partial(_ids, source, rows)) for chunk in ids.chunks],
-        pa.large_string(),
-    )
+    ids = _ids(source, rows)
     ends = np.cumsum([len(each) for each in rows])
     states = np.full(len(ids), _NEW, np.int8)
     ended = [each.ended_rows() for each in earlier]
     if not len(ids) or not sum(map(len, ended)):
-        return [np.full(len(each), _NEW, np.int8) for each in rows]
+        return _of_files(states, rows)
     table = pa.concat_tables(ended)
     origins = np.repeat(np.arange(len(ended)), [len(each) for each in ended])
     at = pc.fill_null(pc.index_in(table["doc_id"], value_set=ids.combine_chunks()), -1).to_numpy()
@@ -233,11 +225,22 @@ def _compare(
     for same_as_before in _of_each_file(written, unchanged):
         for place, outcome in same_as_before:
             states[place] = outcome
-    return np.split(states, ends[:-1])
+    return _of_files(states, rows)
 
 
-def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
-    return source.ids(file.number).take(pa.array(rows[file.number]))
+def _ids(source: Source, rows: Rows) -> pa.ChunkedArray:
+    """Read the ids of the rows of all files."""
+
+    def read(file: InputFile) -> pa.ChunkedArray:
+        return source.ids(file.number).take(pa.array(rows[file.number]))
+
+    chunks = [chunk for ids in _of_each_file(source.files, read) for chunk in ids.chunks]
+    return pa.chunked_array(chunks, pa.large_string())
+
+
+def _of_files(values: NDArray[Any], rows: Rows) -> list[NDArray[Any]]:
+    """Cut the values of all rows into those of each file."""
+    return np.split(values, np.cumsum([len(each) for each in rows])[:-1])
 
 
 def _contents(
@@ -250,8 +253,8 @@ def _contents(
         for i in range(len(batch)):
             if begin + i not in wanted:
                 continue
-            row = plain_values(batch.slice(i, 1), reader.content_columns)
-            yield begin + i, reader.content({name: value for name, [value] in row.items()})
+            [row] = plain_rows(batch.slice(i, 1), reader.content_columns)
+            yield begin + i, reader.content(row)
         begin += len(batch)
 
 
@@ -287,9 +290,8 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
     numbers = {file.number: names.index(file.relative_path) for file in source.files}
     chosen = {number: every[before] for number, before in numbers.items()}
     bad = {number: rows[(files == before) & is_bad] for number, before in numbers.items()}
-    source = source.with_bad_ids({number: each for number, each in bad.items() if len(each)})
     digest = _digest([file.relative_path for file in source.files], chosen)
-    return source.limited_to(range(len(source.files)), ChosenRows(chosen, digest, manifest["selection"]))
+    return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
 
 _ENDED_SCHEMA = pa.schema(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -32,16 +32,15 @@ from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
-    as_bytes,
     is_text,
     open_parquet,
+    plain_rows,
     plain_text,
-    plain_values,
     rows_where,
     stream,
 )
 from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
-from specextend.data.storage import Location, check_writable, in_order, resolve
+from specextend.data.storage import Location, check_writable, in_order
 
 _CACHED_GROUPS = 2
 
@@ -76,36 +75,34 @@ class ScannedRow:
     """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
 
 
+@dataclass(frozen=True, eq=False)
 class Source:
     """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is thread-safe."""
 
-    def __init__(
-        self,
-        reader: RowReader,
-        root: Location,
-        files: tuple[InputFile, ...],
-        passthrough_fields: tuple[pa.Field, ...],
-        skipped: Mapping[str, int] | None = None,
-        partitions: Mapping[str, pa.DataType] | None = None,
-        selection: ChosenRows | None = None,
-        num_repeated: int = 0,
-        bad_ids: Mapping[int, NDArray[np.int64]] | None = None,
-    ) -> None:
-        self.reader = reader
-        self.options = reader.options
-        self.root = root
-        self.files = files
-        self.passthrough_fields = passthrough_fields
-        self.skipped = dict(skipped or {})  # number of files in the input's folder that are not read, by extension
-        self.num_repeated = num_repeated  # paths that are left out, because they lead to a file that is read already
-        self.partitions = dict(partitions or {})  # type of each column in the files' paths
-        self.bad_ids = dict(bad_ids or {})  # the driver's: by file, the rows whose id is null or that of an earlier row
-        self.selection = selection  # the driver's: workers get the keys of single rows
-        self._lock = threading.Lock()
-        self._groups: dict[Hashable, pa.Table] = {}
+    reader: RowReader
+    root: Location
+    files: tuple[InputFile, ...]
+    passthrough_fields: tuple[pa.Field, ...]
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Number of files in the input's folder that are not read, by extension."""
+    num_repeated: int = 0
+    """Paths that are left out, because they lead to a file that is read already."""
+    partitions: Mapping[str, pa.DataType] = field(default_factory=dict)
+    """Type of each column in the files' paths."""
+    selection: ChosenRows | None = None
+    """The driver's: workers get the keys of single rows."""
+    bad_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+    """The driver's: by file, the rows in order whose id is null or that of an earlier row."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.reader, self.root, self.files, self.passthrough_fields)
+
+    @property
+    def options(self) -> InputOptions:
+        """Return the options of the input."""
+        return self.reader.options
 
     @property
     def num_rows(self) -> int:
@@ -132,7 +129,7 @@ class Source:
         file cannot be read at that place, and InputChangedError if it has been written to.
         """
         row = self._row(key, self.reader.document_columns)
-        values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
+        [values] = plain_rows(row, row.column_names)
         if self._has_bad_id(key):
             value = plain_text(row[self.options.id_column])[0].as_py()
             what = "null" if value is None else f"that of an earlier row: {value!r}"
@@ -183,10 +180,8 @@ class Source:
         """Return True if a file can be opened, damaged or not; False if it is out of reach."""
         try:
             open_parquet(self.location(number)).close()
-        except OSError:
-            return False
-        except DAMAGED:
-            return True
+        except DAMAGED as error:
+            return not isinstance(error, OSError)
         return True
 
     def scan(self) -> Iterator[ScannedRow]:
@@ -197,10 +192,8 @@ class Source:
         tables = in_order(self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
         for file, batches in zip(self.files, tables, strict=True):
             keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
-            rows = (row for batch in batches for row in _scanned_rows(batch, keys, self.options))
-            if file.number in self.bad_ids:
-                rows = (replace(row, error_class="BadId") if self._has_bad_id(row.key) else row for row in rows)
-            yield from rows
+            rows = (row for batch in batches for row in plain_rows(batch, batch.column_names))
+            yield from (self._scanned(key, row) for row, key in zip(rows, keys, strict=False))
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order.
@@ -258,30 +251,17 @@ class Source:
         places = [self.place(DocumentKey(number, row)) for row in self.bad_ids[number].tolist()]
         return pc.replace_with_mask(ids, pa.array(mask), pa.array(places, kind))
 
-    def limited_to(self, numbers: Sequence[int], selection: ChosenRows) -> Source:
-        """Return the source of some of the files, which are numbered anew, with the rows that the run is about.
-
-        numbers: in order. selection: with the new numbers.
-        """
-        files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
-        bad_ids = {i: self.bad_ids[number] for i, number in enumerate(numbers) if number in self.bad_ids}
-        facts = (self.skipped, self.partitions, selection, self.num_repeated, bad_ids)
-        return Source(self.reader, self.root, files, self.passthrough_fields, *facts)
-
-    def with_bad_ids(self, rows: Mapping[int, NDArray[np.int64]]) -> Source:
-        """Return the source with the rows, by file and in order, whose ids are null or those of earlier rows."""
-        facts = (self.skipped, self.partitions, self.selection, self.num_repeated, rows)
-        return Source(self.reader, self.root, self.files, self.passthrough_fields, *facts)
-
     def _has_bad_id(self, key: DocumentKey) -> bool:
-        rows = self.bad_ids.get(key.file, np.zeros(0, np.int64))
+        rows = self.bad_ids.get(key.file)
+        if rows is None:
+            return False
         place = int(rows.searchsorted(key.row))
         return place < len(rows) and bool(rows[place] == key.row)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
         path = self.files[number].relative_path
-        kinds = self.partitions | {field.name: field.type for field in self.passthrough_fields}
+        kinds = {**self.partitions, **{field.name: field.type for field in self.passthrough_fields}}
         for name in columns:
             if name not in batch.column_names:
                 batch = batch.append_column(name, partition_column(path, name, kinds[name], len(batch)))
@@ -306,10 +286,32 @@ class Source:
         options, column = self.options, self.options.num_tokens_column
         counts = [column, options.max_new_tokens_column, options.options_column]
         reads_text = column is None or any(
-            _lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])
+            _usable(count) is None
+            for batch in self.chosen_batches(number, [column])
+            for count in batch[column].to_pylist()
         )
         wanted = [*counts, options.text_column] if reads_text else counts
         return list(dict.fromkeys(name for name in wanted if name is not None))
+
+    def _scanned(self, key: DocumentKey, values: Mapping[str, Any]) -> ScannedRow:
+        """Collect what the plan needs of a row; its text was not read if its number of tokens is known."""
+        options, error_class = self.options, None
+        num_tokens = _usable(values[options.num_tokens_column]) if options.num_tokens_column else None
+        text = values[options.text_column] if num_tokens is None else None
+        if options.options_column:
+            limit = (values[options.options_column] or {}).get("max_new_tokens")
+        else:
+            limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
+        try:
+            if num_tokens is None:
+                decode_text(text)
+            check_max_new_tokens(limit)
+        except DocumentError as error:
+            error_class = error.error_class
+        if self._has_bad_id(key):
+            error_class = "BadId"
+        num_bytes = len(text or b"") if num_tokens is None else None
+        return ScannedRow(key, text, num_bytes, num_tokens, _usable(limit), error_class)
 
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
@@ -370,78 +372,18 @@ def open_source(
     reader = RowReader(options, template)
     listing = list_input(options.path)
     if output is not None:
-        check_apart(listing, output.path)
-        _check_writable(output.path)
+        folder = check_apart(listing, output.path)
+        try:
+            check_writable(folder)
+        except ValueError as error:
+            raise InputError(f"output.path {output.path}: {error}; give another folder") from None
     if only is not None:
         listing = listing.only(only)
     files, passthrough_fields = check_input(listing, reader, output)
-    return Source(
-        reader,
-        listing.root,
-        files,
-        passthrough_fields,
-        skipped=listing.skipped,
-        num_repeated=listing.num_repeated,
-        partitions=partition_types(listing.relative_paths),
-    )
-
-
-def _check_writable(output: str) -> None:
-    try:
-        check_writable(resolve(output))
-    except ValueError as error:
-        raise InputError(f"output.path {output}: {error}; give another folder") from None
-
-
-def _lacks_counts(counts: pa.ChunkedArray) -> bool:
-    """Return True if a value of `num_tokens_column` cannot be a document's length."""
-    return any(_usable(count) is None for count in counts.to_pylist())
-
-
-def _scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
-    """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
-    limits = _limits(batch, options)
-    counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
-    texts = _texts_without(counts, batch, options.text_column)
-    for count, text, limit in zip(counts, texts, limits, strict=True):
-        yield _scanned(next(keys), count, text, limit)
-
-
-def _limits(batch: pa.Table, options: InputOptions) -> list[int | None]:
-    """Return the rows' own limits of their outputs, from the column that holds them."""
-    if options.options_column is None:
-        return _column_or_none(batch, options.max_new_tokens_column)
-    return [(own or {}).get("max_new_tokens") for own in batch[options.options_column].to_pylist()]
-
-
-def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
-    return [None] * len(batch) if column is None else batch[column].to_pylist()
+    partitions = partition_types(listing.relative_paths)
+    return Source(reader, listing.root, files, passthrough_fields, listing.skipped, listing.num_repeated, partitions)
 
 
 def _usable(num_tokens: int | None) -> int | None:
-    """Return a document's own token count; None if it has none or an impossible one."""
+    """Return a row's own number of tokens; None if it has none or an impossible one."""
     return None if num_tokens is None or not 1 <= num_tokens <= MOST_TOKENS else num_tokens
-
-
-def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> list[bytes | None]:
-    """Return the texts of documents without a token count, and None for the others."""
-    if all(count is not None for count in counts):
-        return [None] * len(counts)
-    texts = as_bytes(batch[column])
-    return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
-
-
-def _scanned(key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
-    """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
-    error_class = None
-    try:
-        check_max_new_tokens(limit)
-    except DocumentError as error:
-        error_class, limit = error.error_class, None
-    try:
-        if num_tokens is None:
-            decode_text(text)
-    except DocumentError as error:
-        error_class = error.error_class
-    num_bytes = len(text or b"") if num_tokens is None else None
-    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class)

@@ -240,27 +240,20 @@ def delete(location: Location) -> None:
         _sync(location.parent.path)
 
 
-def list_files(folder: Location, *, recursive: bool = False) -> list[str]:
-    """List a folder's files, sorted and without temporary files; none if there is no folder.
-
-    recursive: also those in the folders below it, as paths from this one.
-    """
-    return sorted(file_sizes(folder, recursive=recursive))
+def list_files(folder: Location) -> list[str]:
+    """List a folder's files, sorted and without temporary files; none if there is no folder."""
+    return sorted(file_sizes(folder))
 
 
-def file_sizes(folder: Location, *, recursive: bool = False) -> dict[str, int]:
+def file_sizes(folder: Location) -> dict[str, int]:
     """Return the bytes of the files that `list_files` lists, by name."""
-    sizes = _sizes(folder, recursive)
-    return {name: size for name, size in sizes.items() if not name.rpartition("/")[2].startswith(".")}
+    return {name: size for name, size in _sizes(folder).items() if not name.startswith(".")}
 
 
-def _sizes(folder: Location, recursive: bool = False) -> dict[str, int]:
-    """Return the bytes of all files in a folder by name, or by their path from it."""
-    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True, recursive=recursive))
-    prefix = folder.path.rstrip("/") + "/"
-    return {
-        info.path.removeprefix(prefix) if recursive else info.base_name: info.size for info in infos if info.is_file
-    }
+def _sizes(folder: Location) -> dict[str, int]:
+    """Return the bytes of all files in a folder by name."""
+    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+    return {info.base_name: info.size for info in infos if info.is_file}
 
 
 @contextmanager
@@ -288,10 +281,10 @@ def atomic_output(location: Location) -> Iterator[str]:
     _sync(location.parent.path)
 
 
-def remove_temporary_files(folder: Location, *, recursive: bool = False) -> None:
-    """Remove what killed writers have left in a folder, or also below it; only its one writer may call it."""
-    for name in _sizes(folder, recursive):
-        if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp"):
+def remove_temporary_files(folder: Location) -> None:
+    """Remove what killed writers have left in a folder; only its one writer may call it."""
+    for name in _sizes(folder):
+        if name.startswith(".") and name.endswith(".tmp"):
             delete(folder.child(name))
 
 
@@ -347,7 +340,6 @@ def in_order(
     *,
     cost: Callable[[Item], int] = lambda item: 0,
     most: int = 0,
-    num_threads: int = NUM_THREADS,
 ) -> Iterator[Value]:
     """Yield what `function` returns for each item, in their order; it is called in a bounded pool of threads.
 
@@ -356,11 +348,11 @@ def in_order(
     """
     started: deque[tuple[Future[Value], int]] = deque()
     total = 0
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
             for item in items:
                 price = cost(item)
-                while started and (len(started) >= num_threads or total + price > most > 0):
+                while started and (len(started) >= NUM_THREADS or total + price > most > 0):
                     yield started[0][0].result()
                     total -= started.popleft()[1]
                 started.append((pool.submit(function, item), price))

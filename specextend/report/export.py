@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import damaged_as, gathered, is_text, open_parquet, rows_where, stream
+from specextend.data.parquet import damaged_as, is_text, open_parquet, rows_where, stream, write_groups
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -285,12 +285,6 @@ def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Tab
         _WRITERS[kind](path, schema, tables)
 
 
-def _write_parquet(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for table in gathered(schema, ((table, table.nbytes) for table in tables)):
-            writer.write_table(table)
-
-
 def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with pa_csv.CSVWriter(path, _flat(schema.empty_table()).schema) as writer:
         for table in tables:
@@ -306,7 +300,7 @@ def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) 
             file.writelines(_json(row) + "\n" for row in table.to_pylist())
 
 
-_WRITERS = {"parquet": _write_parquet, "csv": _write_csv, "jsonl": _write_json_lines}
+_WRITERS = {"parquet": write_groups, "csv": _write_csv, "jsonl": _write_json_lines}
 
 
 def _flat(table: pa.Table) -> pa.Table:

@@ -68,7 +68,7 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
 
 
 def _files(folder: Location) -> list[Location]:
-    return [folder.child(name) for name in list_files(folder, recursive=True) if name.endswith(".parquet")]
+    return [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from specextend.data.run_folder import RELEASED, Start, WorkerRecord, parse_time, time_text
+from specextend.data.run_folder import RELEASED, Heartbeat, Start, WorkerRecord, parse_time, time_text
 from specextend.report.result_rows import RUN_ID
 from specextend.stats import PHASES, ratio
 
@@ -106,13 +106,13 @@ def with_times(documents: pa.Table) -> pa.Table:
 def timed_starts(
     starts: Iterable[Start],
     documents: pa.Table,
-    heartbeat: tuple[str, float] | None,
+    heartbeat: Heartbeat | None,
     audit_s: Mapping[str, float],
 ) -> list[TimedStart]:
     """Find when each start began and ended, and what its workers did.
 
-    documents: from `with_times`. heartbeat: run id and time of the driver whose lock is in the folder. audit_s: seconds
-    of the audit by run id.
+    documents: from `with_times`. heartbeat: of the driver whose lock is in the folder. audit_s: seconds of the audit by
+    run id.
     """
     starts = list(starts)
     signs = [start.took_over for start in starts] + [heartbeat]
@@ -120,7 +120,7 @@ def timed_starts(
     timed = []
     for start in starts:
         own = None if works is None else works.get(start.run_id, {})
-        beats = [sign[1] for sign in signs if sign is not None and sign[0] == start.run_id]
+        beats = [sign.heartbeat for sign in signs if sign is not None and sign.run_id == start.run_id]
         end = parse_time(start.end)
         if end is None:
             end = max(_known([*beats, start.seen, _last_end(own)]), default=None)

@@ -54,31 +54,24 @@ def source(path: Path) -> Source:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_worker_and_a_plan_that_read_on_notice(
-    source: Source, path: Path, write: Write, change: Callable[..., None]
+def test_whoever_reads_on_notices(
+    source: Source, path: Path, write: Write, output: Location, done: Callable[..., Any], change: Callable[..., None]
 ) -> None:
-    """Also a worker that has the file open, and a plan that streams one too large to be read ahead."""
+    """Also a worker that has the file open, a plan that streams one too large to be read ahead, and the end of the run.
+
+    Passthrough columns are read again then: they must belong to the texts that were summarised.
+    """
     assert source.read(DocumentKey(0, 0)).document.text == "one"
-    large = (replace(source.files[0], largest_group_bytes=1 << 30),)
-    scanned = Source(source.reader, source.root, large, ()).scan()
+    large = replace(source, files=(replace(source.files[0], largest_group_bytes=1 << 30),))
+    scanned = large.scan()
     assert next(scanned).num_bytes == 3
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
     change(path, write)
     with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
         source.read(DocumentKey(0, 2))
-    for either in (scanned, source.scan()):
+    for read_on in (lambda: list(scanned), lambda: list(source.scan()), lambda: finalize(source, output)):
         with pytest.raises(InputChangedError, match="restore it and run again"):
-            list(either)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_finalize_notices_before_it_writes(
-    source: Source, path: Path, write: Write, output: Location, done: Callable[..., Any], change: Callable[..., None]
-) -> None:
-    """Passthrough columns are read again at the end: they must belong to the texts that were summarised."""
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
-    change(path, write)
-    with pytest.raises(InputChangedError):
-        finalize(source, output)
+            read_on()
     assert list_files(output.child("summaries")) == []
 
 

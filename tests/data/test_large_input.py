@@ -1,4 +1,4 @@
-"""Memory does not grow with the file: two gigabytes are read like two megabytes."""
+"""Memory grows neither with the input nor with the results: two gigabytes are read like two megabytes."""
 
 from __future__ import annotations
 
@@ -69,6 +69,46 @@ print(planned - before, peak() - before)
 """
 
 
+WRITE_RESULTS = """
+import random, sys
+from pathlib import Path
+import pyarrow as pa
+import pyarrow.parquet as pq
+from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter
+from specextend.data.storage import resolve
+from tests.properties.rows import done
+
+folder, num_files, num_rows, size = Path(sys.argv[1]), 50, 1000, int(sys.argv[2])
+(folder / "in").mkdir(parents=True)
+for number in range(num_files):
+    pq.write_table(pa.table({"text": ["x"] * num_rows}), folder / "in" / f"{number:02d}.parquet")
+draw = random.Random(1)
+keys = [DocumentKey(file, row) for file in range(num_files) for row in range(num_rows)]
+draw.shuffle(keys)
+writer = CommitWriter(resolve(str(folder / "out")), "0000000a")
+for begin in range(0, len(keys), 2000):
+    writer.commit([done(key, draw.randbytes(size // 2).hex()) for key in keys[begin : begin + 2000]])
+"""
+
+FINALIZE_RESULTS = """
+import re, sys
+from pathlib import Path
+from specextend.data.finalize import finalize
+from specextend.data.inputs import InputOptions
+from specextend.data.source import open_source
+from specextend.data.storage import resolve
+from specextend.report import RunFigures, write_report
+
+folder = Path(sys.argv[1])
+source, output, figures = open_source(InputOptions(path=str(folder / "in"))), resolve(str(folder / "out")), RunFigures()
+counts = finalize(source, output, observe=figures.add)
+write_report(output.path, output, figures=figures)
+[peak] = re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+print(counts.done, int(peak) >> 10)
+"""
+
+
 def write_two_gigabytes(path: Path, group_rows: int) -> None:
     """2,100 documents of a megabyte, stored as they are: the file is as large as its text."""
     filling = os.urandom(MIB // 2).hex()
@@ -119,6 +159,18 @@ def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(tmp_pat
     assert path.stat().st_size < 2 * MIB
     [peak] = measured(READ_IT_ALL.replace("key.row:", "key.row // 860 * 860:"), path, tmp_path / "out", 400 * MIB)
     assert peak < 300, "MiB over what the libraries take"
+
+
+@pytest.mark.slow
+def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path: Path) -> None:
+    """400 MB of summaries, then 1.2 GB; ten million documents have many times more than a driver can hold."""
+    peaks = []
+    for size in (8_000, 24_000):
+        assert measured(WRITE_RESULTS, tmp_path / str(size), size) == []
+        done, peak_mib = measured(FINALIZE_RESULTS, tmp_path / str(size))
+        assert done == 50_000
+        peaks.append(peak_mib)
+    assert peaks[1] < peaks[0] + 400, peaks
 
 
 def measured(script: str, *arguments: Path | int) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.instructions import Instruction
-from specextend.data.rows import content_sha256
+from specextend.data.rows import RowReader
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
@@ -268,7 +268,9 @@ def test_no_text_passes_for_another_one_with_an_instruction() -> None:
     pieces = (b"a", b"1", b"1:", b"a2:", b"[1, {}]", b"0:12:")
     texts = [*pieces, *(b"".join(pair) for pair in product(pieces, repeat=2))]
     rows = list(product(texts, (None, 1, 11), (None, *texts)))
-    assert len({content_sha256(*row) for row in rows}) == len(rows)
+    reader = RowReader(InputOptions(path="in", max_new_tokens_column="limit", instruction_column="ask"))
+    columns = ("text", "limit", "ask")
+    assert len({reader.content(dict(zip(columns, row, strict=True))) for row in rows}) == len(rows)
 
 
 def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
@@ -279,7 +281,7 @@ def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
     rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
     assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
-    assert null == blank == content_sha256(b"same", None, None)
+    assert null == blank == open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).content_sha256
     assert len({first, null, again}) == 3, "another question makes another summary"
     with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))

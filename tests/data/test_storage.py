@@ -83,9 +83,6 @@ class Gate:
 
     num_open: int
 
-    def touch(self) -> None:
-        pass
-
     def check(self) -> None:
         self.num_open -= 1
         if self.num_open < 0:

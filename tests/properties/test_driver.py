@@ -74,7 +74,7 @@ class Night:
             document_deadline_s=300.0 if self.trouble else 1e5,
             stall_s=100.0 if self.trouble else 1e5,
         )
-        keys = set(pending(self.sizes, progress))
+        keys = set(pending(map(range, self.sizes), progress))
         estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in sorted(keys)}
         return driver_of(
             self.source,

@@ -97,7 +97,7 @@ class Start:
     def wait(self) -> None:
         if self.lock.try_take():
             self.beat_at = self.machine.steady()
-            self.left = list(pending(SIZES, read_commits(self.output)))
+            self.left = list(pending(map(range, SIZES), read_commits(self.output)))
             self.writer = CommitWriter(self.output, self.run_id)
 
     def work(self, left: list[DocumentKey]) -> None:

@@ -47,7 +47,9 @@ class History:
         """A start that does some of what is open, in any order, and commits in pieces of any size."""
         self.num_starts += 1
         writer = CommitWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
-        keys = list(pending(self.sizes, read_commits(self.output), retry_errors="all" if retry_errors else "none"))
+        keys = list(
+            pending(map(range, self.sizes), read_commits(self.output), retry_errors="all" if retry_errors else "none")
+        )
         assert set(keys) == {key for key in self.keys if self.is_open(key, retry_errors)}
         order = self.data.draw(st.permutations(keys))
         while order:
