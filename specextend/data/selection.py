@@ -209,10 +209,10 @@ def _compare(
     found = same[origins, files]
     for outcome in (_FAILED, _UNCHANGED):
         states[at[found & (outcomes == outcome)]] = outcome
-    in_doubt = states[at] == _CHANGED
+    in_doubt = np.flatnonzero(states[at] == _CHANGED)
 
     def unchanged(file: InputFile) -> list[tuple[int, int]]:
-        mine = np.flatnonzero((files == file.number) & in_doubt)
+        mine = in_doubt[files[in_doubt] == file.number]
         begin = int(ends[file.number]) - len(rows[file.number])
         before: dict[int, dict[str, tuple[int, int]]] = {}
         told = zip(at[mine].tolist(), outcomes[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True)
@@ -284,12 +284,14 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
         files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
     except (*DAMAGED, KeyError) as error:
         raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
-    every = {number: rows[files == number] for number in range(len(names))}
+    ends = np.searchsorted(files, np.arange(1, len(names)))
+    every = dict(enumerate(np.split(rows, ends)))
     if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
         raise InputError(f"{location.path} does not hold the rows of its run; use another output folder")
     numbers = {file.number: names.index(file.relative_path) for file in source.files}
     chosen = {number: every[before] for number, before in numbers.items()}
-    bad = {number: rows[(files == before) & is_bad] for number, before in numbers.items()}
+    are_bad = np.split(is_bad, ends)
+    bad = {number: every[before][are_bad[before]] for number, before in numbers.items()}
     digest = _digest([file.relative_path for file in source.files], chosen)
     return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
