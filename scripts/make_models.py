@@ -7,15 +7,30 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from scripts.tiny_models import write_tiny_models
-from specextend.cli.demo import WHEEL, build, write_smollm2
+from specextend.cli.demo import WHEEL, write_smollm2
 from specextend.shipped import DEFAULT_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "examples" / "govreport.parquet"
+
+
+def build(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, then move it into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def main() -> None:

@@ -338,6 +338,8 @@ def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
     with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         whole = Path(temporary, "model")
         _unpack(file, whole, dtype)
+        for path in whole.iterdir():
+            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
         whole.rename(folder)
 
 

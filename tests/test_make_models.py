@@ -6,15 +6,13 @@ import zipfile
 
 import pytest
 
-from scripts.make_models import ROOT
+from scripts.make_models import CORPUS, build
 from scripts.tiny_models import write_tiny_models
-from specextend.cli.demo import GGUF_FILE, build, extract_gguf
+from specextend.cli.demo import GGUF_FILE, extract_gguf
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import identify
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair
-
-CORPUS = ROOT / "examples" / "govreport.parquet"
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path):

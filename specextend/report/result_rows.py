@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
-from specextend.data.parquet import damaged_as
-from specextend.data.run_folder import errors_folder, summaries_folder
+from specextend.data.parquet import damaged_as, open_parquet
+from specextend.data.run_folder import errors_folder, list_results, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
-from specextend.data.storage import Location, atomic_output, list_files
+from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
 """Column that is added to every table: the start that committed a row; null if only summaries are left."""
@@ -45,7 +47,9 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
             yield told_apart(table, done, errors)
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
-    files = [(is_done, file, columns) for is_done, folder, columns in folders for file in _files(folder)]
+    files = [
+        (is_done, folder.child(name), columns) for is_done, folder, columns in folders for name in list_results(folder)
+    ]
     if not files:
         if (manifest := read_manifest(output)) is None:
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
@@ -67,8 +71,19 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
     return is_done, selected.append_column(RUN_ID, run_ids)
 
 
-def _files(folder: Location) -> list[Location]:
-    return [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
+@contextmanager
+def open_results(file: Location) -> Iterator[pq.ParquetFile]:
+    """Open a file of `summaries/` or `errors/`. Raises ValueError, in one line, if it is damaged."""
+    with damaged_as(ValueError, file, "run its job again to write it anew"), open_parquet(file) as parquet:
+        yield parquet
+
+
+def without_nan(rows: pa.Table) -> pa.Table:
+    """Replace NaN and infinity by null: JSON has neither, and one such row would spoil every sum."""
+    for index, column in enumerate(rows.columns):
+        if pa.types.is_floating(column.type):
+            rows = rows.set_column(index, rows.field(index), pc.if_else(pc.is_finite(column), column, None))
+    return rows
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
@@ -77,10 +92,7 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
     Raises ValueError if it is damaged.
     """
     schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
-    with (
-        damaged_as(ValueError, file, "run the job again to write it anew"),
-        pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet,
-    ):
+    with open_results(file) as parquet:
         stored = [text if name == "summary" else name for name in columns]
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
             table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)

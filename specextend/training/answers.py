@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 
 from specextend.config import RunConfig
 from specextend.core import Request
+from specextend.data.parquet import write_table
+from specextend.data.storage import resolve
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.document_requests import document_seed
 from specextend.loading import load_engine
@@ -86,7 +88,4 @@ def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[R
 def _write(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write a file named for its first number, whole or not at all; none without rows."""
     if rows:
-        path = folder / f"{rows[0]['number']:06}.parquet"
-        temporary = path.with_suffix(".tmp")
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
-        temporary.replace(path)
+        write_table(resolve(str(folder / f"{rows[0]['number']:06}.parquet")), pa.Table.from_pylist(rows, SCHEMA))

@@ -24,6 +24,7 @@ from specextend.core import counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
+from specextend.data.storage import resolve, write_bytes
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE
@@ -113,7 +114,7 @@ class _Rounds:
 
     def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> None:
         """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
-        self._config, self._options, self._output, self._show = config, options, output, show
+        self._config, self._options, self._output, self._show = config, options, output.absolute(), show
         start = DraftOptions(kind=options.kind, model=options.start_from) if options.start_from else None
         limit = config.max_tokens(check_pair(config.target, start).context_length)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
@@ -134,7 +135,7 @@ class _Rounds:
             "files": [[file.relative_path, file.num_rows] for file in source.files],
             "options": asdict(replace(options, num_rounds=1)),
         }
-        self._work = output / "work"
+        self._work = self._output / "work"
         for name in ("answers", "recordings"):
             (self._work / name).mkdir(parents=True, exist_ok=True)
         _claim(self._work / "settings.json", self._settings)
@@ -173,11 +174,9 @@ class _Rounds:
         self._curve.append({"round": number, "answers": num_answers, "tokens_per_step": round(found, 4)})
         if self._best is self._curve[-1]:
             for file in filter(Path.exists, (folder / name for name in FILES)):
-                shutil.copy(file, self._output)
+                shutil.copyfile(file, self._output / file.name)  # not the mode of safetensors, 0600
         write_card(self._output, self._settings, self.figures())
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._curve, indent=1))
-        temporary.replace(self._file)
+        write_bytes(resolve(str(self._file)), json.dumps(self._curve, indent=1).encode())
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:

@@ -97,15 +97,10 @@ def text_loss(model: Any, windows: Sequence[Tensor]) -> Tensor:
 
 def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tensor:
     """Compute the soft cross-entropy against the target over the draft's tokens; lm_head [R, C]."""
-    logits = _logits(model, window)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=multiplies_bf16(model.device)):
+        logits = model(window.rows[None].to(model.device)).logits[0, :, :-1].float()  # without the row of all others
     wanted = linear(window.hidden.to(lm_head), lm_head).float().softmax(-1)
     return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
-
-
-def _logits(model: Any, window: TokenWindow) -> Tensor:
-    """Compute logits [T, R] in fp32, without the row of all other tokens."""
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=multiplies_bf16(model.device)):
-        return model(window.rows[None].to(model.device)).logits[0, :, :-1].float()
 
 
 def save_language_model(model: Any, vocabulary: Tensor, folder: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompts
+from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
 from specextend.training.task import MAX_QUOTE, MIN_QUOTE, TrainOptions
@@ -168,9 +169,8 @@ class Recording:
         """Write a safetensors file atomically."""
         spans = {"prompt": self.prompt} | {f"answer{i}": answer for i, answer in enumerate(self.answers)}
         tensors = {f"{name}.{part}": getattr(span, part) for name, span in spans.items() for part in PARTS}
-        temporary = path.with_suffix(".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        temporary.replace(path)
+        with atomic_output(resolve(str(path))) as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
     @staticmethod
     def load(path: Path) -> Recording:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.device import multiplies_bf16
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 
@@ -199,9 +200,8 @@ def _save(path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimiz
     for name, parameter in parameters.items():
         tensors[f"weight/{name}"] = parameter.detach()
         tensors |= {f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.replace(path)
+    with atomic_output(resolve(str(path))) as temporary:
+        save_file(tensors, temporary)
 
 
 def _load(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:

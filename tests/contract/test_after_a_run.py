@@ -246,15 +246,6 @@ def test_a_report_can_be_made_again_and_is_the_same(folder: Path):
     assert {name: again[name] for name in names} == {name: made[name] for name in names}
 
 
-def test_two_runs_side_by_side_and_nothing_is_written(folder: Path, finished: Path):
-    """Did the new draft pay off, and did any text change?"""
-    before = stamps(folder)
-    ended = in_process("report.py", str(folder / "out"), "--against", str(finished / "out"))
-    assert (ended.code, ended.stderr) == (0, "")
-    assert ended.stdout
-    assert stamps(folder) == before
-
-
 @pytest.mark.parametrize("name", ["answers.jsonl", "answers.csv", "answers.parquet", "answers"])
 def test_an_export_has_each_answer_once(finished: Path, tmp_path: Path, monkeypatch, name: str):
     """As rows of files that other programs read, each column as far as the format has its type."""

@@ -204,12 +204,6 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch):
     assert os.path.isdir(shipped.draft.model)
 
 
-def test_the_kind_of_the_draft_is_one_setting():
-    """The model of the file's draft had to be emptied by a second one, in quotes within quotes."""
-    draft = RunConfig.load("smollm2", ["draft.kind=ngram"]).draft
-    assert (draft.kind, draft.model) == ("ngram", "")
-
-
 def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypatch):
     """It asks nothing, says why, and the plan takes what it has written."""
     monkeypatch.chdir(tmp_path)

@@ -13,31 +13,17 @@ import pytest
 
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.prompts import Prompt
-from specextend.data.quality import QualityOptions, assess
-from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, result_row
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 from specextend.data.storage import resolve
-from specextend.stats import DecodingStats
 from tests.job.conftest import Ended, rows, specextend
+from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
 
 
 def answer(row: int, text: str, doc_id: str = "") -> dict[str, Any]:
-    completion = Completion("", [1], text, "stop", DecodingStats())
-    return result_row(
-        DocumentKey(0, row),
-        doc_id or f"doc-{row}",
-        completion,
-        Prompt([1], 0, "middle"),
-        assess(completion, "another text", 0, None, QualityOptions()),
-        content_sha256="00",
-        queue_s=0.0,
-        started_at=NIGHT_S,
-        worker="host:1",
-        attempts=1,
-    )
+    return done(DocumentKey(0, row), text) | {"doc_id": doc_id or f"doc-{row}"}
 
 
 def texts(folder: Path) -> list[tuple[str, str]]:
