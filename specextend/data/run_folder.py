@@ -119,7 +119,7 @@ def remove_success(output: Location) -> None:
 def read_success(output: Location) -> Counts | None:
     """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
     try:
-        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"")
+        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"", strict=True)
     except ValueError:
         return None
 
