@@ -305,10 +305,11 @@ class Source:
         try:
             if num_tokens is None:
                 decode_text(text)
-            check_max_new_tokens(limit)
+            if limit is not None:
+                check_max_new_tokens(limit)
         except DocumentError as error:
             error_class = error.error_class
-        if self._has_bad_id(key):
+        if self.bad_ids and self._has_bad_id(key):
             error_class = "BadId"
         num_bytes = len(text or b"") if num_tokens is None else None
         return ScannedRow(key, text, num_bytes, num_tokens, _usable(limit), error_class)
