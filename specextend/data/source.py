@@ -311,8 +311,7 @@ class Source:
             error_class = error.error_class
         if self.bad_ids and self._has_bad_id(key):
             error_class = "BadId"
-        num_bytes = len(text or b"") if num_tokens is None else None
-        return ScannedRow(key, text, num_bytes, num_tokens, _usable(limit), error_class)
+        return ScannedRow(key, text, None if num_tokens else len(text or b""), num_tokens, _usable(limit), error_class)
 
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
