@@ -33,9 +33,9 @@ from specextend.model_files import VOCABULARY
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
-from specextend.training.answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.eagle_head import train_eagle
 from specextend.training.language_model import train_language_model
+from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.recording import Recorder, Sample, SampleMaker, Text
 from specextend.training.task import TRAINING, Show, Task, TrainedKind, TrainOptions, frozen_parts
 
