@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import specextend
+from scripts.size import count_tokens, measure
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specextend"
@@ -84,7 +85,7 @@ OWNERS = {
     "py3langid": ("specextend/data/quality.py",),
 }
 SIZE = ROOT / "tests" / "size.json"
-"""Modules of the package, without `__init__`, and lines of package and jobs, at most."""
+"""The most modules (without `__init__`) and tokens of the package and jobs, and tokens of the tests."""
 
 
 def name_of(path: Path) -> str:
@@ -170,16 +171,28 @@ def test_only_one_module_of_decoding_knows_the_names_of_devices(path):
     assert not lines, f"{name_of(path)}, lines {lines}: ask decoding/device.py for what differs, by a name of its own"
 
 
-def test_the_product_does_not_grow():
-    """A feature pays for its room: what raises a number here takes a line in docs/decisions.md that says what it buys.
+def test_the_project_does_not_grow():
+    """A feature pays for its room: who needs room takes something out first. `python -m scripts.size` shows where it is.
 
     Whoever takes something out lowers the numbers.
     """
-    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
-    sources = [path for path in SOURCES if name_of(path).startswith(("specextend/", "jobs/"))]
-    size = {"modules": len(modules), "lines": sum(len(path.read_bytes().splitlines()) for path in sources)}
+    size = measure()
     most = json.loads(SIZE.read_text())
+    assert size.keys() == most.keys()
     assert all(size[name] <= most[name] for name in size), f"{size}, but {name_of(SIZE)} allows {most}"
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [
+        ("total = first + second\n", 5),
+        ("total = (\n    first\n    + second  # of two\n)\n", 7),
+        ('def nothing():\n    """Do nothing."""\n', 5),
+    ],
+)
+def test_comments_docstrings_and_layout_are_free(source, tokens):
+    """A limit that layout could satisfy would be met by dense lines."""
+    assert count_tokens(source) == tokens
 
 
 def test_the_package_does_not_print():
