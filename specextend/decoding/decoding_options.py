@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 DraftKind = Literal["eagle", "model", "ngram"]
-Backend = Literal["auto", "reference", "sdpa", "matmul", "compiled", "flash", "triton"]
+Backend = Literal["auto", "reference", "sdpa", "compiled", "flash", "triton"]
 
 
 def at_least(name: str, value: float, least: float) -> None:

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from specextend.attention.compiled import vectors
 from specextend.attention.compiled.blocks import BLOCK, HEADER
-from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel
+from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel, padded_rows
+from specextend.attention.compiled.tiles import HAS_TILES
 from specextend.attention.plan import KeySpan
 
-ROWS = 96
+ROWS = 192 if HAS_TILES else 96
 """Rows of an item at most; a multiple of TILE."""
 ITEMS_PER_WORKER = 4
 """Items from which threads are busy evenly enough without dividing the keys."""
@@ -62,26 +63,27 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(3) == k.stride(2) == v.stride(2) == 1
     num_sequences, num_queries, num_heads, _ = q.shape
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32) if span.needs_lse else None
     shares = share(num_sequences, k.shape[0], num_queries * num_heads // k.shape[0], max(span.lengths))
     counters = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
     call = describe(q, k, v, out, lse, span, scale, shares)
     run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call, counters.data_ptr()))
-    return out, lse
+    return out, q.new_empty(0) if lse is None else lse
 
 
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: KeySpan, scale: float, shares: Shares
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, span: KeySpan, scale: float, shares: Shares
 ) -> tuple[float, ...]:
     """Return the fields of a `KernelCall` but for its counters; tensors that it needs are kept in the span."""
     num_sequences, num_queries, num_heads, head_dim = q.shape
     places, mask = _places(span), _aligned_mask(span)
-    own = divide(head_dim, shares.rows, 0).end
-    parts = shares.num_parts * shares.rows * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
+    own = divide(head_dim, padded_rows(shares.rows), 0).end
+    parts = shares.num_parts * padded_rows(shares.rows) * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
     workspace = _workspace(span, shares.num_workers * own + shares.num_groups * parts)
     return (
         q.data_ptr(), *_strides(q), k.data_ptr(), *_strides(k), v.data_ptr(), *_strides(v),
-        out.data_ptr(), lse.data_ptr(), places.data_ptr(),
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(), places.data_ptr(),
         0 if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[2], span.causal,
         num_sequences, num_queries, k.shape[0], num_heads // k.shape[0], head_dim,
         shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,

@@ -23,6 +23,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
+from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.vectors import (
     FLOATS,
@@ -41,8 +42,10 @@ from specextend.attention.compiled.vectors import (
 BLOCK = 64
 """Keys that are laid out at once: four vectors of scores."""
 TILE = 6
-"""Rows of a product: with four vectors of columns their sums fill the 32 registers of AVX-512."""
-WIDTHS = [4] * TILE if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
+"""Rows of a product of vectors: with four vectors of columns their sums fill the 32 registers of AVX-512."""
+MOST_ROWS = tiles.ROWS
+"""Rows of a product at most, those of matrix tiles."""
+WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
 """Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
 AHEAD = 2048
 """Bytes of weights that are asked for ahead of a product of several rows, which the processor does not foresee."""
@@ -73,6 +76,17 @@ def source_bytes(element: Any) -> int:
 def times(b: Value, x: Value, n: int) -> Value:
     """Multiply a count by a constant."""
     return b.mul(x, number(n))
+
+
+def is_tiled(element: Any) -> bool:
+    """Return True if products are those of matrix tiles."""
+    return tiles.HAS_TILES and element == types.uint32
+
+
+@emitted(types.int64)
+def tile_rows(b: Value, element: Any) -> Value:
+    """Return how many rows a product takes at most."""
+    return number(MOST_ROWS if is_tiled(element) else TILE)
 
 
 @emitted(types.int64)
@@ -143,7 +157,7 @@ def lay_keys(
 def lay_values(
     b: Value, element: Any, values: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
 ) -> None:
-    """Copy a block of rows as units of a column of one key, or of two. An odd last row is its own partner."""
+    """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one repeat it."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
     def copy(row: Value) -> None:
@@ -151,14 +165,28 @@ def lay_values(
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
 
     def interleave(pair: Value) -> None:
-        second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, number(1)))
-        rows = [address(b, values, b.mul(row, stride)) for row in (times(b, pair, 2), second)]
+        numbers = [smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1))) for i in range(2)]
+        rows = [address(b, values, b.mul(row, stride)) for row in numbers]
         emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, number(2)), address(b, target, b.mul(pair, width)))
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)
     else:
-        vir.repeat(b, b.udiv(address(b, num_keys, 1), number(2)), [], interleave)
+        vir.repeat(b, emit_num_units(b, element, num_keys), [], interleave)
+
+
+def emit_num_units(b: Value, element: Any, num_keys: Value) -> Value:
+    """Emit how many units a column of some keys has, whole tiles of them where products are those of tiles."""
+    if units_of(element) == 1:
+        return num_keys
+    step = tiles.PAIRS if is_tiled(element) else 1
+    return times(b, b.udiv(address(b, num_keys, 2 * step - 1), number(2 * step)), step)
+
+
+@emitted(types.int64)
+def num_units(b: Value, element: Any, num_keys: Value) -> Value:
+    """Return how many units of a column of keys a product reads."""
+    return emit_num_units(b, element, num_keys)
 
 
 def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Value) -> None:
@@ -239,19 +267,31 @@ def widened(b: Value, pairs: Value) -> tuple[Value, Value]:
 def product(
     b: Value, element: Any, rows: Value, width: Value, left: Value, left_stride: Value, right: Value,
     right_stride: Value, right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+    ahead: Value,
 ) -> None:  # fmt: skip
-    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them."""
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them.
+
+    Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of a later product are.
+    """
+    places = left, left_stride, right, right_stride, right_column, depth, sums, sums_stride, accumulate
     done, size = b.append_basic_block("done"), max(WIDTHS) + 1
+    if is_tiled(element):
+        choice = b.switch(width, done)
+        for w in range(1, size):
+            case = b.append_basic_block(f"product_{w}")
+            choice.add_case(number(w), case)
+            b.position_at_end(case)
+            tiles.emit_product(b, w, *places, ahead)
+            b.branch(done)
+        b.position_at_end(done)
+        return
     choice = b.switch(b.add(times(b, rows, size), width), done)
     for r in range(1, TILE + 1):
         for w in range(1, WIDTHS[r - 1] + 1):
             case = b.append_basic_block(f"product_{r}_{w}")
             choice.add_case(number(r * size + w), case)
             b.position_at_end(case)
-            emit_product(
-                b, element, r, w, left, left_stride, right, right_stride, right_column, depth, sums, sums_stride,
-                accumulate,
-            )  # fmt: skip
+            emit_product(b, element, r, w, *places)
             b.branch(done)
     b.position_at_end(done)
 
@@ -313,7 +353,9 @@ def emit_weighing(
     more = b.bitcast(b.fcmp_ordered(">", peak, b.fadd(old, margin)), vir.I16)
     with b.if_then(b.icmp_unsigned("!=", more, ir.Constant(vir.I16, 0)), likely=False):
         new = vir.splat(b, vir.across(b, vir.larger(b, peak, old), vir.larger))
-        emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
+        first = b.extract_element(old, ir.Constant(vir.I32, 0))
+        with b.if_then(b.fcmp_ordered("!=", first, ir.Constant(vir.F32, -math.inf))):
+            emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
         store(b, new, state)
     shift = b.fneg(b.fmul(finite(b, load(b, state)), factor))
     weights = [vir.exp2(b, vir.fma(b, value, factor, shift)) for value in values]

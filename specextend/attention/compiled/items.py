@@ -17,9 +17,9 @@ import numba
 import numpy as np
 from numba.core import types
 
-from specextend.attention.compiled import blocks
+from specextend.attention.compiled import blocks, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import BLOCK, HEADER, TILE, WIDTHS
+from specextend.attention.compiled.blocks import BLOCK, HEADER, MOST_ROWS, WIDTHS
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
@@ -47,6 +47,7 @@ class KernelCall(NamedTuple):
     v_row: int
     out: int
     lse: int
+    """0: not wanted."""
     places: int
     """[3, B] int64: first row, number of rows, and the block of the first masked key."""
     mask: int
@@ -123,9 +124,17 @@ LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
 """A `RECORD`'s bytes."""
 
 
+def padded_rows(rows: int) -> int:
+    """Return for how many rows there must be memory: products of tiles write whole ones."""
+    return (rows + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS
+
+
+memory_rows = numba.njit(padded_rows)
+
+
 def divide(head_dim: int, rows: int, base: int) -> Scratch:
-    """Divide the memory of a worker, which begins at `base`."""
-    block, tile = BLOCK * head_dim * 4, TILE * BLOCK * 4
+    """Divide the memory of a worker, which begins at `base`. rows: a multiple of `MOST_ROWS`."""
+    block, tile = BLOCK * head_dim * 4, MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
     values = base + block
     queries = values + block
@@ -154,15 +163,15 @@ def num_visible(call: Any, item: Any, row: int) -> int:
 
 @numba.njit
 def multiply(
-    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int
+    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int, ahead: int
 ) -> None:
-    """Multiply a tile left [rows, depth] by right [depth, width vectors]; add to sums, or replace them."""
+    """Multiply a tile left [rows, depth] by right [depth, width vectors]; see `blocks.product`."""
     first = 0
     while first < width:
         many = min(_WIDTHS[rows - 1], width - first)
         blocks.product(
             element, rows, many, left.start, left.stride, right.start + first * right.column, right.stride,
-            right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate,
+            right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate, ahead,
         )  # fmt: skip
         first += many
 
@@ -173,7 +182,7 @@ def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, 
     masked = call.mask != 0 and block >= item.first_masked
     if not masked and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
-    for i in range(min(TILE, item.num_rows - row)):
+    for i in range(min(blocks.tile_rows(element), item.num_rows - row)):
         where = scores + i * BLOCK * 4
         blocks.hide_behind(element, where, min(seen, num_visible(call, item, row + i) - block))
         if masked:
@@ -184,7 +193,7 @@ def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, 
 @numba.njit
 def takes_values_as_they_are(element: Any, item: Any) -> bool:
     """Return True if a block's values are used once, so that widening them on the way takes no longer."""
-    return blocks.is_widened(element) != 0 and item.num_rows <= TILE
+    return blocks.is_widened(element) != 0 and item.num_rows <= blocks.tile_rows(element)
 
 
 @numba.njit
@@ -197,30 +206,31 @@ def values_of(call: Any, item: Any, block: int) -> int:
 def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int) -> None:
     """Attend with a tile of rows to the block that is laid out."""
     columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
-    num_rows = min(TILE, item.num_rows - row)
+    num_rows = min(blocks.tile_rows(element), item.num_rows - row)
     seen = min(BLOCK, item.length - block, num_visible(call, item, row + num_rows - 1) - block)
     if seen <= 0:
         return
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
     keys, scores = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES), Matrix(scratch.scores, BLOCK * 4)
-    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0)
+    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0, 0)
     hide(element, call, item, scratch.scores, block, row, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
     blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
     weights, sums = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(first + HEADER, HEADER + head_bytes)
     if takes_values_as_they_are(element, item):
         values = Wide(values_of(call, item, block), call.v_row, VECTOR_BYTES // 2)
-        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1)
+        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
-        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), (seen + columns - 1) // columns
-        multiply(element, num_rows, vectors, weights, values, depth, sums, 1)
+        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), blocks.num_units(element, seen)
+        multiply(element, num_rows, vectors, weights, values, depth, sums, 1, 0)
 
 
 @inlined
 def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, first: int, last: int) -> None:
     """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
     vectors, lines = call.head_dim // LANES, call.head_dim * blocks.element_size(element) // VECTOR_BYTES
-    num_tiles = (item.num_rows + TILE - 1) // TILE
+    tile_rows = blocks.tile_rows(element)
+    num_tiles = (item.num_rows + tile_rows - 1) // tile_rows
     share = (BLOCK + num_tiles - 1) // num_tiles  # keys asked for with each tile: more at once would be waited for
     for row in range(item.num_rows):
         blocks.clear(element, state_of(call, states, row), vectors)
@@ -232,10 +242,11 @@ def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, 
         if not takes_values_as_they_are(element, item):
             blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
         for tile in range(num_tiles):
-            ahead = BLOCK + tile * share
-            blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
-            blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
-            attend_tile(element, call, item, scratch, states, block, tile * TILE)
+            if not tiles.HAS_TILES:  # a processor that has them foresees what is read, and waits for what is asked for
+                ahead = BLOCK + tile * share
+                blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
+                blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
+            attend_tile(element, call, item, scratch, states, block, tile * tile_rows)
 
 
 @numba.njit
@@ -258,6 +269,8 @@ def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
         place += item.key_head * call.group + head
         state, out = state_of(call, totals, row), call.out + place * call.head_dim * blocks.element_size(element)
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
+        if call.lse == 0:
+            continue
         lse = -np.inf if weight == 0 else blocks.reference_score(element, state) * call.scale + math.log(weight)
         blocks.put(element, call.lse + 4 * place, lse)
 
@@ -282,21 +295,22 @@ def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
     lay_queries(element, call, item, scratch)
     end = min(item.length, num_visible(call, item, item.num_rows - 1))
     alone = call.num_parts == 1
-    size = state_of(call, 0, call.rows)
-    vectors = call.head_dim // LANES
-    for row in range(item.num_rows):
-        blocks.clear(element, state_of(call, scratch.totals, row), vectors)
+    size = state_of(call, 0, memory_rows(call.rows))
+    totals = scratch.totals
     for split in range(0 if alone else part, call.num_splits if alone else part + 1):
-        states = scratch.states if alone else call.parts + number * size
-        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        states = call.parts + number * size
         if alone:
-            add_up(element, call, item, scratch.totals, states)
+            states = totals if split == 0 else scratch.states
+        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        if alone and split > 0:
+            add_up(element, call, item, totals, states)
     if not alone:
         if blocks.add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
             return
-        for each in range(call.num_parts):
-            add_up(element, call, item, scratch.totals, call.parts + (which * call.num_parts + each) * size)
-    write_results(element, call, item, scratch.totals)
+        totals = call.parts + which * call.num_parts * size
+        for each in range(1, call.num_parts):
+            add_up(element, call, item, totals, totals + each * size)
+    write_results(element, call, item, totals)
 
 
 @numba.njit
@@ -316,8 +330,9 @@ def num_items(call: Any) -> int:
 @numba.njit
 def memory_of(call: Any, worker: int) -> Scratch:
     """Return the memory of a worker."""
-    size = scratch_of(call.head_dim, call.rows, 0).end
-    return scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
+    rows = memory_rows(call.rows)
+    size = scratch_of(call.head_dim, rows, 0).end
+    return scratch_of(call.head_dim, rows, call.workspace + worker * size)
 
 
 @inlined
@@ -325,15 +340,17 @@ def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
     scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
     number = blocks.add_to(element, call.counters + 8, 1)
+    tiles.configure(element)
     while number < num_items(call):
         run_item(element, call, scratch, number)
         number = blocks.add_to(element, call.counters + 8, 1)
+    tiles.release(element)
 
 
 @cache
 def kernel(element: type) -> Any:
     """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, tiles.__file__, vir.__file__)]
     version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
