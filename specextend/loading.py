@@ -74,7 +74,7 @@ def load_engine(config: Configs) -> Engine:
     attention = config.attention
     if attention.backend == "auto" and proof.kernels.steps == "triton":
         attention = replace(attention, backend="triton")
-    if attention.tree == "auto" and target.runs_in_one_call:  # which hybrid attention would leave
+    if target.runs_in_one_call:  # which attends to prefix and tree apart in any case
         attention = replace(attention, tree="dense")
     config = config.model_copy(update={"attention": attention})
     cache, drafter = config.cache, None

@@ -205,6 +205,43 @@ def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Valu
 
 
 @emitted()
+def place_key(b: Value, element: Any, key: Value, head_dim: Value, keys: Value, column: Value) -> None:
+    """Copy a row to a column of a block of keys that is laid out."""
+    size = 2 if element == types.uint16 else 4
+    kind = vir.I16 if element == types.uint16 else vir.I32
+
+    def body(i: Value) -> None:
+        unit = load(b, address(b, key, times(b, i, size)), kind, 2)
+        if element == types.uint16:
+            unit = b.shl(b.zext(unit, vir.I32), ir.Constant(vir.I32, 16))
+        store(b, unit, address(b, keys, times(b, i, BLOCK * 4), times(b, column, 4)))
+
+    vir.repeat(b, b.udiv(head_dim, number(units_of(element))), [], body)
+
+
+@emitted()
+def place_value(b: Value, element: Any, value: Value, num_vectors: Value, values: Value, row: Value) -> None:
+    """Copy a row to a row of a block of values that is laid out, or to half of a row of pairs."""
+    place = address(b, values, b.mul(b.udiv(row, number(units_of(element))), times(b, num_vectors, VECTOR_BYTES)))
+    if units_of(element) == 1:
+        emit_copy(b, element, value, num_vectors, place)
+        return
+    place = address(b, place, times(b, b.urem(row, number(2)), 2))
+
+    def body(i: Value) -> None:
+        half = load(b, address(b, value, times(b, i, 2)), vir.I16, 2)
+        store(b, half, address(b, place, times(b, i, 4)), 2)
+
+    vir.repeat(b, times(b, num_vectors, LANES), [], body)
+
+
+@emitted(types.int64)
+def get_byte(b: Value, element: Any, where: Value) -> Value:
+    """Read a byte."""
+    return b.zext(load(b, where, vir.I8, 1), vir.I64)
+
+
+@emitted()
 def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value, num_lines: Value) -> None:
     """Ask for the cache lines of some rows, which may lie outside the tensor."""
 
@@ -307,12 +344,12 @@ def hide_behind(b: Value, element: Any, scores: Value, limit: Value) -> None:
 
 
 @emitted()
-def hide_masked(b: Value, element: Any, scores: Value, mask: Value) -> None:
-    """Set the scores whose byte in the mask is 0 to -inf."""
-    flags = ir.VectorType(vir.I8, LANES)
+def hide_before(b: Value, element: Any, scores: Value, limit: Value) -> None:
+    """Set the scores before `limit` to -inf."""
+    limits = vir.splat(b, b.trunc(limit, vir.I32))
     for first in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * first)
-        hidden = b.icmp_unsigned("==", load(b, address(b, mask, first), flags, 1), ir.Constant(flags, None))
+        hidden = b.icmp_signed("<", vir.units(range(first, first + LANES)), limits)
         store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
 
 
@@ -369,7 +406,7 @@ def weigh(
     b: Value, element: Any, num_rows: Value, scores: Value, states: Value, num_vectors: Value, scale: float,
     weights: Value,
 ) -> None:  # fmt: skip
-    """Turn a tile's scores into weights, and rescale the rows whose scores have grown.
+    """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind them weigh nothing.
 
     `scale` is the factor of scores, times log2(e).
     """
@@ -385,6 +422,15 @@ def weigh(
             store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
 
     vir.repeat(b, num_rows, [], body)
+    if is_tiled(element):  # whose product adds to the rows behind them
+        end = times(b, num_rows, BLOCK * 2 // VECTOR_BYTES)
+        missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
+
+        def forget(i: Value) -> None:
+            store(b, vir.floats(0.0), address(b, weights, times(b, b.add(end, i), VECTOR_BYTES)))
+
+        with b.if_then(b.icmp_signed(">", missing, number(0))):
+            vir.repeat(b, missing, [], forget)
 
 
 @emitted()
