@@ -403,3 +403,20 @@ def _bos(tokenizer: Any) -> list[int]:
     """Return the BOS token if the tokenizer begins texts with one; a chat template brings its own."""
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the token that the chat template writes after an answer; None if that is none.
+
+    Raises ValueError for a template that does not end.
+    """
+    said = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    try:
+        with _at_most(TEMPLATE_S):
+            rendered: str = tokenizer.apply_chat_template(said, tokenize=False)
+    except TimeoutError:
+        raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
+    except Exception:  # noqa: BLE001  templates raise anything for what they do not take
+        return None
+    after = tokenizer(rendered.rpartition("Answer")[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

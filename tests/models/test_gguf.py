@@ -14,7 +14,7 @@ import torch
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
-from specextend.models import TargetOptions, check_model, load_target, load_tokenizer
+from specextend.models import TargetOptions, check_model, load_target, load_tokenizer, rope_frequencies
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -48,8 +48,8 @@ def tensors_of(model):
             yield f"blk.{layer}.{ours}.weight", interleaved(weight, heads[ours]) if ours in heads else weight
 
 
-def write_gguf(path, model, tokenizer):
-    """The model as one GGUF file in float32."""
+def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
+    """The model as one GGUF file in float32, with what `add` adds."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -72,7 +72,9 @@ def write_gguf(path, model, tokenizer):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, weight in tensors_of(model):
-        writer.add_tensor(name, weight.numpy())
+        if name != leave_out:
+            writer.add_tensor(name, weight.numpy())
+    add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,3 +134,92 @@ def test_a_folder_that_holds_something_is_left_alone(folder_and_file, capsys):
     assert unpack(file, folder) == 2
     assert "holds something already" in capsys.readouterr().err
     assert check_model(str(folder)).num_layers == 2
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def keys(**values):
+    """Adds keys behind `llama.rope.`; `scaling_` is `scaling.`."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in values.items():
+            key = f"llama.rope.{name.replace('scaling_', 'scaling.')}"
+            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
+
+    return add
+
+
+def tensor(name: str, value: torch.Tensor):
+    return lambda writer: writer.add_tensor(name, value.numpy())
+
+
+def divisors(head_dim: int = 64, **rope: float) -> torch.Tensor:
+    """By what `rope_freqs` of llama.cpp's own converter divides each frequency."""
+    plain, scaled = (
+        rope_frequencies({"rope_parameters": each}, head_dim, "tiny")[0]
+        for each in ({"rope_type": "default", "rope_theta": 10000.0}, LLAMA3 | rope)
+    )
+    return plain / scaled
+
+
+SCALED = {
+    "linear": (keys(scaling_type="linear", scaling_factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+    "an old key": (keys(scale_linear=4.0), {"rope_type": "linear", "factor": 4.0}),
+    "none": (keys(scaling_type="none", scaling_factor=4.0), {"rope_type": "default"}),
+    "yarn": (
+        keys(scaling_type="yarn", scaling_factor=4.0, scaling_original_context_length=64),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "a tensor": (tensor("rope_freqs.weight", divisors()), LLAMA3),
+}
+
+
+@pytest.fixture
+def convert(write_model, tmp_path):
+    """Writes a GGUF file of a model with large heads, and unpacks it; returns the exit code."""
+    folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
+
+    def convert(add=lambda writer: None, **changes) -> int:
+        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), add, **changes)
+        return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
+
+    return convert
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, scaling):
+    """It became `default`: short prompts were right, and long documents were read worse and worse."""
+    add, rope = SCALED[scaling]
+    assert convert(add) == 0
+    made = load_target(TargetOptions(model=str(tmp_path / "made"), dtype="float32", device="cpu"))
+    assert made.config.rope_parameters == {"rope_theta": 10000.0} | rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"add": keys(scaling_type="longrope", scaling_factor=4.0)}, "(scaling.type)"),
+        ({"add": keys(scaling_type="yarn", scaling_factor=4.0, scaling_yarn_beta_fast=9.0)}, "yarn_beta_fast"),
+        ({"add": tensor("rope_freqs.weight", divisors(low_freq_factor=2.0))}, "(frequencies)"),
+        ({"add": tensor("blk.0.attn_q.bias", torch.ones(128))}, "no place in the model: blk.0.attn_q.bias"),
+        ({"add": tensor("rope_factors_long.weight", torch.ones(32))}, "rope_factors_long.weight"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, "lacks the tensor blk.1.ffn_up.weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
+    """Biases were dropped and missing weights drawn at random."""
+    assert convert(**changes) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert said in line
+    assert "tiny.gguf" in line
+    assert not (tmp_path / "made").exists()
