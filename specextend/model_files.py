@@ -6,7 +6,6 @@ HubUnreachableError if another try may help.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import re
@@ -104,7 +103,7 @@ def find_folder(model: str, revision: str | None, *, weights: bool, also: str | 
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
     folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([also] if also else [])])
     if weights:  # a repository may hold the same weights in several formats
-        _fetch(model, revision, [glob.escape(name) for name in indexed_names(folder) or [_ONE_FILE]])
+        _fetch(model, revision, indexed_names(folder) or [_WEIGHTS])
     return folder
 
 
@@ -141,18 +140,8 @@ def read_tensors(model: str, revision: str | None = None) -> dict[str, TensorInf
         return read_folder(folder, model)
     with _said(model, revision):
         files = HfApi().model_info(model, revision=revision, timeout=TIMEOUT_S).siblings or []
-    chosen = _choose_files([file.rfilename for file in files], folder, model)
-    if not indexed_names(folder) and chosen != [_ONE_FILE]:
-        raise ModelError(f"{model} has {chosen[0]}, and neither {_ONE_FILE} nor {INDEX}: fetch and rename it")
+    _choose_files([file.rfilename for file in files], folder, model)
     return None
-
-
-def read_tensor(folder: Path, model: str, name: str) -> Tensor:
-    """Read a tensor of a folder that has it."""
-    [file] = [file for file in weight_files(folder, model) if name in read_safetensors_header(file)]
-    with safe_open(file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
-    return tensor
 
 
 def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:

@@ -24,7 +24,6 @@ from specextend.model_files import (
     find_folder,
     read_folder,
     read_json,
-    read_tensor,
     read_tensors,
     weight_files,
 )
@@ -56,16 +55,11 @@ _LLAMA3 = {
 }
 """What Llama 3.1 to 3.3 have in common. A GGUF file has a tensor that follows from it."""
 _GGUF_ROPE = {
-    "dimension_count",
-    "freq_base",
-    "frequencies",
-    "scale_linear",
-    "scaling.factor",
-    "scaling.finetuned",
-    "scaling.original_context_length",
-    "scaling.type",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-"""Keys of GGUF files behind `rope.` that are understood, and `frequencies` for the tensor."""
+"""Fields of GGUF files, and what they are called in a config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +148,7 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     """
     facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
     if (tensors := read_tensors(model, revision)) is not None:
-        folder = find_folder(model, revision, weights=False)
-        _check_tensors(_read_config(folder, model), model, folder, tensors)
+        _check_tensors(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
     return facts
 
 
@@ -191,7 +184,7 @@ def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) 
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
     folder = find_folder(model, revision, weights=True)
     config = _read_config(folder, model)
-    _check_tensors(config, model, folder, read_folder(folder, model))
+    _check_tensors(config, model, read_folder(folder, model))
     # Without it transformers takes model.safetensors, whether an index names it or not, and no file of another name.
     config.transformers_weights = INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
     with _quiet():
@@ -203,6 +196,8 @@ def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) 
             trust_remote_code=False,
             use_safetensors=True,
         )
+    if config.tie_word_embeddings and loaded.lm_head.weight is not loaded.get_input_embeddings().weight:
+        raise ModelError(f"{model} has an LM head of its own: set tie_word_embeddings to false in its config.json")
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
     module.to(resolve_device(device)).eval().requires_grad_(False)
     return loaded
@@ -335,10 +330,10 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
         )
 
 
-def _check_tensors(config: PreTrainedConfig, model: str, folder: Path, found: dict[str, TensorInfo]) -> None:
+def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
     """Raise ModelError unless the tensors found are those of the architecture, with the same shapes, as floats.
 
-    A tied LM head may be there, if it is the embedding, and buffers of the RoPE, which follow from config.json.
+    A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
     """
     expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
     left = {name: info for name, info in found.items() if ".rotary_emb." not in f".{name}"}
@@ -354,16 +349,8 @@ def _check_tensors(config: PreTrainedConfig, model: str, folder: Path, found: di
             raise ModelError(f"{model}: {name} is {info.dtype}; served are {', '.join(FLOATS)}")
     if left:
         raise ModelError(
-            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such as {min(left)}: "
-            "without them it would be another model"
+            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such as {min(left)}"
         )
-    if config.tie_word_embeddings and "lm_head.weight" in found:
-        embedding = next(name for name in found if name.removeprefix("model.") == "embed_tokens.weight")
-        if not torch.equal(read_tensor(folder, model, embedding), read_tensor(folder, model, "lm_head.weight")):
-            raise ModelError(
-                f"{model} has an LM head of its own, and config.json ties it to the embedding: set tie_word_embeddings "
-                "to false there"
-            )
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -424,53 +411,36 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
 
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    config, fields = model.config, {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields["general.architecture"]
-    prefix = f"{kind}.rope."
-    rope = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    if (factors := tensors.pop("rope_freqs.weight", None)) is not None:
-        rope["frequencies"] = torch.tensor(factors).float()
-    config.rope_parameters = config.rope_parameters | _gguf_rope(rope, config, str(file))
+    fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
+    model.config.rope_parameters |= _gguf_rope(fields, tensors.pop("rope_freqs.weight", None), model.config, str(file))
+    kind = fields["architecture"]
     [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    expected = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
-    if config.tie_word_embeddings:
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    expected = {str(names.get_name(name, (".weight", ".bias"))) for name in model.state_dict()}
+    if model.config.tie_word_embeddings:
         expected.discard("output.weight")
-    if different := sorted(map(str, expected ^ tensors.keys())):
-        name = different[0]
-        what = "lacks the tensor" if name in expected else "has a tensor that has no place in the model:"
-        raise ModelError(f"{file} {what} {name} ({counted(len(different), 'tensor')} in all)")
+    if different := expected ^ tensors.keys():
+        raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
 
 
-def _gguf_rope(keys: dict[str, Any], config: PreTrainedConfig, file: str) -> dict[str, Any]:
-    """Return the RoPE parameters that a GGUF file's keys mean, as llama.cpp reads them.
-
-    keys: those behind `rope.`, and `frequencies`, by which each frequency [head_dim / 2] is divided. Raises ModelError
-    for those that mean another RoPE.
-    """
-    kind = keys.get("scaling.type", "linear")
-    factor = keys.get("scaling.factor") or keys.get("scale_linear") or 1.0
-    before = keys.get("scaling.original_context_length")
-    strange = keys.keys() - _GGUF_ROPE
-    rope: dict[str, Any] = {}
-    if kind not in ("none", "linear", "yarn"):
-        strange.add("scaling.type")
-    elif kind != "none" and factor != 1:
-        rope = {"rope_type": kind, "factor": factor}
-    if rope and kind == "yarn" and before:
-        rope["original_max_position_embeddings"] = before
-    if keys.get("dimension_count", head_size(config)) != head_size(config):
-        strange.add("dimension_count")
-    if (divisors := keys.get("frequencies")) is not None:
+def _gguf_rope(fields: dict[str, Any], divisors: Any, config: PreTrainedConfig, file: str) -> dict[str, Any]:
+    """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which frequencies are divided."""
+    scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
+    rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}
+    if rope.get("rope_type") == "none":
+        rope = {}
+    elif rope:
+        rope = {"rope_type": "linear"} | rope
+    if divisors is not None:
         llama3 = _LLAMA3 | {"factor": float(divisors.max())}
         plain, scaled = (
             rope_frequencies({"rope_parameters": config.rope_parameters | each}, 2 * len(divisors), file)[0]
             for each in ({}, llama3)
         )
-        if rope or not torch.allclose(plain / scaled, divisors, rtol=1e-3):
-            strange.add("frequencies")
+        if rope or not torch.allclose(plain / scaled, torch.tensor(divisors), rtol=1e-3):
+            scaling["rope_freqs.weight"] = divisors
         rope = llama3
-    if strange:
+    if strange := scaling.keys() - {"rope.scaling.finetuned"}:
         raise ModelError(f"{file} has a RoPE that is not carried over ({min(strange)}); take the model as safetensors")
     return rope
 

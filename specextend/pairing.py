@@ -66,7 +66,7 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= facts.vocab_size:
         raise ModelError(
-            f"{facts.name} has a tokenizer with token {last} ({token!r}), and an embedding of {facts.vocab_size} rows; "
+            f"{facts.name} has a tokenizer with token {last} ({token!r}), and an embedding for {facts.vocab_size} tokens; "
             "put the tokenizer there that the model was trained with"
         )
     said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}

@@ -95,12 +95,8 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
-    tokens = load_tokenizer(config.target.model, config.target.revision)
-    ends = [
-        {"found_in": place, "token_id": token_id, "token": tokens.convert_ids_to_tokens(token_id)}
-        for place, token_ids in facts.ends.items()
-        for token_id in token_ids
-    ]
+    name = load_tokenizer(config.target.model, config.target.revision).convert_ids_to_tokens
+    ends = [f"{token_id} {name(token_id)} ({place})" for place, ids in facts.ends.items() for token_id in ids]
     return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "ends": ends, "problem": problem}
 
 
@@ -131,8 +127,7 @@ def _describe(found: dict[str, Any]) -> str:
         "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     ]
     if worker := found.get("worker"):
-        ends = [f"{end['found_in']}: {end['token_id']} ({end['token'] or 'no token'})" for end in worker["ends"]]
-        lines.append("end of sequence: " + (", ".join(ends) or "none, so that outputs run to decoding.max_new_tokens"))
+        lines.append(f"ends of sequence: {', '.join(worker['ends']) or 'none found'}")
         lines += describe_memory(worker | {"cache": None})
         lines.append(f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine")
     for trial in found.get("kernels", ()):

@@ -406,16 +406,11 @@ def _bos(tokenizer: Any) -> list[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes after an answer; None if that is none.
-
-    Raises ValueError for a template that does not end.
-    """
+    """Return the token that the chat template writes after an answer; None if that is none."""
     said = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
     try:
         with _at_most(TEMPLATE_S):
             rendered: str = tokenizer.apply_chat_template(said, tokenize=False)
-    except TimeoutError:
-        raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
     except Exception:  # noqa: BLE001  templates raise anything for what they do not take
         return None
     after = tokenizer(rendered.rpartition("Answer")[2].lstrip(), add_special_tokens=False)["input_ids"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -136,50 +137,27 @@ def test_a_folder_that_holds_something_is_left_alone(folder_and_file, capsys):
     assert check_model(str(folder)).num_layers == 2
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+BIAS = np.ones(128, np.float32)
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def keys(**values):
-    """Adds keys behind `llama.rope.`; `scaling_` is `scaling.`."""
+def divided(**changes: float):
+    """Adds the tensor by which llama.cpp divides the frequencies of a Llama 3 with large heads."""
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0} | LLAMA3 | changes
+    plain, slower = (rope_frequencies({"rope_parameters": each}, 64, "tiny")[0] for each in (DEFAULT, scaled))
+    return lambda writer: writer.add_tensor("rope_freqs.weight", (plain / slower).numpy())
+
+
+def scaled(kind: str, also=lambda writer: None):
+    """Adds the keys of a scaling by four."""
 
     def add(writer: gguf.GGUFWriter) -> None:
-        for name, value in values.items():
-            key = f"llama.rope.{name.replace('scaling_', 'scaling.')}"
-            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        also(writer)
 
     return add
-
-
-def tensor(name: str, value: torch.Tensor):
-    return lambda writer: writer.add_tensor(name, value.numpy())
-
-
-def divisors(head_dim: int = 64, **rope: float) -> torch.Tensor:
-    """By what `rope_freqs` of llama.cpp's own converter divides each frequency."""
-    plain, scaled = (
-        rope_frequencies({"rope_parameters": each}, head_dim, "tiny")[0]
-        for each in ({"rope_type": "default", "rope_theta": 10000.0}, LLAMA3 | rope)
-    )
-    return plain / scaled
-
-
-SCALED = {
-    "linear": (keys(scaling_type="linear", scaling_factor=4.0), {"rope_type": "linear", "factor": 4.0}),
-    "an old key": (keys(scale_linear=4.0), {"rope_type": "linear", "factor": 4.0}),
-    "none": (keys(scaling_type="none", scaling_factor=4.0), {"rope_type": "default"}),
-    "yarn": (
-        keys(scaling_type="yarn", scaling_factor=4.0, scaling_original_context_length=64),
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    ),
-    "a tensor": (tensor("rope_freqs.weight", divisors()), LLAMA3),
-}
 
 
 @pytest.fixture
@@ -188,33 +166,44 @@ def convert(write_model, tmp_path):
     folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
 
-    def convert(add=lambda writer: None, **changes) -> int:
-        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), add, **changes)
+    def convert(**changes) -> int:
+        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
         return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
 
     return convert
 
 
-@pytest.mark.parametrize("scaling", SCALED)
-def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, scaling):
+@pytest.mark.parametrize(
+    ("add", "rope"),
+    [
+        (scaled("linear"), {"rope_type": "linear", "factor": 4.0}),
+        (scaled("none"), {}),
+        (
+            scaled("yarn", lambda writer: writer.add_rope_scaling_orig_ctx_len(64)),
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        (divided(), {"rope_type": "llama3", **LLAMA3}),
+    ],
+    ids=["linear", "none", "yarn", "llama3"],
+)
+def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
     """It became `default`: short prompts were right, and long documents were read worse and worse."""
-    add, rope = SCALED[scaling]
-    assert convert(add) == 0
+    assert convert(add=add) == 0
     made = load_target(TargetOptions(model=str(tmp_path / "made"), dtype="float32", device="cpu"))
-    assert made.config.rope_parameters == {"rope_theta": 10000.0} | rope
+    assert made.config.rope_parameters == DEFAULT | rope
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"add": keys(scaling_type="longrope", scaling_factor=4.0)}, "(scaling.type)"),
-        ({"add": keys(scaling_type="yarn", scaling_factor=4.0, scaling_yarn_beta_fast=9.0)}, "yarn_beta_fast"),
-        ({"add": tensor("rope_freqs.weight", divisors(low_freq_factor=2.0))}, "(frequencies)"),
-        ({"add": tensor("blk.0.attn_q.bias", torch.ones(128))}, "no place in the model: blk.0.attn_q.bias"),
-        ({"add": tensor("rope_factors_long.weight", torch.ones(32))}, "rope_factors_long.weight"),
-        ({"leave_out": "blk.1.ffn_up.weight"}, "lacks the tensor blk.1.ffn_up.weight"),
+        ({"add": scaled("longrope")}, "RoPE type 'longrope'"),
+        ({"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))}, "rope.scaling.attn_factor"),
+        ({"add": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)}, "(rope.scale_linear)"),
+        ({"add": divided(low_freq_factor=2.0)}, "(rope_freqs.weight)"),
+        ({"add": lambda writer: writer.add_tensor("blk.0.attn_q.bias", BIAS)}, "blk.0.attn_q.bias is missing or has"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, "blk.1.ffn_up.weight is missing or has no place"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["longrope", "a factor", "an old key", "another Llama 3", "a bias", "no weight"],
 )
 def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
     """Biases were dropped and missing weights drawn at random."""

@@ -63,9 +63,7 @@ def test_a_model_fetches_what_its_index_names_alone(hub: Hub, write_model: Calla
     }
     (folder / f"{WEIGHTS}.index.json").unlink()
     hub.push("owner/shards", folder)
-    with pytest.raises(
-        ModelError, match=r"owner/shards has several weight files and no "
-    ):
+    with pytest.raises(ModelError, match=r"owner/shards has several weight files and no "):
         check_model("owner/shards")
 
 
