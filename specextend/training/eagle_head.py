@@ -27,7 +27,7 @@ from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
 from specextend.training.recording import PARTS, Recording, Span
-from specextend.training.task import TRAINING, Target, Task, fit
+from specextend.training.task import Target, Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
@@ -163,12 +163,12 @@ def new_weights(config: EagleConfig, target: Target, seed: int) -> dict[str, Ten
     return _with_copy_heads(weights, config, target.embedding.cpu(), seed) if config.copy_heads else weights
 
 
-# Its lessons
+# Its examples
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Slots of a recording; all of them are a lesson."""
+    """Slots of a recording; all of them are an example."""
 
     token_ids: Tensor
     """[S] int64: token i + 1"""
@@ -237,13 +237,13 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
         yield hidden, at
 
 
-def head_loss(head: EagleHead, lesson: Slots, generator: torch.Generator) -> Tensor:
+def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Tensor:
     """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain steps.
 
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
     rows = head.target_rows
-    slots = lesson.each(lambda values: values.to(rows.device))
+    slots = example.each(lambda values: values.to(rows.device))
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=multiplies_bf16(rows.device)):
@@ -279,7 +279,7 @@ def train_eagle(task: Task) -> None:
     def loss(path: Path, generator: torch.Generator) -> Tensor:
         return head_loss(head, lay_out(Recording.load(path)), generator)
 
-    fit(head, loss, task.learned, task.folder / TRAINING, task.show, task.options)
+    fit(head, loss, task)
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
     save_file({**tensors, VOCABULARY: task.vocabulary}, task.folder / WEIGHTS_FILE)
