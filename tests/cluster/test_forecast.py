@@ -92,16 +92,6 @@ def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured: int, lea
     assert held >= 200 * least
 
 
-def test_rates_are_seconds_by_token():
-    """By hand, of two documents of which the second writes half as much; one says nothing about how they differ."""
-    costs = [DocumentCost(1000, 100, 100, 1.0, 2.0), DocumentCost(3000, 50, 100, 3.0, 1.0)]
-    rates = fit_rates(costs, start_s=5.0, device="here")
-    assert (rates.prefill, rates.decode, rates.output_share) == pytest.approx((1e-3, 2e-2, 0.75))
-    assert rates.spread == pytest.approx((0.2**2 + (0.5 / 4.5) ** 2) ** 0.5, rel=0.2)
-    assert (rates.num_documents, rates.start_s, rates.device) == (2, 5.0, "here")
-    assert fit_rates([*costs[:1], DocumentCost(9, 0, 9, 1.0, 0.0)], start_s=0.0, device="") is None
-
-
 def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:
     estimates = documents(*(TokenEstimate(length, 10) for length in lengths))
     return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
