@@ -35,7 +35,7 @@ from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import train_eagle
 from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.recording import Recorder, Sample, SampleMaker, Text
-from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_parts
+from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
 
 Item = TypeVar("Item")
 HELD_OUT = 10
@@ -192,10 +192,11 @@ class _Rounds:
         num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in samples.values())
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
         paths = self._record(Recorder(target, self._vocabulary), samples)
-        frozen = frozen_parts(self._config.target, target.model, lm_head)
+        frozen = target.model.config, *frozen_weights(target.model, lm_head)
         del target, lm_head
         (folder / TRAINING).mkdir(parents=True, exist_ok=True)
-        train_eagle(Task(self._options, frozen, self._vocabulary, paths, start, folder, self._show))
+        examples = self._vocabulary, paths
+        train_eagle(Task(self._options, self._config.target, *frozen, *examples, start, folder, self._show))
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
         """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""

@@ -26,8 +26,9 @@ from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
+from specextend.models import load_tokenizer, tokens_sha256
 from specextend.training.recording import PARTS, Recording, Span
-from specextend.training.task import Target, Task, fit
+from specextend.training.task import Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
@@ -124,16 +125,14 @@ class EagleHead(nn.Module):
         return self._tensors[f"{name}.weight".replace(".", "/")]
 
 
-def _with_copy_heads(
-    weights: Mapping[str, Tensor], config: EagleConfig, embedding: Tensor, seed: int
-) -> dict[str, Tensor]:
+def _with_copy_heads(weights: Mapping[str, Tensor], config: EagleConfig, task: Task) -> dict[str, Tensor]:
     """Add copy heads that find earlier occurrences of the last tokens but do not change the output yet.
 
     Queries and keys are the same random projection of the last three tokens, so they match where three, two or one of
     them are equal. The output projection starts at zero, so training begins at the head as it was.
     """
     assert config.copy_heads is not None
-    generator = torch.Generator().manual_seed(seed)
+    generator, embedding = torch.Generator().manual_seed(task.options.seed), task.embedding.cpu()
     size, group = config.copy_heads * config.head_dim, config.num_heads // config.num_kv_heads
     norm = (rms_norm(embedding.float(), (embedding.shape[1],)) * weights["en.weight"].float()).square().sum(1).mean()
     shape = (size, 3 * config.hidden_size)
@@ -150,17 +149,17 @@ def _with_copy_heads(
     }
 
 
-def new_weights(config: EagleConfig, target: Target, seed: int) -> dict[str, Tensor]:
+def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
     """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not among them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(task.options.seed)
     shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
     weights["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
-    weights["norm.weight"] = target.final_norm.float().cpu()
-    return _with_copy_heads(weights, config, target.embedding.cpu(), seed) if config.copy_heads else weights
+    weights["norm.weight"] = task.final_norm.float().cpu()
+    return _with_copy_heads(weights, config, task) if config.copy_heads else weights
 
 
 # Its examples
@@ -270,11 +269,11 @@ def train_eagle(task: Task) -> None:
     """Train a head and write it."""
     if task.start is None:
         config = _new_config(task)
-        weights = new_weights(config, task.target, task.options.seed) | {VOCABULARY: task.vocabulary}
+        weights = new_weights(config, task) | {VOCABULARY: task.vocabulary}
     else:
         config = EagleConfig.model_validate(read_json(task.start / "config.json"))
         weights = load_file(task.start / WEIGHTS_FILE)
-    head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
+    head = EagleHead(config, weights, task.embedding, task.lm_head).to(task.lm_head.device)
 
     def loss(path: Path, generator: torch.Generator) -> Tensor:
         return head_loss(head, lay_out(Recording.load(path)), generator)
@@ -288,10 +287,10 @@ def train_eagle(task: Task) -> None:
 
 def _new_config(task: Task) -> EagleConfig:
     """Describe a head of one layer in the target's own shape."""
-    target, shape = task.target, task.target.config
+    shape = task.config
     return EagleConfig(
-        target=target.name,
-        vocab_size=len(target.embedding),
+        target=Path(task.target.model).name,
+        vocab_size=len(task.embedding),
         hidden_size=shape.hidden_size,
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,
@@ -303,5 +302,5 @@ def _new_config(task: Task) -> EagleConfig:
         dtype="bfloat16",
         draft_vocab_size=len(task.vocabulary),
         copy_heads=task.options.copy_heads or None,
-        tokens_sha256=target.tokens_sha256,
+        tokens_sha256=tokens_sha256(load_tokenizer(task.target.model, task.target.revision)),
     )

@@ -1,4 +1,4 @@
-"""A training's settings, the frozen parts of its target, what a head is trained from, and the loop.
+"""A training's settings, what one of its rounds trains a head from, and the loop.
 
 The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.device import multiplies_bf16
-from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
+from specextend.models import TargetOptions
 
 Show = Callable[..., None]
 """Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
@@ -70,54 +70,35 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The frozen parts of a target that a draft is trained against."""
+class Task:
+    """The training of one round: what is frozen of the target, and what is learned from."""
 
-    name: str
-    tokens_sha256: str
-    """Hash of its tokenizer, from `models.tokens_sha256`."""
+    options: TrainOptions
+    target: TargetOptions
     config: Any
-    """Configuration of transformers."""
+    """The target's configuration of transformers."""
     embedding: Tensor
     """[tokens, C]"""
     lm_head: Tensor
     """[tokens, C]"""
     final_norm: Tensor
     """[C]"""
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device on which drafts are trained."""
-        return self.lm_head.device
-
-
-def frozen_parts(options: TargetOptions, model: Any, lm_head: Tensor) -> Target:
-    """Copy the parts of a loaded target that lie outside its layers, as fp32 where products of bf16 are slow."""
-    embedding, norm = model.get_input_embeddings().weight, model.model.norm.weight
-    dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
-    return Target(
-        Path(options.model).name,
-        tokens_sha256(load_tokenizer(options.model, options.revision)),
-        model.config,
-        *(weight.detach().to(dtype, copy=True) for weight in (embedding, lm_head, norm)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The training of one round."""
-
-    options: TrainOptions
-    target: Target
     vocabulary: Tensor
     """[V] int64 token ids that the draft proposes, ascending."""
     recordings: list[Path]
-    """The examples to learn from."""
+    """The examples."""
     start: Path | None
     """Folder of the draft to go on from; None: a new one."""
     folder: Path
     """Where the draft is written to, and the checkpoint of its training."""
     show: Show
+
+
+def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
+    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are slow."""
+    dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
+    weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
+    return [weight.detach().to(dtype, copy=True) for weight in weights]
 
 
 TRAINING, CHECKPOINT = "training", "checkpoint.safetensors"
