@@ -40,14 +40,6 @@ def outlook(*found: TokenEstimate, batch: int = 1, **changed: object) -> Outlook
     return Outlook(documents(*found), replace(RATES, **changed), batch)
 
 
-def test_seconds_are_those_of_the_tokens_and_of_the_start():
-    """By hand: 500 documents of two seconds, and half a minute until the first one begins."""
-    forecast = outlook(*[DOCUMENT] * 500).lasts(1)
-    assert forecast.seconds == pytest.approx(30 + 1000)
-    assert (forecast.documents, forecast.workers) == (500, 1)
-    assert forecast.basis == "a calibration of 100 documents on a device"
-
-
 def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_document():
     """The one document of a thousand pages is why a night with a hundred workers is no shorter than with fifty."""
     corpus = outlook(*[DOCUMENT] * 4000, TokenEstimate(100_000, 200))

@@ -42,19 +42,6 @@ def test_leases_are_spread_over_the_workers():
     assert granted(grants, "b") == [1, 3]
 
 
-def test_a_death_charges_what_had_started_and_frees_the_rest():
-    """Only a started document can have killed the worker."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    assert plan.leave("a", "WorkerDied", "gone") == []
-    plan.join("b", at("b"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
-    plan.join("c", at("c"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
-
-
 def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
     """A document may take the whole node down (host memory): the job must still end."""
     plan = scheduler([3])
