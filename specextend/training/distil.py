@@ -192,11 +192,14 @@ class _Rounds:
         num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in samples.values())
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
         paths = self._record(Recorder(target, self._vocabulary), samples)
-        frozen = target.model.config, *frozen_weights(target.model, lm_head)
+        shape = target.model.config
+        weights = frozen_weights(target.model, lm_head)
         del target, lm_head
         (folder / TRAINING).mkdir(parents=True, exist_ok=True)
-        examples = self._vocabulary, paths
-        train_eagle(Task(self._options, self._config.target, *frozen, *examples, start, folder, self._show))
+        task = Task(
+            self._options, self._config.target, shape, self._vocabulary, paths, start, folder, self._show, *weights
+        )
+        train_eagle(task)
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
         """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""

@@ -77,12 +77,6 @@ class Task:
     target: TargetOptions
     config: Any
     """The target's configuration of transformers."""
-    embedding: Tensor
-    """[tokens, C]"""
-    lm_head: Tensor
-    """[tokens, C]"""
-    final_norm: Tensor
-    """[C]"""
     vocabulary: Tensor
     """[V] int64 token ids that the draft proposes, ascending."""
     recordings: list[Path]
@@ -92,6 +86,12 @@ class Task:
     folder: Path
     """Where the draft is written to, and the checkpoint of its training."""
     show: Show
+    embedding: Tensor
+    """[tokens, C]"""
+    lm_head: Tensor
+    """[tokens, C]"""
+    final_norm: Tensor
+    """[C]"""
 
 
 def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
