@@ -190,9 +190,9 @@ def test_only_one_module_of_decoding_knows_the_names_of_devices(path):
 
 
 def test_the_project_does_not_grow():
-    """A feature pays for its room: who needs room takes something out first. `python -m scripts.size` shows where it is.
+    """A feature pays for its room: who needs room takes something out first, and lowers the numbers.
 
-    Whoever takes something out lowers the numbers.
+    `python -m scripts.size` shows where it is.
     """
     size = measure()
     most = json.loads(SIZE.read_text())
