@@ -87,10 +87,10 @@ class TensorInfo:
 # Where a model is
 
 
-def find_folder(model: str, revision: str | None, *, weights: bool, also: str | None = None) -> Path:
+def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
     """Find a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
 
-    weights: fetch the weights too. also: one more file to fetch, if the model has it. Raises ModelError.
+    weights: fetch the weights too. Raises ModelError.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -101,7 +101,7 @@ def find_folder(model: str, revision: str | None, *, weights: bool, also: str | 
         fetch = f"; specextend demo fetches this one into {models_folder()}"
         hint = fetch if Path(model).name == DEFAULT_TARGET else ""
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
-    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([also] if also else [])])
+    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX])
     if weights:  # a repository may hold the same weights in several formats
         _fetch(model, revision, indexed_names(folder) or [_WEIGHTS])
     return folder
@@ -256,7 +256,7 @@ def identify(model: str, revision: str | None = None) -> dict[str, str]:
         return {"weights": commit, "tokenizer": commit}
     folder = find_folder(model, revision, weights=True)
     read_folder(folder, model)
-    weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + list(folder.glob(_WEIGHTS))
+    weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + weight_files(folder, model)
     return {"weights": hash_files(weights), "tokenizer": hash_files(folder / name for name in _TOKENIZER_FILES)}
 
 
