@@ -65,8 +65,8 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= facts.vocab_size:
         raise ModelError(
-            f"{facts.name} has a tokenizer with token {last} ({token!r}) and an embedding for {facts.vocab_size} tokens: "
-            "put the model's own tokenizer there"
+            f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with token {last} "
+            f"({token!r}): take the model's own tokenizer"
         )
     said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}
     ends = facts.ends | {place: (token_id,) for place, token_id in said.items() if token_id is not None}

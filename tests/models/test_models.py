@@ -105,7 +105,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
     changes = ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"]
     assert call(command, [*changes, *more], "x") == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "has a tokenizer with token 63 ('!\"') and an embedding for 63 tokens" in line
+    assert "has an embedding for 63 tokens, and a tokenizer with token 63 ('!\"')" in line
 
 
 @pytest.mark.parametrize(
