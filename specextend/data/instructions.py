@@ -65,6 +65,8 @@ _SENTINEL = f"\u2063{secrets.token_hex(16)}\u2063"
 _ENVIRONMENT = _Environment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_written)
 _ENVIRONMENT.globals.clear()  # a name is a column, even if jinja has something of that name
 del _ENVIRONMENT.filters["random"]
+_WORDS = ("self", "none", "true", "false")
+"""What a template cannot read of a row: jinja takes these names for its own."""
 _AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
 """What `{{ document }}` may stand in: none of them looks at what is written."""
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")
@@ -130,10 +132,10 @@ def _check_names(key: str, node: nodes.Node, *, sees: bool = False) -> None:
     for child in node.iter_child_nodes():
         is_written = isinstance(node, nodes.Output)
         name = child.name if isinstance(child, nodes.Name) else None
-        is_word = isinstance(child, nodes.Const) and (child.value is None or isinstance(child.value, bool))
-        if name == "self" or (is_written and is_word):
-            word = name or str(child.value).lower()
-            raise ValueError(f"{key} writes {word}, which is a word of jinja's and no column: rename the column")
+        if is_written and isinstance(child, nodes.Const) and not isinstance(child.value, str):
+            name = str(child.value).lower()
+        if name in _WORDS:
+            raise ValueError(f"{key} writes {name}, which is a word of jinja's and no column: rename the column")
         if name == DOCUMENT and (sees or not is_written):
             raise ValueError(
                 f"{key} uses {DOCUMENT} in an expression, which would not see its text: write {PLACE} alone, outside "

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from specextend.core import SURROGATE, first_line
 from specextend.data.inputs import DocumentError
@@ -172,7 +171,7 @@ class Prompts:
             rendered = self._rendered(_PROBE)
         if (count := rendered.count(_PROBE)) != 1:
             raise ValueError(f"the chat template renders a document {count} times, but must render all of it once")
-        self.begins_thinking = rendered.rstrip().endswith(tuple(begin for begin, _ in THINKING))
+        self.begins_thinking = rendered.rstrip().endswith(tuple(self._names.get(begin, begin) for begin, _ in THINKING))
         """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
         self.num_template_tokens = self._measure(None)
         """Tokens of a prompt that are not the document's."""
@@ -199,7 +198,7 @@ class Prompts:
             token_ids, size = self._encode(kept, instruction, limit)
             if size <= limit and num_kept:
                 return Prompt(token_ids, len(starts) - num_kept, policy, num_kept / len(starts))
-            room -= max(1, size - limit)
+            room = min(room - 1, room * limit // size)
         raise _no_room(limit, max_new_tokens, limit)
 
     def told_apart(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str | None]:
@@ -397,11 +396,16 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callabl
     """Return what writes the prompt around a user message. Raises ValueError for a bad template or time."""
     if source is None:
         return partial(_plain, options)
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
+
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for example in options.examples:
         messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]
-    told = options.template_options.get(CLOCK)
-    now = datetime.now() if told is None else datetime.fromisoformat(str(told))
+    told = str(options.template_options.get(CLOCK, datetime.now()))
+    try:
+        now = datetime.fromisoformat(told)
+    except ValueError:
+        raise ValueError(f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}") from None
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options.template_options}
     variables |= {CLOCK: now.strftime, "add_generation_prompt": True}
 
