@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import gc
+import math
+import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specextend.stats import DecodingStats
 
@@ -30,6 +32,10 @@ MIN_STOP_TOKENS = 64
 
 MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
+
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""Half of a pair that encodes one character: no text by itself."""
 
 
 class DocumentKey(NamedTuple):
@@ -79,15 +85,15 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
             raise ValueError("stop must not hold an empty string")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
             raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
@@ -160,6 +166,23 @@ class Completion:
     """Given for a request with `audit_of`."""
     scored: tuple[Scored, ...] = ()
     """All values of a request's choices, choice by choice."""
+
+
+def mended(value: Any, *, decodes: bool = False) -> Any:
+    """Return a value in which halves of surrogate pairs are U+FFFD, those inside of its lists and fields as well.
+
+    decodes: bytes become text, in which what is not UTF-8 is U+FFFD, too.
+    """
+    match value:
+        case str():
+            return SURROGATE.sub("\ufffd", value)
+        case bytes() if decodes:
+            return value.decode(errors="replace")
+        case list() | tuple():
+            return [mended(each, decodes=decodes) for each in value]
+        case Mapping():
+            return {name: mended(each, decodes=decodes) for name, each in value.items()}
+    return value
 
 
 def printable(text: str, keep: str = "") -> str:

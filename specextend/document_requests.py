@@ -85,7 +85,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     [outcome] = yield (request,)
     if isinstance(outcome, DocumentError):
         raise outcome
-    answer, reasoning = prompts.told_apart(outcome.text)
+    answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
     whole = _whole(config, replace(outcome, text=answer))
     return Summary(request, whole, prompt, outcome, reasoning=reasoning)
 
@@ -198,7 +198,7 @@ class _InParts:
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
-        answer, self._reasoning = self._prompts.told_apart(outcome.text)
+        answer, self._reasoning = self._prompts.told_apart(outcome.text, outcome.token_ids)
         return replace(outcome, text=answer)
 
 

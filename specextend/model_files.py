@@ -52,6 +52,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _WEIGHTS, _ONE_FILE = "*.safetensors", "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
@@ -101,7 +102,7 @@ def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
         fetch = f"; specextend demo fetches this one into {models_folder()}"
         hint = fetch if Path(model).name == DEFAULT_TARGET else ""
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
-    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX])
+    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
     if weights:  # a repository may hold the same weights in several formats
         _fetch(model, revision, indexed_names(folder) or [_WEIGHTS])
     return folder
@@ -257,7 +258,8 @@ def identify(model: str, revision: str | None = None) -> dict[str, str]:
     folder = find_folder(model, revision, weights=True)
     read_folder(folder, model)
     weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + weight_files(folder, model)
-    return {"weights": hash_files(weights), "tokenizer": hash_files(folder / name for name in _TOKENIZER_FILES)}
+    texts = [*(folder / name for name in _TOKENIZER_FILES), *folder.glob(_NAMED_TEMPLATES)]
+    return {"weights": hash_files(weights), "tokenizer": hash_files(texts)}
 
 
 def hash_files(paths: Iterable[Path]) -> str:

@@ -50,6 +50,7 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "specextend/training/", "benchmarks/", "scripts/"),
     "transformers": (
         "specextend/models.py",
+        "specextend/data/prompts.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/proof/",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
@@ -39,6 +39,7 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     documents: a table or data frame; one text or document (a dictionary), or a list of them; a dictionary of columns.
     Texts alone have their number as id. Raises InputError for anything else, and if `input.id_column` is not set.
     """
+    documents = mended(documents)
     if isinstance(documents, str):
         return _of_texts([documents], options), _first
     if isinstance(documents, list) and all(each is None or isinstance(each, str) for each in documents):

@@ -176,9 +176,20 @@ def is_text(kind: pa.DataType) -> bool:
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
-    arrays = (table[name].cast(pa.large_binary()) if is_text(table[name].type) else table[name] for name in columns)
+    arrays = (table[name].cast(_stored(table[name].type)) for name in columns)
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
         yield dict(zip(columns, values, strict=True))
+
+
+def _stored(kind: pa.DataType) -> pa.DataType:
+    """Return a type with bytes in the place of text, inside of structs and lists as well."""
+    if is_text(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_stored(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_stored(kind.value_type)))
+    return kind
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
