@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from html.entities import entitydefs
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import PurePath
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -170,8 +170,8 @@ def read_document(kind: str, data: bytes, options: DocumentOptions) -> dict[str,
     if not text.strip():
         hint = ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
         raise UnreadableError("no text", f"has no text{hint}")
-    title = " ".join(_HALF_CHARACTER.sub("\ufffd", title).split())
-    return {"title": title, "text": _HALF_CHARACTER.sub("\ufffd", text)} | dict(zip(COUNTS, counts, strict=False))
+    whole = [_HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
+    return {"title": " ".join(whole[0].split()), "text": whole[1]} | dict(zip(COUNTS, counts, strict=False))
 
 
 def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int]:
@@ -223,12 +223,13 @@ def _page_text(pdf: Any, number: int) -> tuple[str, int, bool]:
 
     page = pdf[number]
     texts = [*_free_texts(page)]
-    is_filled = raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY) == raw.FLATTEN_SUCCESS
-    page.close()
-    page = pdf[number]  # its handle is that of before
+    is_filled = raw.FPDFPage_GetAnnotCount(page) > 0 and raw.FPDFPage_Flatten(page, 0) == raw.FLATTEN_SUCCESS
+    if is_filled:
+        page.close()
+        page = pdf[number]
     shown = page.get_textpage()
     text = shown.get_text_range().replace("\r\n", "\n").strip()
-    num_unmapped = sum(raw.FPDFText_HasUnicodeMapError(shown, i) == 1 for i in range(shown.count_chars()))
+    num_unmapped = sum(map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), range(shown.count_chars())))
     page.close()
     return _DIVIDED.sub("-\n", "\n".join(filter(None, (text, *texts)))), num_unmapped, is_filled
 
@@ -303,7 +304,7 @@ def _plain_word(part: bytes) -> bytes:
                 node.clear()
                 node.tag = f"{space}r"
                 ElementTree.SubElement(node, f"{space}t").text = formula
-            case "r" if _is_hidden(node):
+            case "r" | "tc" if _is_hidden(node):
                 node.clear()
             case "cr":
                 node.tag = f"{space}br"
@@ -323,9 +324,10 @@ def _texts(node: ElementTree.Element) -> Iterator[str]:
     return (each.text or "" for each in node.iter() if _local(each) == "t")
 
 
-def _is_hidden(run: ElementTree.Element) -> bool:
-    vanish = run.find("{*}rPr/{*}vanish")
-    return vanish is not None and not {"0", "false", "off"} & {*vanish.attrib.values()}
+def _is_hidden(node: ElementTree.Element) -> bool:
+    """Return True for a run that is hidden, and a cell of a table that is deleted."""
+    sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
+    return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
 
 
 def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:
@@ -528,27 +530,32 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, A
     """
     csv.field_size_limit(sys.maxsize)
     lines = _lines(file, options.encoding)
-    first = next(lines, "")
-    named = _SEPARATOR.fullmatch(first)
-    if named:
-        first = next(lines, "")
+    separator = ""
+    skipped = 0
+    first = ""
+    for skipped, first in enumerate(lines):  # noqa: B007
+        named = _SEPARATOR.fullmatch(first)
+        if named:
+            separator = named[1]
+        elif first.strip():
+            break
     unquoted = re.sub('"[^"]*"', "", first)
-    delimiter = named[1] if named else max(",;\t|", key=unquoted.count)
+    delimiter = separator or max(",;\t|", key=unquoted.count)
     reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] = []
-    number = 0
+    number = skipped
     try:
-        for cells in reader:
-            number = reader.line_num + bool(named)
+        for cells in filter(None, reader):
+            number = reader.line_num + skipped
             if not header:
                 header = cells
                 _check_header(Counter(header))
             elif any(map(_HALF_CHARACTER.search, cells)):
                 yield number, UnreadableError("encoding", _NOT_UTF8)
-            elif len(cells) not in (0, len(header)):
+            elif len(cells) != len(header):
                 message = f"has {len(cells)} cells, and the header {len(header)}"
                 yield number, UnreadableError("bad row", message)
-            elif cells:
+            else:
                 yield number, dict(zip(header, cells, strict=True))
     except csv.Error as error:
         message = f"has a quote in the row at line {number + 1} that is not closed, or not doubled within a cell"
@@ -567,17 +574,21 @@ def _check_header(names: Counter[str]) -> None:
 def _lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
     """Decode lines by the mark of the file, as UTF-8, or as the encoding that is given.
 
-    In those that cannot be, halves of surrogate pairs stand for the bytes. Raises UnreadableError if the mark is wrong.
+    In those of UTF-8 that cannot be, halves of surrogate pairs stand for the bytes. Raises UnreadableError for others.
     """
-    own = _marked(file.peek(4)) or "utf-8-sig"  # type: ignore[attr-defined]
+    head = file.peek(4)[:4]  # type: ignore[attr-defined]
+    own = _marked(head) or (encoding or "ascii" if b"\0" in head else "utf-8-sig")
     is_utf8 = own == "utf-8-sig"
     try:
         for line in io.TextIOWrapper(file, own, "surrogateescape" if is_utf8 else "strict", newline=""):
             if is_utf8 and _HALF_CHARACTER.search(line):
                 line = line.encode("utf-8", "surrogateescape").decode(encoding or "utf-8", "surrogateescape")
+            if not is_utf8 and "\0" in line:
+                raise UnreadableError("encoding", _NOT_UTF8)
             yield line
     except UnicodeDecodeError as error:
-        raise UnreadableError("encoding", f"is not {own}, as it says; save it as UTF-8") from error
+        message = f"is not {own}; save it as UTF-8, or name its encoding, as in --encoding utf-16-le"
+        raise UnreadableError("encoding", message) from error
 
 
 def hub_rows(name: str, subset: str | None, split: str, limit: int | None = None) -> Iterator[tuple[int, Any]]:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
 from typing import Any
@@ -91,7 +91,8 @@ def prepare_documents(
     known = known_files(folder)
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
-    earlier = [failure for failure in _read_errors(folder) if failure.path in listed and failure.reason != LEFT_OUT]
+    named = [failure for failure in _read_errors(folder) if failure.reason != LEFT_OUT]
+    earlier = [failure for failure in named if failure.path in listed]
     failed = {failure.path for failure in earlier}
     new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
     todo = new[: options.limit]
@@ -103,6 +104,8 @@ def prepare_documents(
         f"is not found this time; its documents {'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
     )
     failures += [Failure(path, None, GONE, message) for path in gone]
+    if not options.remove_gone:
+        failures += [_remember(failure) for failure in named if failure.path not in listed | gone]
     stale = known.keys() & paths | (gone if options.remove_gone else set())
     if stale:
         settle(folder, stale)
@@ -112,6 +115,13 @@ def prepare_documents(
     num_unchanged, num_waiting = len(files) - len(new), len(new) - len(todo)
     num_read = len(todo) - num_failed
     return Prepared(num_documents, num_read, num_failed, num_unchanged, num_waiting, failures, counts)
+
+
+def _remember(failure: Failure) -> Failure:
+    """Return what an earlier call named of a file that is not found this time."""
+    if failure.reason == GONE:
+        return failure
+    return replace(failure, reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
 
 
 def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
