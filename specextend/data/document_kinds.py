@@ -56,7 +56,7 @@ _BOILERPLATE = (
 """What surrounds the main part of a web page, by its element, its role, and words in its id and classes."""
 _MAIN = "main,article,h1"
 """Elements that no boilerplate contains, whatever its name."""
-_HEAD = 4096
+_HEAD = 1 << 16
 """Bytes in which a page names its encoding."""
 _XHTML = "http://www.w3.org/1999/xhtml"
 _XML_ENCODING = re.compile(r"\A\s*<\?xml[^>]*\sencoding\s*=\s*[\"']([^\"']+)")
@@ -399,7 +399,7 @@ def _named_encoding(data: bytes) -> str | None:
     head = data[:_HEAD].decode("latin-1")
     labels = [
         meta.attributes.get("charset") or "".join(_META_ENCODING.findall(meta.attributes.get("content") or ""))
-        for meta in LexborHTMLParser(head).css('meta[charset],meta[http-equiv="content-type" i]')
+        for meta in LexborHTMLParser(head).css('head meta[charset],head meta[http-equiv="content-type" i]')
     ]
     labels += _XML_ENCODING.findall(head)
     found = next(filter(None, map(webencodings.lookup, labels)), None)
@@ -517,10 +517,10 @@ def json_value(text: str) -> Any:
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises ValueError if it would lose a field."""
-    counts = Counter(name for name, _ in fields)
-    if len(counts) < len(fields):
-        raise ValueError(f"it has several fields of the name {counts.most_common(1)[0][0]!r}")
-    return dict(fields)
+    values = dict(fields)
+    if len(values) < len(fields):
+        raise ValueError(f"two of the fields {', '.join(values)} have one name")
+    return values
 
 
 def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, Any]]:
