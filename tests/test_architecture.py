@@ -67,6 +67,7 @@ OWNERS = {
     "pypdfium2": ("specextend/data/document_kinds.py",),
     "mammoth": ("specextend/data/document_kinds.py",),
     "selectolax": ("specextend/data/document_kinds.py",),
+    "webencodings": ("specextend/data/document_kinds.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
     "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
