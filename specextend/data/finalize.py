@@ -262,16 +262,7 @@ def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedA
         yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
         return
     for batch in source.chosen_batches(number, [field.name for field in fields]):
-        yield [_typed(batch[field.name], field.type) for field in fields], len(batch)
-
-
-def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Give a column without values the type it has in the other files, and write out text that was read compact."""
-    if pa.types.is_null(values.type):
-        return pa.chunked_array([pa.nulls(len(values), kind)])
-    if pa.types.is_dictionary(values.type) and not pa.types.is_dictionary(kind):
-        return values.cast(values.type.value_type).cast(kind, safe=False)
-    return values
+        yield source.passthrough(batch, number), len(batch)
 
 
 def _with_digest(schema: pa.Schema, names: list[str]) -> pa.Schema:
