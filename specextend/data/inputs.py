@@ -87,7 +87,8 @@ class InputOptions:
     text_column: str = "text"
     """The string column with the documents."""
     id_column: str | None = None
-    """A string, integer or UUID column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
+    """A string, integer or UUID column with unique ids; without it the id is
+    `<path relative to the input>:<row in file>`."""
     on_bad_id: Literal["refuse", "error"] = "refuse"
     """What to do if ids are null or repeated among the rows that `input.filter` leaves: `refuse` the input, or make
     each such row an `error` row, of equal ids all but the first in input order."""
