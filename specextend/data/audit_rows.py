@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.commits import DamagedCommitError
-from specextend.data.parquet import damaged_as, write_table
+from specextend.data.parquet import CHECKED, damaged_as, write_table
 from specextend.data.run_folder import audits_folder
 from specextend.data.storage import Location, in_order, list_files
 
@@ -101,4 +101,5 @@ def read_audits(output: Location) -> pa.Table:
 
 def _read(file: Location) -> pa.Table:
     with damaged_as(DamagedCommitError, file, "delete it to do without its rows"):
-        return pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
+        table = pq.read_table(file.path, filesystem=file.filesystem, **CHECKED)
+        return table.select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)

@@ -15,8 +15,10 @@ from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
+from specextend.data.parquet import write_table
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 from specextend.data.storage import resolve
+from tests.damage import damage
 from tests.job.conftest import Ended, rows, specextend
 from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
@@ -163,6 +165,26 @@ def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_pat
     assert ended.stderr == ""
     assert ended.stdout == (f"2 documents in {tmp_path / 'merged'}; 1 left out, because the input has them no more\n")
     assert texts(tmp_path / "merged") == [("b", "b1"), ("c", "c2")]
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"), [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
+)
+def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Path, command: list[str], folder: str
+):
+    """It was exported with exit 0. Pages have checksums, which a reader compares only if it is asked to."""
+    monkeypatch.chdir(tmp_path)
+    commit(stopped, "0000000b", answer(3, "a summary"))
+    if folder == "summaries":
+        write_table(
+            resolve(str(stopped / folder / "part-00000.parquet")), pa.table({"doc_id": ["a"], "summary": ["a summary"]})
+        )
+    damage(max((stopped / folder).iterdir()), "byte")
+    ended = specextend(command[0], str(stopped), *command[1:])
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "is damaged (" in ended.stderr
+    assert not (tmp_path / "answers.csv").exists()
 
 
 def test_runs_that_do_not_belong_together_are_not_merged(night: Night, tmp_path: Path):
