@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import gc
+import json
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specextend.stats import DecodingStats
 
@@ -173,6 +174,21 @@ def printable(text: str, keep: str = "") -> str:
         character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
         for character in text
     )
+
+
+def whole(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which no file can hold, by U+FFFD: in text, and in all that holds some."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {whole(name): whole(each) for name, each in value.items()}
+    return [*map(whole, value)] if isinstance(value, list) else value
+
+
+def read_json(text: str, **options: Any) -> Any:
+    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises ValueError."""
+    value = json.loads(text, **options)
+    return whole(value) if "\\u" in text else value
 
 
 def counted(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from specextend.core import DocumentKey
 from specextend.data.fingerprint import PROVENANCE, read_manifest
 from specextend.data.parquet import CHECKED, damaged_as, write_table
 from specextend.data.run_folder import commits_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
 from specextend.stats import PHASES, DecodingStats
 
@@ -67,7 +67,7 @@ class CommitWriter:
         if not rows:
             return None
         name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
-        write_table(self._folder.child(name), pa.Table.from_pylist(list(rows), schema=self._schema))
+        write_table(self._folder.child(name), rows_table(rows, self._schema))
         self._next_seq += 1
         return name
 
