@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import json
+import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:  # nor NaN
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
@@ -88,7 +89,7 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
             raise ValueError("stop must not hold an empty string")
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
             raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")

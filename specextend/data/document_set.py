@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.data.inputs import InputError
-from specextend.data.parquet import CHECKED, SEALED
+from specextend.data.parquet import CHECKED, SEALED, joint_type
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COLUMNS = {
@@ -104,8 +104,7 @@ def _joint_schema(schemas: list[pa.Schema]) -> pa.Schema:
 
 def _joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     try:
-        schemas = [pa.schema([("", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        return joint_type(one, other)
     except pa.ArrowException:
         return pa.string()
 

@@ -215,7 +215,7 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
     return sum(group.column(i).total_uncompressed_size for i in leaves(parquet, columns))
 
 
-def _belongs(path: str, columns: list[str]) -> bool:
+def _belongs(path: str, columns: Sequence[str]) -> bool:
     """Return True if a leaf is one of the columns, or inside one; both may have dots in their names."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 

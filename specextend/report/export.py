@@ -65,7 +65,7 @@ class Exported:
 def format_of(place: Location) -> str | None:
     """Return the format that a file is given by its ending; None for a folder."""
     _, dot, ending = place.name.lower().rpartition(".")
-    return ending if dot and ending in _WRITERS else None
+    return ending if dot and ending in ("csv", *_WRITERS) else None
 
 
 def follow(
@@ -287,11 +287,10 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
 def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
     """Write a file of a format, whole or not at all. is_safe: for spreadsheets, which concerns CSV."""
     with atomic_output(file) as path:
-        _WRITERS[kind](path, schema, tables, is_safe)
-
-
-def _write_parquet(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
-    write_groups(path, schema, tables)
+        if kind == "csv":
+            _write_csv(path, schema, tables, is_safe)
+        else:
+            _WRITERS[kind](path, schema, tables)
 
 
 def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
@@ -300,14 +299,14 @@ def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe
             writer.write_table(_flat(table, is_safe))
 
 
-def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
+def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for table in tables:
             spelled = pa.table([*map(_spelled, table.columns)], table.column_names)
             file.writelines(_json(row) + "\n" for row in spelled.to_pylist())
 
 
-_WRITERS = {"parquet": _write_parquet, "csv": _write_csv, "jsonl": _write_json_lines}
+_WRITERS = {"parquet": write_groups, "jsonl": _write_json_lines}
 
 
 def _flat(table: pa.Table, is_safe: bool) -> pa.Table:

@@ -18,7 +18,7 @@ import pytest
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.instructions import Instruction
-from specextend.data.rows import RowReader
+from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
@@ -315,3 +315,10 @@ def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
         source.read(DocumentKey(0, 3))
     with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
         open_source(InputOptions(path=str(path), instruction_column="asked"))
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_none_is_an_error_of_its_row(temperature: float) -> None:
+    """NaN is below nothing, so it went to the sampler."""
+    with pytest.raises(DocumentError, match="BadOptions: temperature must be at least 0"):
+        own_options({"temperature": temperature})
