@@ -87,10 +87,10 @@ class TensorInfo:
 # Where a model is
 
 
-def find_folder(model: str, revision: str | None, *, weights: bool, also: str | None = None) -> Path:
+def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
     """Find a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
 
-    weights: fetch the weights too. also: one more file to fetch, if the model has it. Raises ModelError.
+    weights: fetch the weights too. Raises ModelError.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -101,7 +101,7 @@ def find_folder(model: str, revision: str | None, *, weights: bool, also: str | 
         fetch = f"; specextend demo fetches this one into {models_folder()}"
         hint = fetch if Path(model).name == DEFAULT_TARGET else ""
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
-    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else []), *([also] if also else [])]
+    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else [])]
     with _said(model, revision), _quiet():
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 

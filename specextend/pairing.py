@@ -22,9 +22,8 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
-from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
-from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
-from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify
+from specextend.drafters.small_lm import ModelNetwork
+from specextend.model_files import INDEX, ModelError, hash_files, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -151,11 +150,6 @@ class DraftSize:
     """The target's layers whose outputs it is given for each token of a prompt."""
 
 
-def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
-    """Read the reduced vocabulary of a draft of kind `model`; None if it has none. Raises ModelError in one line."""
-    return read_reduced(find_folder(draft.model, draft.revision, weights=False, also=VOCABULARY_FILE))
-
-
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
     head = read_head(draft.model)
     read_vocabulary(head)
@@ -171,10 +165,6 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
     num_rows = min(check_model(draft.model, draft.revision).vocab_size, facts.vocab_size)
-    if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
-        _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, facts.name, facts.vocab_size)
-        _check_same_tokens(draft.model, reduced.tokens_sha256, target)
-        return
     ours = load_tokenizer(target.model, target.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
     for name in _SPECIAL_TOKENS:
@@ -230,9 +220,10 @@ def _load_model(
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, num_rows, target.kernels)
-    reduced = reduced_vocabulary(draft)
-    if reduced is None:  # for tokens that the draft lacks it reads the end of a text
-        facts = read_facts(draft.model, draft.revision)
-        other_row = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
-        reduced = shared_vocabulary(facts.vocab_size, target.config.vocab_size, other_row)
-    return ModelNetwork(cached, num_rows, prefill_window, traits_of(target.device).prefill_chunk, reduced)
+    facts, chunk = read_facts(draft.model, draft.revision), traits_of(target.device).prefill_chunk
+    if facts.vocab_size == target.config.vocab_size:
+        return ModelNetwork(cached, num_rows, prefill_window, chunk)
+    # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
+    num_shared = min(facts.vocab_size, target.config.vocab_size)
+    other_id = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
+    return ModelNetwork(cached, num_rows, prefill_window, chunk, num_shared, other_id)

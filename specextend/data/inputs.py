@@ -1,4 +1,4 @@
-"""The options, errors, files and rows of the input."""
+"""The options of the input and output, the errors of input files and documents, and what is known of a file."""
 
 from __future__ import annotations
 

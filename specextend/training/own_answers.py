@@ -22,7 +22,7 @@ from specextend.document_requests import document_seed
 from specextend.loading import load_engine
 from specextend.stats import DecodingStats
 from specextend.training.recording import Sample
-from specextend.training.task import Show, TrainedKind
+from specextend.training.task import Show
 
 ROWS = 32
 """Answers in a file; so many are lost at most if a training is killed."""
@@ -65,12 +65,12 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
     return found
 
 
-def with_draft(config: RunConfig, kind: TrainedKind, folder: Path | None) -> RunConfig:
+def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
     """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none yet."""
     if folder is None:
         draft = DraftOptions(kind="ngram")
     else:
-        draft = DraftOptions(kind=kind, model=str(folder), ngram=config.draft is not None and config.draft.ngram)
+        draft = DraftOptions(kind="eagle", model=str(folder), ngram=config.draft is not None and config.draft.ngram)
     return config.model_copy(update={"draft": draft, "decoding": replace(config.decoding, mode="specextend")})
 
 
