@@ -88,7 +88,7 @@ def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[Input
             wanted = dict.fromkeys([*reader.document_columns, *options.passthrough, *options.filter_columns])
             stored = [column for column in wanted if column in schema.names]
             compact = set(compact_columns(parquet, stored)) - {options.id_column}
-            if not has_exact_int96(location, stored):
+            if not has_exact_int96(parquet, location, stored):
                 return (
                     f"{name} has times (INT96) that are no whole microseconds; cast them when you write the Parquet, "
                     "to TIMESTAMP in micro- or nanoseconds"

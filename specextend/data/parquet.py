@@ -104,15 +104,14 @@ def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[st
     return tuple(sorted(found))
 
 
-def has_exact_int96(location: Location, columns: Sequence[str]) -> bool:
-    """Return False if a time of 96 bits is no whole number of microseconds.
+def has_exact_int96(parquet: pq.ParquetFile, location: Location, columns: Sequence[str]) -> bool:
+    """Return False if a time of 96 bits is no whole number of microseconds. location: of the file, to open it again.
 
     Where nanoseconds overflow they do so modulo 2^64, as the multiplication does here.
     """
-    with open_parquet(location) as parquet, open_parquet(location, int96_unit="ns") as exact:
-        wanted = leaves(parquet, columns)
-        if not any(parquet.schema.column(i).physical_type == "INT96" for i in wanted):
-            return True
+    if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
+        return True
+    with open_parquet(location, int96_unit="ns") as exact:
         for table, other in zip(stream(parquet, list(columns)), stream(exact, list(columns)), strict=True):
             for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
                 is_exact = values.type == in_ns.type or (
@@ -258,12 +257,7 @@ def is_bytes(kind: pa.DataType) -> bool:
     """Return True if a column of this type holds bytes."""
     if pa.types.is_dictionary(kind):
         return is_bytes(kind.value_type)
-    return (
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
+    return kind in (pa.binary(), pa.large_binary(), pa.binary_view()) or pa.types.is_fixed_size_binary(kind)
 
 
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
