@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import gc
+import json
 import math
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,10 +32,6 @@ MIN_STOP_TOKENS = 64
 
 MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
-
-
-SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""Half of a pair that encodes one character: no text by itself."""
 
 
 class DocumentKey(NamedTuple):
@@ -175,13 +171,13 @@ def mended(value: Any, *, decodes: bool = False) -> Any:
     """
     match value:
         case str():
-            return SURROGATE.sub("\ufffd", value)
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case bytes() if decodes:
             return value.decode(errors="replace")
         case list() | tuple():
             return [mended(each, decodes=decodes) for each in value]
         case Mapping():
-            return {name: mended(each, decodes=decodes) for name, each in value.items()}
+            return {mended(name): mended(each, decodes=decodes) for name, each in value.items()}
     return value
 
 
@@ -196,6 +192,12 @@ def printable(text: str, keep: str = "") -> str:
         character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
         for character in text
     )
+
+
+def read_json(text: str, **options: Any) -> Any:
+    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises ValueError."""
+    value = json.loads(text, **options)
+    return mended(value) if "\\u" in text else value
 
 
 def counted(count: int, noun: str) -> str:

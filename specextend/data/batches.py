@@ -13,7 +13,7 @@ from specextend.data.check import check_columns, check_names
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
 from specextend.data.parquet import plain_rows
 from specextend.data.rows import Row, RowReader
-from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 
 BATCH_SCHEMA = pa.schema(
     [*SUMMARY_SCHEMA, *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable"))]
@@ -100,7 +100,7 @@ def result_table(
     results: of `result_row`, or the facts of a failure, one for each row of the batch. output: names `summary` and the
     fields.
     """
-    table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
+    table = rows_table(results, BATCH_SCHEMA)
     answers = zip(answer_fields(output.json_schema), answer_columns(output.json_schema, table["summary"]), strict=True)
     table = table.rename_columns({"summary": output.column})
     for field, values in answers:

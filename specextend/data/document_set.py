@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.data.inputs import InputError
+from specextend.data.parquet import CHECKED, SEALED
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COUNTS = ("pages_without_text", "unmapped_characters")
@@ -65,11 +66,11 @@ def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
             names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])
             table = pa.table({name: _column([row.get(name) for row in group], COLUMNS.get(name)) for name in names})
             groups.append(f"{scratch}/{number}.parquet")
-            pq.write_table(table, groups[-1])
+            pq.write_table(table, groups[-1], **SEALED)
             num_rows += len(table)
         if groups:
             schema = _joint_schema([pq.read_metadata(group) for group in groups])
-            _write((pq.read_table(group) for group in groups), schema, target)
+            _write((pq.read_table(group, **CHECKED) for group in groups), schema, target)
     return num_rows
 
 
@@ -124,7 +125,7 @@ def _joint_type(kinds: set[Any]) -> pa.DataType:
 
 def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> None:
     """Write tables as row groups of a schema that holds their values."""
-    with atomic_output(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with atomic_output(target) as path, pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
             columns = [
                 table[field.name].cast(field.type)
@@ -161,7 +162,7 @@ def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
 
 def _read(part: Location, names: list[str]) -> pa.Table:
     try:
-        with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+        with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
             return parquet.read(names).select(names)
     except (OSError, pa.ArrowException, KeyError) as error:
         raise InputError(f"{part.path} is no part of such a data set: {error}; name a folder of its own") from error
@@ -232,7 +233,7 @@ def _is_in(column: str, values: list[str]) -> pc.Expression:
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
     """Yield the row groups of a part with the rows of these numbers."""
     begin = 0
-    with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+    with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group)
             is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)

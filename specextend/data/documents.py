@@ -200,7 +200,7 @@ def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
     found = find(resolve(source), _is_hidden)
     if found is None:
         raise InputError(f"{source} does not exist; give a file, a folder or a glob")
-    root, pattern, files = found
+    root, pattern, files, _ = found
     wanted = (
         file
         for file in files

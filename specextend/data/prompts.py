@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import SURROGATE, first_line
+from specextend.core import first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -243,13 +243,13 @@ class Prompts:
 
     def encode_document(self, text: str) -> list[int]:
         """Tokenize a document; none of its tokens is a control token, whatever the text says."""
-        text = SURROGATE.sub("\ufffd", text)
+        text = mended(text)
         token_ids: list[int] = self._own.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return token_ids
 
     def token_starts(self, text: str) -> NDArray[np.int64]:
         """Return the character at which each token of a document starts [N]."""
-        text = SURROGATE.sub("\ufffd", text)
+        text = mended(text)
         starts = [np.zeros(0, np.int64)]
         for begin, end in self._pieces(text):
             anchor = _ANCHOR if begin else ""
