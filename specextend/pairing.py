@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specextend.config import RunConfig
+from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, DraftOptions
 from specextend.decoding.device import Graphs, traits_of
@@ -22,9 +24,8 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
-from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
-from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
-from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify
+from specextend.drafters.small_lm import ModelNetwork
+from specextend.model_files import INDEX, ModelError, hash_files, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -48,11 +49,30 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
-    facts = check_target(target)
+    facts = _with_tokenizer(check_target(target), load_tokenizer(target.model, target.revision))
     if draft is not None and draft.kind == "eagle":
         _check_eagle(draft, facts, target)
     elif draft is not None and draft.kind == "model":
         _check_model(draft, facts, target)
+    return facts
+
+
+def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
+    """Return a target's facts with the ends of sequence that its tokenizer and its chat template name.
+
+    Raises ModelError if the tokenizer has tokens that the model lacks, or no end that is named is a token.
+    """
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= facts.vocab_size:
+        raise ModelError(
+            f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with token {last} "
+            f"({token!r}): take the model's own tokenizer"
+        )
+    said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}
+    ends = facts.ends | {place: (token_id,) for place, token_id in said.items() if token_id is not None}
+    facts = replace(facts, ends=ends)
+    if ends and not facts.eos_token_ids:
+        raise ModelError(f"{facts.name} ends its outputs with tokens that it lacks: {ends}")
     return facts
 
 
@@ -151,11 +171,6 @@ class DraftSize:
     """The target's layers whose outputs it is given for each token of a prompt."""
 
 
-def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
-    """Read the reduced vocabulary of a draft of kind `model`; None if it has none. Raises ModelError in one line."""
-    return read_reduced(find_folder(draft.model, draft.revision, weights=False, also=VOCABULARY_FILE))
-
-
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
     head = read_head(draft.model)
     read_vocabulary(head)
@@ -171,10 +186,6 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
     num_rows = min(check_model(draft.model, draft.revision).vocab_size, facts.vocab_size)
-    if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
-        _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, facts.name, facts.vocab_size)
-        _check_same_tokens(draft.model, reduced.tokens_sha256, target)
-        return
     ours = load_tokenizer(target.model, target.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
     for name in _SPECIAL_TOKENS:
@@ -230,9 +241,10 @@ def _load_model(
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, num_rows, target.kernels)
-    reduced = reduced_vocabulary(draft)
-    if reduced is None:  # for tokens that the draft lacks it reads the end of a text
-        facts = read_facts(draft.model, draft.revision)
-        other_row = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
-        reduced = shared_vocabulary(facts.vocab_size, target.config.vocab_size, other_row)
-    return ModelNetwork(cached, num_rows, prefill_window, traits_of(target.device).prefill_chunk, reduced)
+    facts, chunk = read_facts(draft.model, draft.revision), traits_of(target.device).prefill_chunk
+    if facts.vocab_size == target.config.vocab_size:
+        return ModelNetwork(cached, num_rows, prefill_window, chunk)
+    # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
+    num_shared = min(facts.vocab_size, target.config.vocab_size)
+    other_id = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
+    return ModelNetwork(cached, num_rows, prefill_window, chunk, num_shared, other_id)

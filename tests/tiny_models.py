@@ -34,7 +34,6 @@ from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.tree import Drafter
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
-from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import choose_kernels, load_cached_target, load_engine, target_rows
 from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models import load_tokenizer
@@ -183,30 +182,6 @@ def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None, c
     return str(folder)
 
 
-def write_small(folder: Path, vocab_size: int) -> str:
-    """An unrelated Llama that knows half of the target's tokens, and one row for all others; it has no tokenizer."""
-    torch.manual_seed(3)
-    token_ids = torch.randperm(vocab_size)[: vocab_size // 2].sort().values
-    config = LlamaConfig(
-        vocab_size=len(token_ids) + 1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config.update({"target_vocab_size": vocab_size})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_file({VOCABULARY_TENSOR: token_ids}, folder / DRAFT_VOCABULARY_FILE)
-    return str(folder)
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A target and its drafts, on disk."""
@@ -236,7 +211,6 @@ def write_pair(
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
         "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
-        "small": write_small(folder / "small", vocab_size),
         **{name: WRITERS[name](folder / name, model) for name in PUBLISHED},
     }
     good.resize_token_embeddings(vocab_size - vocab_size // 6)

@@ -27,7 +27,6 @@ LINE_S = 30.0
 @click.option("--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from")
 @click.option("--text-column", default="text", help="column that holds the text")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
-@click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
 @takes(
     click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"),
     click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"),
@@ -36,10 +35,8 @@ LINE_S = 30.0
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
-    click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
-    click.option("--hidden-size", type=int, help="model: hidden size"),
-    click.option("--layers", "num_layers", type=int, help="model: number of layers"),
-    click.option("--passes", type=int, help="passes of each round over all recordings"),
+    click.option("--copy-heads", type=int, help="number of KV heads that copy"),
+    click.option("--epochs", "num_epochs", type=int, help="epochs of each round over all recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
     click.option("--seed", type=int, help="seed of pieces, quotes and training"),
 )
@@ -47,14 +44,13 @@ LINE_S = 30.0
 def train(
     config: tuple[str, ...], settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any
 ) -> int:
-    """Distil a draft for the target of a configuration.
+    """Distil an EAGLE head with copy heads, a draft for the target of a configuration.
 
     In rounds: the target answers pieces of the documents with the configuration's prompt and sampling, the draft learns
     its choices, and held-out documents (one in ten) show how many tokens a step the draft brings. After two rounds that
-    brought nothing training ends. OUTPUT has the best draft, with the curve in README.md. Kind `eagle` is a head over
-    the target's last hidden state with copy heads, `model` a small standalone LM. After an interruption (exit code 75)
-    the same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
-    configuration, the text or the output folder cannot be used.
+    brought nothing training ends. OUTPUT has the best draft, with the curve in README.md. After an interruption (exit
+    code 75) the same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code
+    2: the configuration, the text or the output folder cannot be used.
     """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)

@@ -279,12 +279,7 @@ class Scheduler:
 
     def damaged(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
         """Charge the document of a lease in force that nobody can read."""
-        document = self._release(lease_id).document
-        document.attempts += 1
-        if document.num_counted >= self._job.max_attempts:
-            return [self._give_up(document, error_class, message)]
-        self._put_back(document)
-        return []
+        return self._charge(self._release(lease_id).document, None, error_class, message, is_certain=True)
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
@@ -408,18 +403,19 @@ class Scheduler:
         self._backlog.put(document.key)
 
     def _charge(
-        self, document: OpenDocument, place: Place, error_class: str, message: str, *, is_certain: bool
+        self, document: OpenDocument, place: Place | None, error_class: str, message: str, *, is_certain: bool
     ) -> list[GivenUp]:
-        """Charge a document, which runs alone from now on.
+        """Charge a document, which runs alone from now on if it was struck at a place.
 
         If it is not certain to be at fault, its last attempt is kept for a run alone.
         """
-        document.struck.add(place)
+        if place is not None:
+            document.struck.add(place)
         if is_certain or document.num_counted + 1 < self._job.max_attempts:
             document.attempts += 1
         if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
-        self._has_charged = True
+        self._has_charged |= place is not None
         self._put_back(document)
         return []
 

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.commits import DamagedCommitError
-from specextend.data.parquet import damaged_as, write_table
+from specextend.data.parquet import CHECKED, damaged_as, write_table
 from specextend.data.run_folder import audits_folder
+from specextend.data.schema import rows_table
 from specextend.data.storage import Location, in_order, list_files
 
 AUDIT_SCHEMA = pa.schema(
@@ -87,7 +88,7 @@ class AuditWriter:
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows, whole or not at all; the column `run_id` is filled in."""
         if rows:
-            table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
+            table = rows_table([{**row, "run_id": self._run_id} for row in rows], AUDIT_SCHEMA)
             write_table(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), table)
             self._next_seq += 1
 
@@ -101,4 +102,5 @@ def read_audits(output: Location) -> pa.Table:
 
 def _read(file: Location) -> pa.Table:
     with damaged_as(DamagedCommitError, file, "delete it to do without its rows"):
-        return pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
+        table = pq.read_table(file.path, filesystem=file.filesystem, **CHECKED)
+        return table.select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import damaged_as, write_table
+from specextend.data.parquet import CHECKED, damaged_as, write_table
 from specextend.data.run_folder import commits_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
 from specextend.stats import PHASES, DecodingStats
 
@@ -67,7 +67,7 @@ class CommitWriter:
         if not rows:
             return None
         name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
-        write_table(self._folder.child(name), pa.Table.from_pylist(list(rows), schema=self._schema))
+        write_table(self._folder.child(name), rows_table(rows, self._schema))
         self._next_seq += 1
         return name
 
@@ -97,7 +97,7 @@ def read_commit(
         location.filesystem.open_input_file(location.path) as file,
     ):
         contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
-        with pq.ParquetFile(contents, pre_buffer=True) as parquet:
+        with pq.ParquetFile(contents, pre_buffer=True, **CHECKED) as parquet:
             found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
             wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
             table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
@@ -154,6 +154,7 @@ class Progress:
 def read_commits(output: Location, fingerprint: str = "") -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
+    All columns are read, so that damage is found before a worker starts, not when the summaries are written.
     fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest.
     """
     done: set[DocumentKey] = set()
@@ -161,7 +162,7 @@ def read_commits(output: Location, fingerprint: str = "") -> Progress:
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
     work = DecodingStats()
-    for table in read_results(output, (*KEY_COLUMNS, *_WORK_COLUMNS, "retryable", "attempts"), fingerprint):
+    for table in read_results(output, COMMIT_SCHEMA.names, fingerprint):
         keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
         if table["error_class"].null_count:
             done.update(keys)

@@ -24,7 +24,7 @@ from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import DAMAGED, damaged_as, plain_rows, write_table
+from specextend.data.parquet import CHECKED, DAMAGED, damaged_as, plain_rows, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
@@ -280,7 +280,7 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
     """
     location, names = selection_file(output), [*manifest["identity"]["files"]]
     try:
-        table = pq.read_table(pa.BufferReader(read_bytes(location) or b""))
+        table = pq.read_table(pa.BufferReader(read_bytes(location) or b""), **CHECKED)
         files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
     except (*DAMAGED, KeyError) as error:
         raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
@@ -328,7 +328,7 @@ class EarlierOutput:
         with (
             damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
             location.filesystem.open_input_file(location.path) as file,
-            pq.ParquetFile(file) as parquet,
+            pq.ParquetFile(file, **CHECKED) as parquet,
         ):
             table = parquet.read(columns=columns).select(columns)
         if "retryable" in columns:

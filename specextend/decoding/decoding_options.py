@@ -196,7 +196,7 @@ class DraftOptions:
 
     kind: DraftKind
     """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's tokens, of
-    which either may lack some, or with any part of them if `specextend train` made it; `ngram`
+    which either may lack some; `ngram`
     proposes what followed the same tokens earlier in prompt or output, and needs no model."""
     model: str = ""
     """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a

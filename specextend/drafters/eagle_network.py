@@ -100,21 +100,29 @@ class HeadShape:
         return self.num_layers_read * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """List the required tensors of a published head by our names."""
+        """List the required tensors of a head by our names, but for a list of tokens."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 2 * hidden if self.fused else hidden
+        copied, group = self.copy_heads * self.head_dim, self.num_heads // self.num_kv_heads
         shapes = {
             "layer.self_attn.q_proj.weight": (queries, width),
             "layer.self_attn.k_proj.weight": (keys, width),
             "layer.self_attn.v_proj.weight": (keys, width),
-            "layer.self_attn.o_proj.weight": (hidden, queries),
+            "layer.self_attn.o_proj.weight": (hidden, queries + copied * group),
             "layer.mlp.gate_proj.weight": (mlp, hidden),
             "layer.mlp.up_proj.weight": (mlp, hidden),
             "layer.mlp.down_proj.weight": (hidden, mlp),
             "layer.post_attention_layernorm.weight": (hidden,),
             "fc.weight": (hidden, self.num_features if self.fused else 2 * hidden),
         }
+        if copied:
+            shapes["copy.q_proj.weight"] = (copied * group, 3 * hidden)
+            shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
+            shapes["copy.v_proj.weight"] = (copied, hidden)
+        if self.is_ours:
+            norms = ("embedding_norm.weight", "feature_norm.weight", "norm.weight", "layer.input_layernorm.weight")
+            return dict.fromkeys(norms, (hidden,)) | shapes
         return shapes | (self._fused_only() if self.fused else self._plain_only())
 
     def optional(self) -> dict[str, tuple[int, ...]]:

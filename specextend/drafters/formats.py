@@ -23,7 +23,6 @@ from torch import Tensor
 
 from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
-    INDEX,
     VOCABULARY,
     ModelError,
     read_json,
@@ -89,32 +88,30 @@ class EagleConfig(BaseModel):
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         return self
 
+    def head(self, folder: Path, sources: Found) -> HeadShape:
+        """Describe a head in a folder."""
+        same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        return HeadShape(
+            folder=folder,
+            format=self.format,
+            fused=False,
+            is_ours=True,
+            target_hidden_size=self.hidden_size,
+            layer_eps=self.layer_norm_eps,
+            head_eps=self.head_norm_eps,
+            rope={"rope_theta": self.rope_theta},
+            draft_vocab_size=self.draft_vocab_size or self.vocab_size,
+            copy_heads=self.copy_heads or 0,
+            tokens_sha256=self.tokens_sha256,
+            sources=sources,
+            **{name: getattr(self, name) for name in same},
+        )
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """List every tensor of the file by name."""
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        copied = (self.copy_heads or 0) * self.head_dim
-        group = self.num_heads // self.num_kv_heads
-        shapes: dict[str, tuple[int, ...]] = {
-            **dict.fromkeys(("en.weight", "hn.weight", "norm.weight"), (hidden,)),
-            "fc.weight": (hidden, 2 * hidden),
-            "layer.input_layernorm.weight": (hidden,),
-            "layer.post_attention_layernorm.weight": (hidden,),
-            "layer.self_attn.q_proj.weight": (queries, hidden),
-            "layer.self_attn.k_proj.weight": (keys, hidden),
-            "layer.self_attn.v_proj.weight": (keys, hidden),
-            "layer.self_attn.o_proj.weight": (hidden, queries + copied * group),
-            "layer.mlp.gate_proj.weight": (mlp, hidden),
-            "layer.mlp.up_proj.weight": (mlp, hidden),
-            "layer.mlp.down_proj.weight": (hidden, mlp),
-        }
-        if copied:
-            shapes["copy.q_proj.weight"] = (copied * group, 3 * hidden)
-            shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
-            shapes["copy.v_proj.weight"] = (copied, hidden)
-        if self.draft_vocab_size is not None:
-            shapes[VOCABULARY] = (self.draft_vocab_size,)
-        return shapes
+        own = {ours: name for name, ours in _OURS.items()}
+        shapes = {_renamed(name, own): shape for name, shape in self.head(Path(), {}).required().items()}
+        return shapes if self.draft_vocab_size is None else shapes | {VOCABULARY: (self.draft_vocab_size,)}
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
@@ -228,38 +225,14 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
 
 
 def head_files(folder: Path) -> list[Path]:
-    """List a head's safetensors files: one, or those that its index names. Raises ModelError if one is missing."""
-    files = weight_files(folder, f"EAGLE draft {folder}")
-    if len(files) == 1 or (folder / INDEX).is_file():
-        return files
-    if folder / WEIGHTS_FILE in files:
-        return [folder / WEIGHTS_FILE]
-    raise ModelError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
+    """List the safetensors files of a head that are loaded. Raises ModelError if one is missing, or not told."""
+    return weight_files(folder, f"EAGLE draft {folder}")
 
 
 def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
     config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
-    head = HeadShape(
-        folder=folder,
-        format=config.format,
-        fused=False,
-        is_ours=True,
-        vocab_size=config.vocab_size,
-        target_hidden_size=config.hidden_size,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        layer_eps=config.layer_norm_eps,
-        head_eps=config.head_norm_eps,
-        rope={"rope_theta": config.rope_theta},
-        draft_vocab_size=config.draft_vocab_size or config.vocab_size,
-        copy_heads=config.copy_heads or 0,
-        tokens_sha256=config.tokens_sha256,
-        sources=found,
-    )
+    head = config.head(folder, found)
     _check_tensors(head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {})
     return head
 

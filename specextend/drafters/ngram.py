@@ -152,23 +152,14 @@ class Node(NamedTuple):
     """Probability of the path from the root."""
 
 
-class DraftChild(NamedTuple):
-    """A node of a draft's tree, as a child of its parent."""
-
-    token_id: int
-    probability: float
-    """Probability after the parent."""
-    node: int
-
-
-def children_of(tree: DraftTrees) -> dict[int, list[DraftChild]]:
+def children_of(tree: DraftTrees) -> dict[int, list[Candidate]]:
     """Group the nodes of a draft's tree by their parents, on the host."""
     token_ids, parents = torch.stack([tree.token_ids, tree.parents]).tolist()
     log_probs = tree.log_probs.tolist()
-    children: dict[int, list[DraftChild]] = {}
+    children: dict[int, list[Candidate]] = {}
     for node in range(1, len(token_ids)):
         probability = exp(min(0.0, log_probs[node] - log_probs[parents[node]]))
-        children.setdefault(parents[node], []).append(DraftChild(token_ids[node], probability, node))
+        children.setdefault(parents[node], []).append(Candidate(token_ids[node], probability, draft_node=node))
     return children
 
 
@@ -200,7 +191,7 @@ class NgramState:
         self,
         num_nodes: int,
         depth: int,
-        draft: Mapping[int, Sequence[DraftChild]],
+        draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
     ) -> list[Node]:
         """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less likely than asked.
@@ -214,7 +205,7 @@ class NgramState:
         open_: list[tuple[float, int, int, Candidate]] = []  # of two equal ones the first found comes first
         num_found = 0
 
-        def expand(number: int, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> None:
+        def expand(number: int, matches: Sequence[Match], drafted: Sequence[Candidate]) -> None:
             nonlocal num_found
             if nodes[number].depth == depth:
                 return
@@ -231,7 +222,7 @@ class NgramState:
             expand(len(nodes) - 1, self._index.continued(offer.matches), draft.get(offer.draft_node, []))
         return nodes
 
-    def _offers(self, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> Iterator[Candidate]:
+    def _offers(self, matches: Sequence[Match], drafted: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield what matches and draft propose behind one node."""
         candidates = candidates_of(self._index.token_ids, matches, self._num_prompt_tokens)
         left = {child.token_id: child for child in drafted}
@@ -241,10 +232,10 @@ class NgramState:
                 yield each._replace(probability=each.probability * (_BESIDE_A_DRAFT if drafted else 1.0))
             else:
                 both = 1 - (1 - each.probability) * (1 - same.probability)
-                yield each._replace(probability=both, draft_node=same.node)
+                yield each._replace(probability=both, draft_node=same.draft_node)
         factor = _BESIDE_MATCHES if sum(each.probability for each in candidates) > _SURE else 1.0
         for child in left.values():
-            yield Candidate(child.token_id, child.probability * factor, draft_node=child.node)
+            yield child._replace(probability=child.probability * factor)
 
 
 def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:

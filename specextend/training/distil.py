@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,27 +27,24 @@ from specextend.data.source import Source
 from specextend.data.storage import resolve, write_bytes
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.drafters.formats import WEIGHTS_FILE
-from specextend.drafters.small_lm import FILE
 from specextend.loading import load_cached_target
 from specextend.model_files import VOCABULARY
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import train_eagle
-from specextend.training.language_model import train_language_model
 from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.recording import Recorder, Sample, SampleMaker, Text
-from specextend.training.task import TRAINING, Show, Task, TrainedKind, TrainOptions, frozen_parts
+from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
 
 Item = TypeVar("Item")
 HELD_OUT = 10
 """One in this many documents is held out, and there are so many times fewer prompts to measure with than answers."""
 LEAST_HELD, MOST_HELD = 4, 64
 """Bounds of the number of those prompts."""
-TRAIN: dict[TrainedKind, Callable[[Task], None]] = {"eagle": train_eagle, "model": train_language_model}
 PATIENCE = 2
 """Rounds in a row without a better draft, after which training ends: one may be bad luck."""
-FILES = ("config.json", WEIGHTS_FILE, FILE)
+FILES = ("config.json", WEIGHTS_FILE)
 """Files of a draft."""
 
 
@@ -102,7 +99,7 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
 
 def _vocabulary_of(options: TrainOptions) -> Tensor:
     """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of ours."""
-    file = Path(options.start_from, FILE if options.kind == "model" else WEIGHTS_FILE)
+    file = Path(options.start_from, WEIGHTS_FILE)
     tensors = load_file(file) if file.exists() else {}
     if VOCABULARY not in tensors:
         raise ValueError(f"{options.start_from} cannot be gone on from: it is no draft that this command made")
@@ -115,7 +112,7 @@ class _Rounds:
     def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> None:
         """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
         self._config, self._options, self._output, self._show = config, options, output.absolute(), show
-        start = DraftOptions(kind=options.kind, model=options.start_from) if options.start_from else None
+        start = DraftOptions(kind="eagle", model=options.start_from) if options.start_from else None
         limit = config.max_tokens(check_pair(config.target, start).context_length)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         try:
@@ -124,10 +121,8 @@ class _Rounds:
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
         self._learned, self._held = split(_read_texts(source, self._maker, options))
-        self._texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
-        self._vocabulary = (
-            _vocabulary_of(options) if start else frequent_tokens(self._texts, special, options.vocabulary)
-        )
+        texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
+        self._vocabulary = _vocabulary_of(options) if start else frequent_tokens(texts, special, options.vocabulary)
         self._settings = {
             "target": config.target.model,
             "prompt": asdict(config.prompt),
@@ -170,11 +165,11 @@ class _Rounds:
             self._train(num_answers, folder)
         num_held = min(max(LEAST_HELD, self._options.num_answers // HELD_OUT), MOST_HELD)
         held = self._prompts(self._held, range(num_held))
-        found = tokens_per_step(with_draft(self._config, self._options.kind, folder), held, self._show)
+        found = tokens_per_step(with_draft(self._config, folder), held, self._show)
         self._curve.append({"round": number, "answers": num_answers, "tokens_per_step": round(found, 4)})
         if self._best is self._curve[-1]:
-            for file in filter(Path.exists, (folder / name for name in FILES)):
-                shutil.copyfile(file, self._output / file.name)  # not the mode of safetensors, 0600
+            for name in FILES:
+                shutil.copyfile(folder / name, self._output / name)  # not the mode of safetensors, 0600
         write_card(self._output, self._settings, self.figures())
         write_bytes(resolve(str(self._file)), json.dumps(self._curve, indent=1).encode())
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
@@ -197,19 +192,21 @@ class _Rounds:
         num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in samples.values())
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
         paths = self._record(Recorder(target, self._vocabulary), samples)
-        frozen = frozen_parts(self._config.target, target.model, lm_head)
+        shape = target.model.config
+        weights = frozen_weights(target.model, lm_head)
         del target, lm_head
         (folder / TRAINING).mkdir(parents=True, exist_ok=True)
-        TRAIN[self._options.kind](
-            Task(self._options, frozen, self._vocabulary, self._texts, paths, start, folder, self._show)
+        task = Task(
+            self._options, self._config.target, shape, self._vocabulary, paths, start, folder, self._show, *weights
         )
+        train_eagle(task)
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
         """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""
         folder = self._work / "answers"
         found = read_answers(folder)
         if missing := [number for number in range(count) if number not in found]:
-            config = with_draft(self._config, self._options.kind, start)
+            config = with_draft(self._config, start)
             add_answers(config, self._prompts(self._learned, missing), folder, self._show)
             found = read_answers(folder)
         return {number: found[number] for number in range(count)}
@@ -241,15 +238,12 @@ def _claim(path: Path, settings: dict[str, Any]) -> None:
     path.write_text(text)
 
 
-DESCRIPTIONS: dict[TrainedKind, str] = {
-    "eagle": "an EAGLE head in the project's own format, with copy heads (`specextend/drafters/formats.py`)",
-    "model": "a small standalone Llama with a reduced vocabulary (`specextend/drafters/small_lm.py`)",
-}
 CARD = """\
 # {name}
 
-A draft for {target}: {description}. It proposes the tokens that the target is likely to choose, and the target verifies
-each one: the draft decides how fast text comes, never which text.
+A draft for {target}: an EAGLE head in the project's own format, with copy heads (`specextend/drafters/formats.py`).
+It proposes the tokens that the target is likely to choose, and the target verifies each one: the draft decides how fast
+text comes, never which text.
 
 It was trained by `specextend train` on the target's own answers to pieces of the documents in `files`, with the prompt
 and the sampling below, and on {samples} with quotes and hidden facts, which teach to copy. {begun}
@@ -275,7 +269,6 @@ def write_card(output: Path, settings: dict[str, Any], figures: dict[str, Any]) 
     card = CARD.format(
         name=output.resolve().name,
         target=target,
-        description=DESCRIPTIONS[options["kind"]],
         samples=counted(options["num_samples"], "prompt"),
         begun=begun if start else "",
         curve="\n".join(f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |" for p in figures["rounds"]),

@@ -26,8 +26,9 @@ from specextend.decoding.device import multiplies_bf16
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
+from specextend.models import load_tokenizer, tokens_sha256
 from specextend.training.recording import PARTS, Recording, Span
-from specextend.training.task import TRAINING, Target, Task, fit
+from specextend.training.task import Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
@@ -124,16 +125,14 @@ class EagleHead(nn.Module):
         return self._tensors[f"{name}.weight".replace(".", "/")]
 
 
-def _with_copy_heads(
-    weights: Mapping[str, Tensor], config: EagleConfig, embedding: Tensor, seed: int
-) -> dict[str, Tensor]:
+def _with_copy_heads(weights: Mapping[str, Tensor], config: EagleConfig, task: Task) -> dict[str, Tensor]:
     """Add copy heads that find earlier occurrences of the last tokens but do not change the output yet.
 
     Queries and keys are the same random projection of the last three tokens, so they match where three, two or one of
     them are equal. The output projection starts at zero, so training begins at the head as it was.
     """
     assert config.copy_heads is not None
-    generator = torch.Generator().manual_seed(seed)
+    generator, embedding = torch.Generator().manual_seed(task.options.seed), task.embedding.cpu()
     size, group = config.copy_heads * config.head_dim, config.num_heads // config.num_kv_heads
     norm = (rms_norm(embedding.float(), (embedding.shape[1],)) * weights["en.weight"].float()).square().sum(1).mean()
     shape = (size, 3 * config.hidden_size)
@@ -150,25 +149,25 @@ def _with_copy_heads(
     }
 
 
-def new_weights(config: EagleConfig, target: Target, seed: int) -> dict[str, Tensor]:
+def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
     """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not among them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(task.options.seed)
     shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
     weights["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
-    weights["norm.weight"] = target.final_norm.float().cpu()
-    return _with_copy_heads(weights, config, target.embedding.cpu(), seed) if config.copy_heads else weights
+    weights["norm.weight"] = task.final_norm.float().cpu()
+    return _with_copy_heads(weights, config, task) if config.copy_heads else weights
 
 
-# Its lessons
+# Its examples
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Slots of a recording; all of them are a lesson."""
+    """Slots of a recording; all of them are an example."""
 
     token_ids: Tensor
     """[S] int64: token i + 1"""
@@ -237,13 +236,13 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
         yield hidden, at
 
 
-def head_loss(head: EagleHead, lesson: Slots, generator: torch.Generator) -> Tensor:
+def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Tensor:
     """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain steps.
 
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
     rows = head.target_rows
-    slots = lesson.each(lambda values: values.to(rows.device))
+    slots = example.each(lambda values: values.to(rows.device))
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=multiplies_bf16(rows.device)):
@@ -270,16 +269,16 @@ def train_eagle(task: Task) -> None:
     """Train a head and write it."""
     if task.start is None:
         config = _new_config(task)
-        weights = new_weights(config, task.target, task.options.seed) | {VOCABULARY: task.vocabulary}
+        weights = new_weights(config, task) | {VOCABULARY: task.vocabulary}
     else:
         config = EagleConfig.model_validate(read_json(task.start / "config.json"))
         weights = load_file(task.start / WEIGHTS_FILE)
-    head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
+    head = EagleHead(config, weights, task.embedding, task.lm_head).to(task.lm_head.device)
 
     def loss(path: Path, generator: torch.Generator) -> Tensor:
         return head_loss(head, lay_out(Recording.load(path)), generator)
 
-    fit(head, loss, task.learned, task.folder / TRAINING, task.show, task.options)
+    fit(head, loss, task)
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
     save_file({**tensors, VOCABULARY: task.vocabulary}, task.folder / WEIGHTS_FILE)
@@ -288,10 +287,10 @@ def train_eagle(task: Task) -> None:
 
 def _new_config(task: Task) -> EagleConfig:
     """Describe a head of one layer in the target's own shape."""
-    target, shape = task.target, task.target.config
+    shape = task.config
     return EagleConfig(
-        target=target.name,
-        vocab_size=len(target.embedding),
+        target=Path(task.target.model).name,
+        vocab_size=len(task.embedding),
         hidden_size=shape.hidden_size,
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,
@@ -303,5 +302,5 @@ def _new_config(task: Task) -> EagleConfig:
         dtype="bfloat16",
         draft_vocab_size=len(task.vocabulary),
         copy_heads=task.options.copy_heads or None,
-        tokens_sha256=target.tokens_sha256,
+        tokens_sha256=tokens_sha256(load_tokenizer(task.target.model, task.target.revision)),
     )

@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 
 from specextend.config import RunConfig
 from specextend.core import Request
-from specextend.data.parquet import write_table
+from specextend.data.parquet import CHECKED, write_table
 from specextend.data.storage import resolve
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.document_requests import document_seed
 from specextend.loading import load_engine
 from specextend.stats import DecodingStats
 from specextend.training.recording import Sample
-from specextend.training.task import Show, TrainedKind
+from specextend.training.task import Show
 
 ROWS = 32
 """Answers in a file; so many are lost at most if a training is killed."""
@@ -32,7 +32,8 @@ SCHEMA = pa.schema([("number", pa.int64()), ("prompt_token_ids", TOKENS), ("outp
 
 def read_answers(folder: Path) -> dict[int, Sample]:
     """Read all answers in a folder, by number."""
-    rows = (row for file in folder.glob("*.parquet") for row in pq.read_table(file, schema=SCHEMA).to_pylist())
+    tables = (pq.read_table(file, schema=SCHEMA, **CHECKED) for file in folder.glob("*.parquet"))
+    rows = (row for table in tables for row in table.to_pylist())
     return {row["number"]: Sample(row["prompt_token_ids"], [row["output_token_ids"]]) for row in rows}
 
 
@@ -64,12 +65,12 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
     return found
 
 
-def with_draft(config: RunConfig, kind: TrainedKind, folder: Path | None) -> RunConfig:
+def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
     """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none yet."""
     if folder is None:
         draft = DraftOptions(kind="ngram")
     else:
-        draft = DraftOptions(kind=kind, model=str(folder), ngram=config.draft is not None and config.draft.ngram)
+        draft = DraftOptions(kind="eagle", model=str(folder), ngram=config.draft is not None and config.draft.ngram)
     return config.model_copy(update={"draft": draft, "decoding": replace(config.decoding, mode="specextend")})
 
 

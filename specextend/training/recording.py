@@ -1,8 +1,8 @@
 """What drafts learn from: prompts around pieces of documents, answers to them, and the target's states at both.
 
 A summary repeats its document, so a draft must learn to find earlier occurrences of a token. Beside the target's own
-answers, which `answers.py` collects, there are samples: answers that quote spans of a piece word for word, and one that
-repeats facts which were hidden in it. The target reads each once, and its hidden states are kept in a file.
+answers, which `own_answers.py` collects, there are samples: answers that quote spans of a piece word for word, and one
+that repeats facts which were hidden in it. The target reads each once, and its hidden states are kept in a file.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """

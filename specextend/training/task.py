@@ -1,6 +1,6 @@
-"""A training's settings, the frozen parts of its target, what a draft is trained from, and the loop of all drafts.
+"""A training's settings, what one of its rounds trains a head from, and the loop.
 
-The loop is AdamW with a cosine schedule, one lesson a step, and a checkpoint to resume from.
+The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,14 +20,10 @@ from torch import Tensor, nn
 
 from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.device import multiplies_bf16
-from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
+from specextend.models import TargetOptions
 
-TrainedKind = Literal["eagle", "model"]
 Show = Callable[..., None]
 """Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
-HEAD_DIM = 64
-NUM_KV_HEADS = 2
-"""Shape of a standalone LM beside its options."""
 MIN_QUOTE, MAX_QUOTE = 32, 96
 """Tokens of a quote in a sample."""
 
@@ -36,8 +32,6 @@ MIN_QUOTE, MAX_QUOTE = 32, 96
 class TrainOptions:
     """Settings of a whole training. Lengths are in tokens."""
 
-    kind: TrainedKind = "eagle"
-    """`eagle`: a head over the target's last hidden state, in our format; `model`: a small standalone LM."""
     start_from: str = ""
     """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary; empty: a new one."""
     num_rounds: int = 4
@@ -53,23 +47,17 @@ class TrainOptions:
     vocabulary: int = 8192
     """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
     copy_heads: int = 2
-    """`eagle`: number of KV heads that look up earlier occurrences of the last tokens."""
-    hidden_size: int = 384
-    """`model`: hidden size."""
-    num_layers: int = 2
-    """`model`: number of layers."""
-    passes: int = 4
-    """Passes of each round over all recordings so far."""
+    """Number of KV heads that look up earlier occurrences of the last tokens."""
+    num_epochs: int = 4
+    """Epochs of each round over all recordings so far."""
     learning_rate: float = 4e-4
     """Peak learning rate."""
     seed: int = 0
     """Seed of pieces, quotes and training."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(TrainedKind):
-            raise ValueError(f"kind must be one of {', '.join(get_args(TrainedKind))}, got {self.kind!r}")
         least = {"num_samples": 0, "copy_heads": 0, "vocabulary": 16}
-        least |= dict.fromkeys(("num_rounds", "num_answers", "passes", "num_layers"), 1)
+        least |= dict.fromkeys(("num_rounds", "num_answers", "num_epochs"), 1)
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -77,21 +65,27 @@ class TrainOptions:
             raise ValueError(
                 f"min_tokens must be from {2 * MAX_QUOTE} to max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
-        if self.hidden_size < 1 or self.hidden_size % (HEAD_DIM * NUM_KV_HEADS):
-            raise ValueError(f"hidden_size must be a multiple of {HEAD_DIM * NUM_KV_HEADS}, got {self.hidden_size}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The frozen parts of a target that a draft is trained against."""
+class Task:
+    """The training of one round: what is frozen of the target, and what is learned from."""
 
-    name: str
-    tokens_sha256: str
-    """Hash of its tokenizer, from `models.tokens_sha256`."""
+    options: TrainOptions
+    target: TargetOptions
     config: Any
-    """Configuration of transformers."""
+    """The target's configuration of transformers."""
+    vocabulary: Tensor
+    """[V] int64 token ids that the draft proposes, ascending."""
+    recordings: list[Path]
+    """The examples."""
+    start: Path | None
+    """Folder of the draft to go on from; None: a new one."""
+    folder: Path
+    """Where the draft is written to, and the checkpoint of its training."""
+    show: Show
     embedding: Tensor
     """[tokens, C]"""
     lm_head: Tensor
@@ -99,41 +93,12 @@ class Target:
     final_norm: Tensor
     """[C]"""
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device on which drafts are trained."""
-        return self.lm_head.device
 
-
-def frozen_parts(options: TargetOptions, model: Any, lm_head: Tensor) -> Target:
-    """Copy the parts of a loaded target that lie outside its layers, as fp32 where products of bf16 are slow."""
-    embedding, norm = model.get_input_embeddings().weight, model.model.norm.weight
+def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
+    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are slow."""
     dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
-    return Target(
-        Path(options.model).name,
-        tokens_sha256(load_tokenizer(options.model, options.revision)),
-        model.config,
-        *(weight.detach().to(dtype, copy=True) for weight in (embedding, lm_head, norm)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The training of one round."""
-
-    options: TrainOptions
-    target: Target
-    vocabulary: Tensor
-    """[V] int64 token ids that the draft proposes, ascending."""
-    texts: list[Tensor]
-    """Tokens [T] of each text that is not held out."""
-    learned: list[Path]
-    """Recordings to learn from."""
-    start: Path | None
-    """Folder of the draft to go on from; None: a new one."""
-    folder: Path
-    """Where the draft is written to, and the checkpoint of its training."""
-    show: Show
+    weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
+    return [weight.detach().to(dtype, copy=True) for weight in weights]
 
 
 TRAINING, CHECKPOINT = "training", "checkpoint.safetensors"
@@ -146,37 +111,30 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW remembers of a parameter."""
 
 
-def fit(
-    module: nn.Module,
-    loss: Callable[[Any, torch.Generator], Tensor],
-    lessons: Sequence[Any],
-    folder: Path,
-    show: Show,
-    options: TrainOptions,
-) -> None:
-    """Train a module on every lesson `options.passes` times, from the folder's checkpoint on if there is one.
+def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: Task) -> None:
+    """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is one.
 
-    loss: computes the loss of a lesson, with a generator seeded for the step.
+    loss: computes the loss of a recording, with a generator seeded for the step.
     """
-    passes, seed = options.passes, options.seed
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    options, examples, checkpoint = task.options, task.recordings, task.folder / TRAINING / CHECKPOINT
+    parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
-    random, num_steps = Random(seed), passes * len(lessons)
-    order = [number for _ in range(passes) for number in random.sample(range(len(lessons)), len(lessons))]
+    random, num_steps = Random(options.seed), options.num_epochs * len(examples)
+    order = [each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))]
     saved_at = time.monotonic()
-    losses: deque[float] = deque(maxlen=max(1, len(lessons) // 4))
-    for step in range(_load(folder / CHECKPOINT, parameters, optimizer), num_steps):
-        found = loss(lessons[order[step]], torch.Generator().manual_seed(seed + step))
-        _descend(optimizer, found, options.learning_rate * _rate(step, num_steps))
+    losses: deque[float] = deque(maxlen=max(1, len(examples) // 4))
+    for step in range(_load(checkpoint, parameters, optimizer), num_steps):
+        found = loss(order[step], torch.Generator().manual_seed(options.seed + step))
+        _optimizer_step(optimizer, found, options.learning_rate * _rate(step, num_steps))
         losses.append(float(found.detach()))
-        show("training", step + 1, num_steps, f", loss {sum(losses) / len(losses):.4f}")
+        task.show("training", step + 1, num_steps, f", loss {sum(losses) / len(losses):.4f}")
         if step + 1 == num_steps or time.monotonic() - saved_at > CHECKPOINT_S:
-            _save(folder / CHECKPOINT, step + 1, parameters, optimizer)
+            _save(checkpoint, step + 1, parameters, optimizer)
             saved_at = time.monotonic()
 
 
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
-    """Take one step down the gradient of a loss, at a learning rate."""
+def _optimizer_step(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
+    """Take one optimizer step on a loss, at a learning rate."""
     [group] = optimizer.param_groups
     group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)

@@ -40,14 +40,6 @@ def outlook(*found: TokenEstimate, batch: int = 1, **changed: object) -> Outlook
     return Outlook(documents(*found), replace(RATES, **changed), batch)
 
 
-def test_seconds_are_those_of_the_tokens_and_of_the_start():
-    """By hand: 500 documents of two seconds, and half a minute until the first one begins."""
-    forecast = outlook(*[DOCUMENT] * 500).lasts(1)
-    assert forecast.seconds == pytest.approx(30 + 1000)
-    assert (forecast.documents, forecast.workers) == (500, 1)
-    assert forecast.basis == "a calibration of 100 documents on a device"
-
-
 def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_document():
     """The one document of a thousand pages is why a night with a hundred workers is no shorter than with fifty."""
     corpus = outlook(*[DOCUMENT] * 4000, TokenEstimate(100_000, 200))
@@ -90,16 +82,6 @@ def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured: int, lea
         truth = sum(cost.prefill_s + cost.decode_s for cost in costs)
         held += forecast.seconds_low <= truth <= forecast.seconds_high
     assert held >= 200 * least
-
-
-def test_rates_are_seconds_by_token():
-    """By hand, of two documents of which the second writes half as much; one says nothing about how they differ."""
-    costs = [DocumentCost(1000, 100, 100, 1.0, 2.0), DocumentCost(3000, 50, 100, 3.0, 1.0)]
-    rates = fit_rates(costs, start_s=5.0, device="here")
-    assert (rates.prefill, rates.decode, rates.output_share) == pytest.approx((1e-3, 2e-2, 0.75))
-    assert rates.spread == pytest.approx((0.2**2 + (0.5 / 4.5) ** 2) ** 0.5, rel=0.2)
-    assert (rates.num_documents, rates.start_s, rates.device) == (2, 5.0, "here")
-    assert fit_rates([*costs[:1], DocumentCost(9, 0, 9, 1.0, 0.0)], start_s=0.0, device="") is None
 
 
 def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from specextend.cluster.messages import MAX_LOSSES, Place, Tried
+from specextend.cluster.messages import MAX_LOSSES, Lease, Place
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
 from specextend.config import JobOptions
+from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
-from tests.cluster.schedulers import at, granted, ids, key, scheduler
+
+JOB = JobOptions(max_attempts=2, document_deadline_s=10, stall_s=30)
+
+
+def key(row: int) -> DocumentKey:
+    return DocumentKey(0, row)
+
+
+def scheduler(lengths: list[int], leases_per_worker: int = 3, job: JobOptions = JOB) -> Scheduler:
+    return Scheduler(rows_of_length(lengths), job, leases_per_worker)
+
+
+def at(worker: str) -> Place:
+    """A place of its own for a worker."""
+    return Place(f"host of {worker}", "seat 1")
+
+
+def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:
+    return [lease.key.row for name, lease in grants if worker in (None, name)]
+
+
+def ids(grants: list[tuple[str, Lease]]) -> dict[int, str]:
+    return {lease.key.row: lease.lease_id for _, lease in grants}
 
 
 def test_leases_are_spread_over_the_workers():
@@ -17,19 +40,6 @@ def test_leases_are_spread_over_the_workers():
     grants = plan.assign(0)
     assert granted(grants, "a") == [0, 2]
     assert granted(grants, "b") == [1, 3]
-
-
-def test_a_death_charges_what_had_started_and_frees_the_rest():
-    """Only a started document can have killed the worker."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    assert plan.leave("a", "WorkerDied", "gone") == []
-    plan.join("b", at("b"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
-    plan.join("c", at("c"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
 
 
 def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
@@ -52,21 +62,6 @@ def test_a_deadline_counts_from_the_start_of_prefill():
     plan.report("a", 1, [lease[0]], 100)
     assert plan.overdue(110) == []
     assert [late.key.row for late in plan.overdue(110.1)] == [0]
-
-
-def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
-    """One slow document costs itself an attempt and nobody else anything."""
-    plan = scheduler([5, 4])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, list(lease.values()), 1)
-    assert plan.expire(lease[0], "late") == []
-    assert list(plan.held) == [lease[1]], "a result that comes after the lease was taken back is dropped"
-    plan.finish(lease[1])
-    plan.report("a", 2, [], 50)
-    assert granted(plan.assign(50)) == [], "alone means: not beside the call that is still closing"
-    plan.closed("a")
-    assert granted(plan.assign(50)) == [0]
 
 
 def test_near_the_end_nothing_waits_behind_a_full_batch():
@@ -130,15 +125,3 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
     grants = plan.assign(9)
     assert sum(lease.is_alone for _, lease in grants) == max(1, 5 // ALONE_SHARE)
     assert len(grants) == 1 + 4 * 2
-
-
-def test_a_start_goes_on_where_the_last_one_stopped_counting():
-    """Each start gave a document that kills its worker all its attempts again."""
-    tried = {key(0): Tried(2, frozenset({at("a")}))}
-    plan = Scheduler(rows_of_length([5, 5]), JobOptions(max_attempts=3), 2, tried=tried)
-    plan.join("a", at("a"), 0)
-    assert plan.num_wanted == 3, "a worker elsewhere, beside one for each document"
-    plan.join("b", at("b"), 0)
-    assert {worker: lease.key.row for worker, lease in plan.assign(0)} == {"b": 0, "a": 1}
-    [given_up] = plan.leave("b", "WorkerDied", "gone")
-    assert (given_up.key, given_up.attempts) == (key(0), 3)

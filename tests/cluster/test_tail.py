@@ -49,18 +49,3 @@ def test_workers_that_are_not_built_yet_are_not_asked_for_any_more() -> None:
         roster.let_go(worker)
     assert roster.due(1, 1) == []
     assert len(roster.due(1, 3)) == 2, "their seats are free again"
-
-
-def test_a_node_that_is_about_to_go_gets_nothing_and_gives_back_what_waits() -> None:
-    """What runs may end there; if it does not, the loss is not even counted."""
-    plan = plan_of([9, 8, 7], "a", leases_per_worker=3)
-    grants = plan.assign(0)
-    by_row = {lease.key.row: lease for _, lease in grants}
-    plan.report("a", 1, [by_row[0].lease_id, by_row[1].lease_id], 1)
-    assert [lease.key.row for lease in plan.drain("a")] == [2]
-    plan.closed("a")
-    plan.finish(by_row[0].lease_id)
-    assert plan.assign(2) == []
-    assert plan.lose("a", "reclaimed") == []
-    plan.join("b", Place("host b", "GPU 0"), 3)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(3)] == [(1, 1), (2, 1)]

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import pytest
-
-from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.workers import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    MAX_FAILED_STARTS,
     Roster,
 )
 
@@ -24,15 +20,3 @@ def test_the_pause_between_failed_starts_grows_up_to_a_minute():
         [bad] = roster.due(now, 9)
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == LONGEST_PAUSE_S
-
-
-def test_a_run_is_given_up_when_no_worker_can_be_built():
-    """In a row, on one place, and nobody else is up."""
-    roster = Roster(1)
-    now = 0.0
-    for _ in range(MAX_FAILED_STARTS - 1):
-        [worker] = roster.due(now, 9)
-        now += roster.failed(worker, "no weights", now)
-    [worker] = roster.due(now, 9)
-    with pytest.raises(WorkersFailError, match="no weights"):
-        roster.failed(worker, "no weights", now)

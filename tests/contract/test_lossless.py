@@ -31,7 +31,7 @@ AXES = {
     "backend": BACKENDS,
     "tree": ("dense", "hybrid"),
     "batch": (1, 3),
-    "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED, *NGRAMS),
+    "draft": ("good", "bad", "eagle", "reduced", "copy", "cut", *PUBLISHED, *NGRAMS),
 }
 FAST = covering(*AXES.values(), strength=1)
 SLOW = [case for case in covering(*AXES.values()) if case not in FAST]

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.cache import ALIGNMENT, KVCache, Region, RowAllocator, aligned
-
-
-def cache_with_row_numbers(num_rows: int) -> KVCache:
-    """Every key holds its row's number, every value its negative."""
-    cache = KVCache(2, num_rows, 1, 4, torch.float32, torch.device("cpu"))
-    numbers = torch.arange(cache.keys.shape[2], dtype=torch.float32)[:, None]
-    cache.keys.copy_(numbers.expand_as(cache.keys))
-    cache.values.copy_(-numbers.expand_as(cache.values))
-    return cache
-
-
-def rows_of(cache: KVCache) -> list[int]:
-    assert torch.equal(cache.keys, -cache.values)
-    assert torch.equal(cache.keys[0], cache.keys[1])
-    return cache.keys[0, 0, :, 0].int().tolist()
+from specextend.decoding.cache import ALIGNMENT, Region, RowAllocator, aligned
 
 
 @given(
@@ -49,20 +33,3 @@ def test_regions_never_overlap_and_all_rows_come_back(num_blocks, actions):
     for region in taken:
         rows.give_back(region)
     assert num_blocks == 0 or rows.take(num_blocks * ALIGNMENT) == Region(0, num_blocks * ALIGNMENT), "in one piece"
-
-
-def commit(cache: KVCache, first_rows: list[int], paths: list[list[int]]) -> None:
-    """Commit paths of a proposal of 56 rows, all padded to the longest as verification pads them."""
-    width = max(len(path) for path in paths)
-    padded = [[*path, *range(len(path), width)] for path in paths]
-    cache.commit(torch.tensor(first_rows)[:, None] + torch.arange(56), torch.tensor(padded))
-
-
-def test_commit_packs_each_path_behind_its_prefix():
-    """Accept and roll back in one verb: rows that are not on the path are free for the next proposal."""
-    cache = cache_with_row_numbers(256)
-    commit(cache, [10, 100, 200], [[0, 2, 5], [0], [0, 1, 2]])
-    rows = rows_of(cache)
-    assert rows[10:13] == [10, 12, 15]
-    assert rows[:10] == list(range(10)), "the prefix stays"
-    assert rows[100:] == list(range(100, 256)), "a root alone and a straight path stay where they are"

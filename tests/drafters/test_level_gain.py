@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from specextend.drafters.causal import LevelGain
@@ -59,13 +57,3 @@ def test_what_stands_between_two_steps_does_not_count(clock: Clock):
     clock.step(gain)
     clock.step(gain)
     assert gain.least == pytest.approx(known)
-
-
-def test_without_a_clock_it_stays_as_it_was_configured():
-    """Then equal requests give equal counts."""
-    gain, clock = LevelGain(None, 0.7), Clock()
-    seen = [gain.least]
-    for _ in range(3):
-        clock.step(gain)
-        seen.append(gain.least)
-    assert all(before == after for before, after in pairwise(seen))

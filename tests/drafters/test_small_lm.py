@@ -13,7 +13,7 @@ from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
+from specextend.drafters.small_lm import ModelNetwork
 from specextend.models import load_causal_lm
 from tests.covering import covering
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
@@ -82,7 +82,7 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
     model = CachedModel(load_causal_lm(pair.drafts[draft], None, "float32", "cpu"), attend_by_head, 1024)
-    network = ModelNetwork(model, 1024, 512, 512, shared_vocabulary(num_rows, VOCABULARY, EOS_TOKEN_ID))
+    network = ModelNetwork(model, 1024, 512, 512, min(num_rows, VOCABULARY), EOS_TOKEN_ID)
     drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
     text = random_prompt(60)
     known = [token_id if token_id < num_rows else EOS_TOKEN_ID for token_id in text]

@@ -13,7 +13,7 @@ import yaml
 
 from specextend.config import RunConfig
 from specextend.shipped import DEFAULT_TARGET, models_folder
-from tests.job.conftest import CONFIG, ROOT, environment, in_process, specextend, write_corpus
+from tests.job.conftest import ROOT, environment, specextend, write_corpus
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["configs"]])
@@ -67,16 +67,6 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str, tmp_
     [line] = ended.stderr.splitlines()
     assert (ended.code, line[:7]) == (2, "error: ")
     assert said in line
-
-
-def test_a_plan_is_what_the_dry_run_of_the_script_is(tmp_path: Path):
-    """Who learned the one knows the other; the shipped configuration goes by its name."""
-    corpus = write_corpus(tmp_path / "a.parquet", ["one two", "three"], id=["a", "b"])
-    places = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=id"]
-    by_name = specextend("plan", "--config", "tiny-random", *places, "--json", str(tmp_path / "plan.json"))
-    by_script = in_process("summarize.py", "--config", str(CONFIG), *places, "--dry-run")
-    assert (by_name.code, by_name.stdout) == (0, by_script.stdout)
-    assert json.loads((tmp_path / "plan.json").read_text())["rows_to_do"] == 2
 
 
 def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path: Path):

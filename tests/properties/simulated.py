@@ -16,6 +16,7 @@ from specextend.cluster.messages import (
     CallLost,
     Died,
     Done,
+    Draining,
     Event,
     Failed,
     Lease,
@@ -111,6 +112,7 @@ class SimulatedPool:
         assert being.is_up
         held = [other.key for each in self.workers.values() for other in live(each).values()]
         assert lease.key not in held, "a document is at one worker at most"
+        assert not (lease.is_alone and being.leases), "a charged document runs alone"
         being.leases[lease.lease_id] = lease
         self.most_leases = max(self.most_leases, len(being.leases))
 
@@ -177,7 +179,7 @@ class SimulatedPool:
             choices += [lambda: self._die(worker)] * 3 + [lambda: self._hang(worker, being)]
             if live(being):
                 choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
-                choices += [lambda: self._cannot_read(worker, being)]
+                choices += [lambda: self._cannot_read(worker, being), lambda: [Draining(worker)]]
         return self._draw.choice(choices)()
 
     def _kill_driver(self) -> list[Event]:

@@ -19,7 +19,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
 from specextend.training.recording import Recording, Span
-from specextend.training.task import TrainedKind, TrainOptions
+from specextend.training.task import TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")
@@ -51,10 +51,8 @@ OPTIONS = TrainOptions(
     vocabulary=18,
     min_tokens=192,
     max_tokens=256,
-    passes=4,
+    num_epochs=4,
     learning_rate=2e-3,
-    hidden_size=128,
-    num_layers=1,
 )
 
 
@@ -72,10 +70,8 @@ class Workshop:
         values["decoding"]["max_new_tokens"] = 8
         return RunConfig.from_values(values | sections)
 
-    def train(
-        self, output: Path, kind: TrainedKind, show: Any = lambda *progress: None, **changes: Any
-    ) -> dict[str, Any]:
-        options = replace(OPTIONS, kind=kind, **changes)
+    def train(self, output: Path, show: Any = lambda *progress: None, **changes: Any) -> dict[str, Any]:
+        options = replace(OPTIONS, **changes)
         return distil(self.config(), open_source(InputOptions(path=str(self.text))), options, output, show)
 
 

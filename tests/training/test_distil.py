@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from specextend.decoding.decoding_options import DraftKind
 from specextend.loading import load_engine
-from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request
 from tests.training.conftest import Workshop
-
-KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
 
 
 class Shown:
@@ -31,90 +27,85 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def drafts(workshop: Workshop, tmp_path_factory) -> dict[str, Path]:
-    """A trained draft of each kind, its figures in `figures.json` and what its training showed in `shown.json`."""
-    folders = {}
-    for kind in KINDS:
-        folders[kind], shown = tmp_path_factory.mktemp("drafts") / kind, Shown()
-        figures = workshop.train(folders[kind], kind, shown)
-        (folders[kind] / "figures.json").write_text(json.dumps(figures))
-        (folders[kind] / "shown.json").write_text(json.dumps(shown.all))
-    return folders
+def draft(workshop: Workshop, tmp_path_factory) -> Path:
+    """A trained head, its figures in `figures.json` and what its training showed in `shown.json`."""
+    folder, shown = tmp_path_factory.mktemp("drafts") / "head", Shown()
+    figures = workshop.train(folder, shown)
+    (folder / "figures.json").write_text(json.dumps(figures))
+    (folder / "shown.json").write_text(json.dumps(shown.all))
+    return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trained_draft_is_loaded_and_lossless(workshop, drafts, kind):
+def test_a_trained_draft_is_loaded_and_lossless(workshop, draft):
     """A draft that cannot be run has been trained for nothing; one that changes the text must not exist."""
     requests = [request(str(length), random_prompt(length, vocab_size=257), 16) for length in (40, 150)]
     plain = load_engine(workshop.config(decoding={"mode": "autoregressive", "cache_gib": 0.05}))
-    drafted = load_engine(workshop.config(draft={"kind": KINDS[kind], "model": str(drafts[kind])}))
+    drafted = load_engine(workshop.config(draft={"kind": "eagle", "model": str(draft)}))
     expected, found = ({c.request_id: c.token_ids for c in engine.generate(requests)} for engine in (plain, drafted))
     assert found == expected
     assert all(len(token_ids) > 4 for token_ids in found.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_falls(drafts, kind):
+def test_the_loss_falls(draft):
     """On any target there is something to learn, if only which tokens are frequent."""
-    shown = json.loads((drafts[kind] / "shown.json").read_text())
+    shown = json.loads((draft / "shown.json").read_text())
     losses = [float(detail.removeprefix(", loss ")) for stage, *_, detail in shown if stage == "training"]
     assert len(losses) >= 4
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(drafts, kind):
+def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(draft):
     """A loss that falls does not say that more is accepted; a last round that was worse must not be shipped."""
-    figures, card = json.loads((drafts[kind] / "figures.json").read_text()), (drafts[kind] / "README.md").read_text()
+    figures, card = json.loads((draft / "figures.json").read_text()), (draft / "README.md").read_text()
     assert [(each["round"], each["answers"]) for each in figures["rounds"]] == [(1, 8), (2, 16)]
     assert all(f"| {each['tokens_per_step']:.3f} |" in card for each in figures["rounds"])
     best = max(figures["rounds"], key=lambda each: each["tokens_per_step"])["round"]
     assert figures["best_round"] == best
-    kept = drafts[kind] / "work" / f"round-{best}" / "model.safetensors"
-    assert (drafts[kind] / "model.safetensors").read_bytes() == kept.read_bytes()
+    kept = draft / "work" / f"round-{best}" / "model.safetensors"
+    assert (draft / "model.safetensors").read_bytes() == kept.read_bytes()
 
 
-def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, drafts, tmp_path, monkeypatch):
+def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, draft, tmp_path, monkeypatch):
     """It takes hours: no answer, recording or minute of training is lost, and the result is as if nothing happened."""
     monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
     monkeypatch.setattr("specextend.training.own_answers.ROWS", 3)
     shown = Shown(("answers", 5, 8), ("recordings", 4, 11), ("training", 7, 76), ("evaluation", 2, 4))
     while shown.stops:
         with pytest.raises(KeyboardInterrupt):
-            workshop.train(tmp_path, "eagle", shown)
-    found = workshop.train(tmp_path, "eagle")
-    assert found == json.loads((drafts["eagle"] / "figures.json").read_text())
-    assert (tmp_path / "model.safetensors").read_bytes() == (drafts["eagle"] / "model.safetensors").read_bytes()
+            workshop.train(tmp_path, shown)
+    found = workshop.train(tmp_path)
+    assert found == json.loads((draft / "figures.json").read_text())
+    assert (tmp_path / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
     assert ["answers", 3, 3] in [given[:3] for given in shown.all], "those that were given are kept"
     assert [done for stage, done, total, *_ in shown.all if (stage, total) == ("training", 76)] == [
         *range(1, 4 * (3 + 16) + 1)
     ]
 
 
-def test_a_draft_is_gone_on_from_and_measured_first(workshop, drafts, tmp_path):
+def test_a_draft_is_gone_on_from_and_measured_first(workshop, draft, tmp_path):
     """What it was worth before says whether the training was worth its time; if not, it is what the output holds."""
-    figures = workshop.train(tmp_path / "more", "eagle", start_from=str(drafts["eagle"]), num_rounds=1)
+    figures = workshop.train(tmp_path / "more", start_from=str(draft), num_rounds=1)
     assert [each["round"] for each in figures["rounds"]] == [0, 1]
     card = (tmp_path / "more" / "README.md").read_text()
-    assert "Round 0 is the draft that it went on from, `eagle`." in card
-    assert str(drafts["eagle"].parent) not in card, "folders of the machine are nobody's business"
-    before = json.loads((drafts["eagle"] / "figures.json").read_text())
+    assert "Round 0 is the draft that it went on from, `head`." in card
+    assert str(draft.parent) not in card, "folders of the machine are nobody's business"
+    before = json.loads((draft / "figures.json").read_text())
     assert figures["rounds"][0]["tokens_per_step"] == max(each["tokens_per_step"] for each in before["rounds"])
-    with pytest.raises(ValueError, match="is of type None; served are"):
-        workshop.train(tmp_path / "other", "model", start_from=str(drafts["eagle"]))
+    with pytest.raises(ValueError, match="this looks like a whole model"):
+        workshop.train(tmp_path / "other", start_from=workshop.target)
 
 
-def test_two_rounds_that_bring_nothing_end_a_training(workshop, drafts, tmp_path):
+def test_two_rounds_that_bring_nothing_end_a_training(workshop, draft, tmp_path):
     """More rounds would take hours and give nothing; one alone may be bad luck."""
-    folder = shutil.copytree(drafts["eagle"], tmp_path / "draft")
+    folder = shutil.copytree(draft, tmp_path / "draft")
     points = [{"round": number, "answers": 8 * number, "tokens_per_step": 3.0 - number} for number in (1, 2, 3)]
     (folder / "work" / "curve.json").write_text(json.dumps(points))
-    assert workshop.train(folder, "eagle", num_rounds=9) == {"best_round": 1, "rounds": points}
+    assert workshop.train(folder, num_rounds=9) == {"best_round": 1, "rounds": points}
 
 
-def test_a_folder_of_another_training_is_refused(workshop, drafts):
+def test_a_folder_of_another_training_is_refused(workshop, draft):
     """Its recordings are of other prompts."""
     with pytest.raises(
         ValueError, match=r"settings\.json belongs to a training with other settings; choose another output"
     ):
-        workshop.train(drafts["eagle"], "eagle", num_samples=7)
+        workshop.train(draft, num_samples=7)

@@ -37,8 +37,7 @@ def arguments(workshop: Workshop, tmp_path) -> list[str]:
 
 def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capfd):
     """Nothing but the figures goes to stdout, nothing but progress to stderr, no third party's bars."""
-    shape = ["--kind", "model", "--hidden-size", "128", "--layers", "1", "--passes", "1"]
-    assert call(train, [*arguments, *shape], "train") == 0
+    assert call(train, [*arguments, "--epochs", "1"], "train") == 0
     printed, progress = capfd.readouterr()
     assert printed.splitlines()[-1] == f"draft: {tmp_path / 'draft'}"
     assert (tmp_path / "draft" / "training.json").read_text().strip() in printed
@@ -50,7 +49,7 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
     ("more", "message"),
     [
         (["--min-tokens", "900", "--max-tokens", "900"], "at least two texts must have the 900 tokens that"),
-        (["--passes", "0"], "passes must be at least 1"),
+        (["--epochs", "0"], "num_epochs must be at least 1"),
         (["--set", "prompt.max_prompt_tokens=1"], "the prompt does not fit the target"),
     ],
 )
@@ -66,7 +65,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, tmp_path, capsys, more
 
 def test_a_signal_ends_it_and_the_same_command_goes_on(arguments, tmp_path):
     """Exit code 75 says that there is more to do; what was recorded is kept."""
-    command = [sys.executable, str(JOB), *arguments, "--passes", "100000"]
+    command = [sys.executable, str(JOB), *arguments, "--epochs", "100000"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -25,14 +25,6 @@ def text_of(words: str) -> Text:
     return Text(torch.tensor(byte_tokenizer().encode(words), dtype=torch.int32))
 
 
-def test_a_seed_and_a_number_decide_a_sample():
-    """A training that goes on after an interruption must make the samples that it had made before."""
-    text = text_of(document(0))
-    assert maker().sample(text, 3) == maker().sample(text, 3)
-    assert maker().sample(text, 3) != maker().sample(text, 4)
-    assert maker().sample(text, 3) != maker(replace(OPTIONS, seed=1)).sample(text, 3)
-
-
 def test_a_document_that_fits_is_answered_whole_at_first():
     """The draft learns what the run will ask: prompts of whole documents; of the others and again, of pieces."""
     tokenizer, short, long = byte_tokenizer(), document(0)[:250], document(1)
