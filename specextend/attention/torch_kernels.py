@@ -105,6 +105,7 @@ attend_by_head = _each(_by_head)
 attend_cuda = _each(_on_cuda)
 """By torch's own flash kernels on a GPU, without a copy of the prefix."""
 
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add delta, if there is one, and normalise; see `LayerKernels`."""
     total = x if delta is None else x + delta

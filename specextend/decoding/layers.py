@@ -175,5 +175,3 @@ def compiled_kernel() -> Any:
     except ImportError:
         return None
     return products if products.can_multiply() else None
-
-

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import compiled_is_right
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
@@ -130,15 +131,19 @@ class CachedModel:
 
         The check writes to the cache, so no request may be running.
         """
-        layers = self.model.model.layers
-        decoder, why, fault = joined_in_one_call(layers, self.scale), "this model or processor is not served", ""
+        layers, fault, why = self.model.model.layers, "", "torch runs this model, type or processor"
+        decoder = joined_in_one_call(layers, self.scale)
         if decoder is not None:
             fault = self._fault(joined_in_one_call(layers[:1], self.scale))
-            why = fault or decoder.instructions
+            why = fault or f"by {decoder.instructions}"
         if decoder is not None and not fault:
             self._decoder = decoder
-        taken = self._decoder is not None
-        self.trials += (Trial(name="compiled kernels", taken=taken, why=why, is_wrong=bool(fault)),)
+        attends = compiled_is_right(self.dtype)
+        why_attention = "compiled for this processor" if attends else "torch's own kernel attends"
+        self.trials += (
+            Trial(name="compiled attention", taken=attends, why=why_attention),
+            Trial(name="compiled layers", taken=self.runs_in_one_call, why=why, is_wrong=bool(fault)),
+        )
 
     def _plan(self, num_rows: int) -> AttentionPlan:
         """Plan a call for a check: a tree where a step has one, else a causal chunk."""

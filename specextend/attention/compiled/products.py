@@ -67,7 +67,7 @@ _IN_COLUMNS = not HAS_BF16
 PREFETCHED = 16
 """Tiles of rows with which the columns of the next product are asked for, a part with each."""
 _WIDE = np.uint16(0)  # as an element: bf16 that is widened
-_MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
+MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
 """What the number of inputs is a multiple of."""
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
@@ -260,7 +260,8 @@ def work(element: Any, call: Any) -> None:
 @cache
 def kernel() -> Any:
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, items.__file__, tiles.__file__, vir.__file__)]
+    files = __file__, blocks.__file__, items.__file__, tiles.__file__, vir.__file__
+    sources = [Path(file).read_bytes() for file in files]
     version = (ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
@@ -282,9 +283,7 @@ def can_multiply() -> bool:
     except (NumbaError, OSError, RuntimeError):
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,))
-    )
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
     scales = torch.rand(BLOCK, generator=generator)
     for each in (weight, (20 * weight).to(torch.int8)):
         exact = x.float() @ each.float().T * scales + bias.float()
@@ -297,7 +296,7 @@ def can_multiply() -> bool:
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
     is_served = weight.dtype in (torch.bfloat16, torch.int8)
-    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % _MULTIPLE == 0
+    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % MULTIPLE == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
