@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.inputs import InputError, unreadable
 from specextend.data.listing import Listing, list_input
-from specextend.data.parquet import DAMAGED, is_text, open_parquet
+from specextend.data.parquet import is_text, open_parquet, read_file
 
 SAMPLE_ROWS = 200
 _MOST_FILES = 8
@@ -41,13 +43,14 @@ def guess_columns(path: str) -> Guess:
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
-    try:
-        parquet = open_parquet(listing.root.child(name))
+
+    def read(file: pa.NativeFile) -> tuple[pa.Schema, pa.RecordBatch | None]:
+        parquet = open_parquet(file)
         schema = parquet.schema_arrow
         flat = [field.name for field in schema if is_text(field.type) or pa.types.is_integer(field.type)]
-        batch = next(parquet.iter_batches(batch_size=SAMPLE_ROWS, columns=flat), None)
-    except DAMAGED as error:
-        raise unreadable(name, error) from error
+        return schema, next(parquet.iter_batches(batch_size=SAMPLE_ROWS, columns=flat), None)
+
+    schema, batch = read_file(listing.root.child(name), read, partial(unreadable, name), listing.sizes[0])
     values = {} if batch is None else batch.to_pydict()
     lengths = {column: _mean_length(values[column]) for column in values if is_text(schema.field(column).type)}
     if not any(lengths.values()):
@@ -69,12 +72,8 @@ def guess_columns(path: str) -> Guess:
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
     """Say how the columns of the first file that differs do; empty if none does. Raises InputError if it is damaged."""
-    for name in listing.relative_paths[1:_MOST_FILES]:
-        try:
-            with open_parquet(listing.root.child(name)) as parquet:
-                found = parquet.schema_arrow
-        except DAMAGED as error:
-            raise unreadable(name, error) from error
+    for name, size in [*zip(listing.relative_paths, listing.sizes, strict=True)][1:_MOST_FILES]:
+        found: pa.Schema = read_file(listing.root.child(name), pq.read_schema, partial(unreadable, name), size)
         theirs, ours = _only(found, schema), _only(schema, found)
         if theirs or ours:
             theirs, ours = theirs or "nothing else", ours or "nothing else"

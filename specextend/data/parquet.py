@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import one_line
-from specextend.data.storage import Location, write_bytes
+from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
@@ -23,36 +23,59 @@ _NOT_COMPACT = "Not yet implemented"
 
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
-_CHECK_BYTES = 1 << 20
 _GROUP_ROWS = 4096
 """Rows of a row group that is written, unless they are many bytes."""
 
 
-def is_damaged(location: Location, error: Exception) -> bool:
-    """Return True if reading a file failed because of what it holds, False if because its store failed.
+Damaged = Callable[[Exception], Exception]
+"""Makes the error for a file that is damaged from the one that reading it has raised."""
 
-    pyarrow raises OSError for either, so the file is read once more as plain bytes.
+
+def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Damaged:
+    """Return what makes an error of one line. way_out: what to do then."""
+    return lambda error: kind(f"{location.path} is damaged ({one_line(error)}); {way_out}")
+
+
+def read_file(
+    location: Location, read: Callable[[pa.NativeFile], Value], damaged: Damaged, num_bytes: int | None = None
+) -> Value:
+    """Return what `read` makes of a file; what does not parse is read once more, against the size in the listing.
+
+    Raises OSError if the file is out of reach, and only what `damaged` returns if it is there and does not parse.
     """
-    if isinstance(error, MemoryError) or not isinstance(error, OSError):
-        return not isinstance(error, MemoryError)
     try:
-        with location.filesystem.open_input_stream(location.path) as stream:
-            while stream.read(_CHECK_BYTES):
-                pass
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Iterator[None]:
-    """Raise `kind`, in one line, where a file cannot be read because of what it holds. way_out: what to do then."""
-    try:
-        yield
+        with location.filesystem.open_input_file(location.path) as file:
+            return read(file)
     except (*DAMAGED, KeyError) as error:
-        if not is_damaged(location, error):
+        if is_away(error):
             raise
-        raise kind(f"{location.path} is damaged ({one_line(error)}); {way_out}") from error
+    try:
+        return read_again(location, read, num_bytes)
+    except (*DAMAGED, KeyError) as error:
+        if is_away(error):
+            raise
+        raise damaged(error) from error
+
+
+def read_stream(
+    location: Location,
+    read: Callable[[pq.ParquetFile], Iterator[pa.Table]],
+    damaged: Damaged,
+    num_bytes: int | None = None,
+    compact: Sequence[str] = (),
+) -> Iterator[pa.Table]:
+    """Yield the tables that `read` makes of a file of any size. Raises as `read_file` does.
+
+    What was yielded cannot be taken back: a file that can be read to its end by now was out of reach for a moment.
+    compact: as for `open_parquet`.
+    """
+    try:
+        with open_parquet(location, compact) as parquet:
+            yield from read(parquet)
+    except (*DAMAGED, KeyError) as error:
+        if not is_away(error):
+            read_file(location, lambda file: deque(read(open_parquet(file, compact)), maxlen=0), damaged, num_bytes)
+        raise out_of_reach(location, error) from error
 
 
 def write_table(location: Location, table: pa.Table) -> None:
@@ -62,16 +85,19 @@ def write_table(location: Location, table: pa.Table) -> None:
     write_bytes(location, sink.getvalue())
 
 
-def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:
+def open_parquet(source: Location | pa.NativeFile, compact: Sequence[str] = ()) -> pq.ParquetFile:
     """Open a file for streaming: pages are read when they are needed.
 
     compact: text columns to read as dictionaries, in which a value that is stored once is held once; not so in a file
     whose encoding does not allow that.
     """
-    options = {"filesystem": location.filesystem, "buffer_size": 1 << 20, "pre_buffer": False}
+    options = {"buffer_size": 1 << 20, "pre_buffer": False}
+    if isinstance(source, Location):
+        options["filesystem"] = source.filesystem
+        source = source.path
     if compact:
         try:
-            parquet = pq.ParquetFile(location.path, read_dictionary=list(compact), **options)
+            parquet = pq.ParquetFile(source, read_dictionary=list(compact), **options)
             next(parquet.iter_batches(1, columns=list(compact)), None)
             return parquet
         except KeyError:  # there is no such column, as reading will report
@@ -79,7 +105,7 @@ def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetF
         except OSError as error:
             if _NOT_COMPACT not in str(error):
                 raise
-    return pq.ParquetFile(location.path, **options)
+    return pq.ParquetFile(source, **options)
 
 
 def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
