@@ -30,7 +30,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from specextend import RunConfig
 from specextend.core import how_to_install
 from specextend.decoding.device import multiplies_bf16
-from specextend.models import load_causal_lm, read_facts, resolve_device
+from specextend.models import load_causal_lm, resolve_device
+from specextend.pairing import check_pair
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
@@ -80,7 +81,7 @@ class Transformers:
         """Load the configuration's target."""
         target = config.target
         model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
-        return cls(model, read_facts(target.model, target.revision).eos_token_ids, options)
+        return cls(model, check_pair(target, None).eos_token_ids, options)
 
     def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
         """Decode greedily, and measure by the wall clock."""
@@ -167,7 +168,7 @@ class LlamaCpp:
     def load(cls, config: RunConfig) -> LlamaCpp:
         """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that is impossible."""
         target = config.target
-        facts = read_facts(target.model, target.revision)
+        facts = check_pair(target, None)
         if importlib.util.find_spec(WHEEL) is None:
             raise ValueError(f"llama.cpp needs the package {WHEEL}: {how_to_install('bench')}")
         if resolve_device(target.device).type != "cpu":
@@ -236,7 +237,7 @@ class OpenVINO:
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
         if not multiplies_bf16():
             precision = "f32"  # its fastest there, and what it falls back to
-        return cls(folder, precision, read_facts(target.model, target.revision).eos_token_ids)
+        return cls(folder, precision, check_pair(target, None).eos_token_ids)
 
     def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
         """Decode and measure by OpenVINO's own clock: from the request to the first token, and to the last."""

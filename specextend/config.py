@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from specextend.core import did_you_mean, first_line
+from specextend.core import did_you_mean, first_line, mended
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
@@ -384,6 +384,6 @@ def _known_keys(section: str) -> list[str]:
 def _as_json(values: dict[str, Any]) -> str:
     """Write values of YAML as JSON. Raises ConfigError for a number of thousands of digits, or endless nesting."""
     try:
-        return json.dumps(values, default=str)
+        return json.dumps(mended(values), default=str)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"a value cannot be read: {first_line(error)}") from None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import gc
+import json
+import math
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specextend.stats import DecodingStats
 
@@ -79,15 +81,15 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
             raise ValueError("stop must not hold an empty string")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
             raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
@@ -162,6 +164,23 @@ class Completion:
     """All values of a request's choices, choice by choice."""
 
 
+def mended(value: Any, *, decodes: bool = False) -> Any:
+    """Return a value in which halves of surrogate pairs are U+FFFD, those inside of its lists and fields as well.
+
+    decodes: bytes become text, in which what is not UTF-8 is U+FFFD, too.
+    """
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case bytes() if decodes:
+            return value.decode(errors="replace")
+        case list() | tuple():
+            return [mended(each, decodes=decodes) for each in value]
+        case Mapping():
+            return {mended(name): mended(each, decodes=decodes) for name, each in value.items()}
+    return value
+
+
 def printable(text: str, keep: str = "") -> str:
     r"""Escape text so that it is safe on a terminal, in a log line and in a report.
 
@@ -173,6 +192,12 @@ def printable(text: str, keep: str = "") -> str:
         character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
         for character in text
     )
+
+
+def read_json(text: str, **options: Any) -> Any:
+    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises ValueError."""
+    value = json.loads(text, **options)
+    return mended(value) if "\\u" in text else value
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.answers import choices_of, has_rules, is_whole, merge_answers
+from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -85,7 +85,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     [outcome] = yield (request,)
     if isinstance(outcome, DocumentError):
         raise outcome
-    answer, reasoning = prompts.told_apart(outcome.text)
+    answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
     whole = _whole(config, replace(outcome, text=answer))
     return Summary(request, whole, prompt, outcome, reasoning=reasoning)
 
@@ -162,7 +162,7 @@ class _InParts:
             which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
             summary = self._counted(outcome, which)
             if by_rules:
-                _whole(self._config, summary, f"{which}: ")
+                summary = _whole(self._config, summary, f"{which}: ")
             part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
@@ -198,7 +198,7 @@ class _InParts:
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
-        answer, self._reasoning = self._prompts.told_apart(outcome.text)
+        answer, self._reasoning = self._prompts.told_apart(outcome.text, outcome.token_ids)
         return replace(outcome, text=answer)
 
 
@@ -228,8 +228,10 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
 
 def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
     """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema` ends."""
-    if config.output.schema is None or is_whole(answer.text):
+    if config.output.schema is None:
         return answer
+    if (text := whole_answer(answer.text)) is not None:
+        return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
     advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
     error = DocumentError(

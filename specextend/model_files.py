@@ -52,6 +52,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _WEIGHTS, _ONE_FILE = "*.safetensors", "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
@@ -101,7 +102,13 @@ def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
         fetch = f"; specextend demo fetches this one into {models_folder()}"
         hint = fetch if Path(model).name == DEFAULT_TARGET else ""
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
-    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else [])]
+    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
+    if weights:  # a repository may hold the same weights in several formats
+        _fetch(model, revision, indexed_names(folder) or [_WEIGHTS])
+    return folder
+
+
+def _fetch(model: str, revision: str | None, patterns: list[str]) -> Path:
     with _said(model, revision), _quiet():
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
@@ -134,8 +141,7 @@ def read_tensors(model: str, revision: str | None = None) -> dict[str, TensorInf
         return read_folder(folder, model)
     with _said(model, revision):
         files = HfApi().model_info(model, revision=revision, timeout=TIMEOUT_S).siblings or []
-    if not any(file.rfilename.endswith(".safetensors") for file in files):
-        raise ModelError(_lacks_weights(model, folder))
+    _choose_files([file.rfilename for file in files], folder, model)
     return None
 
 
@@ -143,18 +149,34 @@ def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
     """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or there is none."""
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder, model):
-        tensors |= read_safetensors_header(file)
+        found = read_safetensors_header(file)
+        if twice := tensors.keys() & found.keys():
+            raise ModelError(f"{model} has the tensor {min(twice)} in two files; leave it in one")
+        tensors |= found
     return tensors
 
 
 def weight_files(folder: Path, model: str) -> list[Path]:
-    """List a folder's safetensors files: those that its index names, or all. Raises ModelError if one is missing."""
-    names, files = indexed_names(folder), sorted(folder.glob(_WEIGHTS))
+    """List the safetensors files of a folder that are loaded. Raises ModelError if one is missing, or not told."""
+    return [folder / name for name in _choose_files([path.name for path in folder.iterdir()], folder, model)]
+
+
+def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
+    """Choose among a model's files those that the folder's index names, or `model.safetensors`, or the only one."""
+    files = [name for name in names if Path(name).match(_WEIGHTS) and "/" not in name]
     if not files:
         raise ModelError(_lacks_weights(model, folder))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
-    return [folder / name for name in names] or files
+    if indexed := indexed_names(folder):
+        if missing := [name for name in indexed if name not in files]:
+            raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
+        return indexed
+    if _ONE_FILE in files:
+        return [_ONE_FILE]
+    if len(files) > 1:
+        raise ModelError(
+            f"{model} has several weight files and no {INDEX}, which says whether they are all: add it, or leave one"
+        )
+    return files
 
 
 def _lacks_weights(model: str, folder: Path) -> str:
@@ -172,9 +194,10 @@ def indexed_names(folder: Path) -> list[str]:
     """
     if not (folder / INDEX).is_file():
         return []
-    named = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise ModelError(f"{folder / INDEX} has no weight_map")
+    index = read_json(folder / INDEX)
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not named or "metadata" not in index:  # which transformers needs, if only as {}
+        raise ModelError(f"{folder / INDEX} must have a weight_map and metadata")
     for name in named.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(
@@ -234,8 +257,9 @@ def identify(model: str, revision: str | None = None) -> dict[str, str]:
         return {"weights": commit, "tokenizer": commit}
     folder = find_folder(model, revision, weights=True)
     read_folder(folder, model)
-    weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + list(folder.glob(_WEIGHTS))
-    return {"weights": hash_files(weights), "tokenizer": hash_files(folder / name for name in _TOKENIZER_FILES)}
+    weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + weight_files(folder, model)
+    texts = [*(folder / name for name in _TOKENIZER_FILES), *folder.glob(_NAMED_TEMPLATES)]
+    return {"weights": hash_files(weights), "tokenizer": hash_files(texts)}
 
 
 def hash_files(paths: Iterable[Path]) -> str:

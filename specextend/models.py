@@ -14,14 +14,23 @@ from typing import Any, Literal
 
 import torch
 
-from specextend.core import first_line, without_collections
+from specextend.core import counted, first_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
-from specextend.model_files import ModelError, TensorInfo, find_folder, read_folder, read_json, read_tensors
+from specextend.model_files import (
+    INDEX,
+    ModelError,
+    TensorInfo,
+    find_folder,
+    read_folder,
+    read_json,
+    read_tensors,
+    weight_files,
+)
 
 with without_collections():  # a seventh of its seconds
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -35,7 +44,22 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Types of weights; integers and 8-bit floats need scales that no config names."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Llama 3.1 to 3.3 have in common. A GGUF file has a tensor that follows from it."""
+_GGUF_ROPE = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+"""Fields of GGUF files, and what they are called in a config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +104,14 @@ class ModelFacts:
     """Rows of the embedding, padding included."""
     context_length: int
     """In tokens, with RoPE scaling."""
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end an output; empty if the model names none."""
+    ends: dict[str, tuple[int, ...]]
+    """Tokens that end an output, by the place that names them; those that are not in the vocabulary among them."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end an output; none if no place names one."""
+        named = dict.fromkeys(token_id for ids in self.ends.values() for token_id in ids)
+        return tuple(token_id for token_id in named if 0 <= token_id < self.vocab_size)
 
     def kv_bytes_per_token(self, dtype: Dtype) -> int:
         """Return the bytes that one token takes in the model's KV cache."""
@@ -106,7 +136,7 @@ def read_facts(model: str, revision: str | None = None) -> ModelFacts:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         context_length=context_length(config),
-        eos_token_ids=_eos_token_ids(folder, config),
+        ends={name: ids for name in ("config.json", "generation_config.json") if (ids := _read_ends(folder / name))},
     )
 
 
@@ -118,7 +148,7 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     """
     facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
     if (tensors := read_tensors(model, revision)) is not None:
-        _check_shapes(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
+        _check_tensors(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
     return facts
 
 
@@ -154,7 +184,9 @@ def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) 
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
     folder = find_folder(model, revision, weights=True)
     config = _read_config(folder, model)
-    _check_shapes(config, model, read_folder(folder, model))
+    _check_tensors(config, model, read_folder(folder, model))
+    # Without it transformers takes model.safetensors, whether an index names it or not, and no file of another name.
+    config.transformers_weights = INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
     with _quiet():
         loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -164,6 +196,8 @@ def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) 
             trust_remote_code=False,
             use_safetensors=True,
         )
+    if config.tie_word_embeddings and loaded.lm_head.weight is not loaded.get_input_embeddings().weight:
+        raise ModelError(f"{model} has an LM head of its own: set tie_word_embeddings to false in its config.json")
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
     module.to(resolve_device(device)).eval().requires_grad_(False)
     return loaded
@@ -296,15 +330,27 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
         )
 
 
-def _check_shapes(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
-    """Raise ModelError if a tensor of the architecture is not among those found, or has another shape there."""
+def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
+    """Raise ModelError unless the tensors found are those of the architecture, with the same shapes, as floats.
+
+    A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
+    """
     expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
+    left = {name: info for name, info in found.items() if ".rotary_emb." not in f".{name}"}
     for name, tensor in expected.items():
-        info = found.get(name) or found.get(name.removeprefix("model."))  # a bare decoder's names have no prefix
-        if info is None and not (name == "lm_head.weight" and config.tie_word_embeddings):
+        info = left.pop(name, None) or left.pop(name.removeprefix("model."), None)  # of a bare decoder
+        if info is None:
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
             raise ModelError(f"{model} lacks the tensor {name}")
-        if info is not None and info.shape != tuple(tensor.shape):
+        if info.shape != tuple(tensor.shape):
             raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
+        if info.dtype not in FLOATS:
+            raise ModelError(f"{model}: {name} is {info.dtype}; served are {', '.join(FLOATS)}")
+    if left:
+        raise ModelError(
+            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such as {min(left)}"
+        )
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -314,15 +360,13 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    eos = config.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        with _reading(f"{folder} has a generation_config.json"):
-            named = GenerationConfig.from_pretrained(folder).eos_token_id
-        eos = eos if named is None else named
-    if not {type(token_id) for token_id in (eos if isinstance(eos, list) else [eos])} <= {int, type(None)}:
-        raise ModelError(f"{folder} has the eos_token_id {eos!r}, which must be a number or a list of them")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+def _read_ends(path: Path) -> tuple[int, ...]:
+    """Return the `eos_token_id` of a config; what transformers assumes where there is none is no token of the model."""
+    eos = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = eos if isinstance(eos, list) else [eos]
+    if not {type(token_id) for token_id in ids} <= {int, type(None)}:
+        raise ModelError(f"{path} has the eos_token_id {eos!r}, which must be a number or a list of them")
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
@@ -351,10 +395,54 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
             file.parent, gguf_file=file.name, dtype=DTYPES[dtype], trust_remote_code=False, **options
         )
         _forget_quantization(model)
+        _check_gguf(file, model)
         check_supported(model.config, str(file))
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         tokenizer.save_pretrained(folder)
+
+
+def _check_gguf(file: Path, model: PreTrainedModel) -> None:
+    """Give a model the RoPE scaling of its GGUF file, which transformers ignores, as it does tensors without a place.
+
+    Raises ModelError for a scaling that cannot be carried over, and for tensors that are missing or have no place.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
+    model.config.rope_parameters |= _gguf_rope(fields, tensors.pop("rope_freqs.weight", None), model.config, str(file))
+    kind = fields["architecture"]
+    [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    expected = {str(names.get_name(name, (".weight", ".bias"))) for name in model.state_dict()}
+    if model.config.tie_word_embeddings:
+        expected.discard("output.weight")
+    if different := expected ^ tensors.keys():
+        raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
+
+
+def _gguf_rope(fields: dict[str, Any], divisors: Any, config: PreTrainedConfig, file: str) -> dict[str, Any]:
+    """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which frequencies are divided."""
+    scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
+    rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}
+    if rope.get("rope_type") == "none":
+        rope = {}
+    elif rope:
+        rope = {"rope_type": "linear"} | rope
+    if divisors is not None:
+        llama3 = _LLAMA3 | {"factor": float(divisors.max())}
+        plain, scaled = (
+            rope_frequencies({"rope_parameters": config.rope_parameters | each}, 2 * len(divisors), file)[0]
+            for each in ({}, llama3)
+        )
+        if rope or not torch.allclose(plain / scaled, torch.tensor(divisors), rtol=1e-3):
+            scaling["rope_freqs.weight"] = divisors
+        rope = llama3
+    if strange := scaling.keys() - {"rope.scaling.finetuned"}:
+        raise ModelError(f"{file} has a RoPE that is not carried over ({min(strange)}); take the model as safetensors")
+    return rope
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

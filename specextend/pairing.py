@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specextend.config import RunConfig
+from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, DraftOptions
 from specextend.decoding.device import Graphs, traits_of
@@ -47,11 +49,30 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
-    facts = check_target(target)
+    facts = _with_tokenizer(check_target(target), load_tokenizer(target.model, target.revision))
     if draft is not None and draft.kind == "eagle":
         _check_eagle(draft, facts, target)
     elif draft is not None and draft.kind == "model":
         _check_model(draft, facts, target)
+    return facts
+
+
+def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
+    """Return a target's facts with the ends of sequence that its tokenizer and its chat template name.
+
+    Raises ModelError if the tokenizer has tokens that the model lacks, or no end that is named is a token.
+    """
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= facts.vocab_size:
+        raise ModelError(
+            f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with token {last} "
+            f"({token!r}): take the model's own tokenizer"
+        )
+    said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}
+    ends = facts.ends | {place: (token_id,) for place, token_id in said.items() if token_id is not None}
+    facts = replace(facts, ends=ends)
+    if ends and not facts.eos_token_ids:
+        raise ModelError(f"{facts.name} ends its outputs with tokens that it lacks: {ends}")
     return facts
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DAMAGES = ("end", "footer", "pages")
+DAMAGES = ("end", "footer", "pages", "byte")
 
 
 def damage(path: Path, where: str) -> None:
-    """Cut the end of a file off, or overwrite its footer or its pages."""
+    """Cut the end of a file off, overwrite its footer or its pages, or flip one bit of a text."""
     content = bytearray(path.read_bytes())
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     if where == "end":
         del content[-4:]
     elif where == "footer":
         content[footer : footer + 40] = b"\x5a" * 40
+    elif where == "byte":
+        content[content.index(b"summary")] ^= 1
     else:
         content[4:footer] = bytes(footer - 4)
     path.write_bytes(content)

@@ -50,6 +50,7 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "specextend/training/", "benchmarks/", "scripts/"),
     "transformers": (
         "specextend/models.py",
+        "specextend/data/prompts.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/proof/",
@@ -66,6 +67,7 @@ OWNERS = {
     "pypdfium2": ("specextend/data/document_kinds.py",),
     "mammoth": ("specextend/data/document_kinds.py",),
     "selectolax": ("specextend/data/document_kinds.py",),
+    "webencodings": ("specextend/data/document_kinds.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
     "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),

@@ -78,6 +78,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
 
     from specextend.cluster.checks import check_machine
     from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
+    from specextend.models import load_tokenizer
     from specextend.pairing import check_pair
 
     os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
@@ -94,7 +95,9 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
-    return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "problem": problem}
+    name = load_tokenizer(config.target.model, config.target.revision).convert_ids_to_tokens
+    ends = [f"{token_id} {name(token_id)} ({place})" for place, ids in facts.ends.items() for token_id in ids]
+    return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "ends": ends, "problem": problem}
 
 
 def _kernels(config: RunConfig) -> list[dict[str, Any]]:
@@ -124,6 +127,7 @@ def _describe(found: dict[str, Any]) -> str:
         "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     ]
     if worker := found.get("worker"):
+        lines.append(f"ends of sequence: {', '.join(worker['ends']) or 'none found'}")
         lines += describe_memory(worker | {"cache": None})
         lines.append(f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine")
     for trial in found.get("kernels", ()):

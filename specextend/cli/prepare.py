@@ -52,8 +52,9 @@ def prepare() -> None:
 @click.argument("sources", metavar="INPUT...", nargs=-1, required=True)
 @takes(
     click.option("patterns", "--pattern", multiple=True, help="take only files like this (*.md); may be repeated"),
-    click.option("--encoding", help="of texts that are not UTF-8, such as cp1252"),
+    click.option("--encoding", help="of what is not UTF-8 and names none, such as cp1252"),
     click.option("--keep-lines", is_flag=True, help="do not join the lines of PDFs"),
+    click.option("--main-only", is_flag=True, help="no menus, footers and cookie banners of HTML"),
     click.option("time_limit_s", "--time-limit", type=float, metavar="SECONDS", help="for each file (60)"),
     click.option("memory_gib", "--memory-limit", type=float, metavar="GIB", help="of each process that reads (4)"),
     click.option("--workers", type=_POSITIVE, help="processes that read files; all processors"),

@@ -112,9 +112,17 @@ _FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Line
 @click.option("--latest", is_flag=True, help="merge runs: the newest answer to each id")
 @click.option("--only-ids-in", metavar="INPUT", help="leave out documents that are gone from this file, folder or glob")
 @click.option("--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given")
+@click.option("is_safe", "--spreadsheet-safe", is_flag=True, help="CSV: put ' before cells that begin like a formula")
 @in_one_line
 def export(
-    runs: tuple[str, ...], to: str, kind: str | None, follow: bool, latest: bool, only_ids_in: str | None, columns: str
+    runs: tuple[str, ...],
+    to: str,
+    kind: str | None,
+    follow: bool,
+    latest: bool,
+    only_ids_in: str | None,
+    columns: str,
+    is_safe: bool,
 ) -> int:
     """Write the answers of a run for other programs, or of several runs the newest answers.
 
@@ -131,6 +139,8 @@ def export(
     if len(runs) > 1 and not latest:
         raise click.UsageError("several RUNs need --latest")
     output, place, names = resolve(runs[0]), resolve(to), columns.split(",") if columns else []
+    if is_safe and (kind or format_of(place)) != "csv":
+        raise click.UsageError("--spreadsheet-safe is for CSV")
     if kind == "openai" and columns:
         raise click.UsageError("--columns is not for --format openai")
     if (follow or kind == "openai") and (latest or only_ids_in or (follow and kind == "openai")):
@@ -143,13 +153,14 @@ def export(
     if follow:
         if format_of(place):
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
-        return _follow(output, place, kind or "parquet", to, names)
-    exported = export_answers([*map(resolve, runs)], place, kind or format_of(place) or "parquet", only_ids_in, names)
+        return _follow(output, place, kind or "parquet", to, names, is_safe)
+    kind = kind or format_of(place) or "parquet"
+    exported = export_answers([*map(resolve, runs)], place, kind, only_ids_in, names, is_safe)
     show(_say(exported, to))
     return 0
 
 
-def _follow(output: Location, folder: Location, kind: str, to: str, columns: list[str]) -> int:
+def _follow(output: Location, folder: Location, kind: str, to: str, columns: list[str], is_safe: bool) -> int:
     """Export a run while it goes on. Returns the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
@@ -159,7 +170,7 @@ def _follow(output: Location, folder: Location, kind: str, to: str, columns: lis
         driver = read_lock(output)
         return driver is not None and driver.seems_alive(time.time())
 
-    exported = follow(output, folder, kind, is_running, columns)
+    exported = follow(output, folder, kind, is_running, columns, is_safe)
     show(_say(exported, to))
     if exported.done + exported.failed == exported.rows:
         return 0

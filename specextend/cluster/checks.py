@@ -17,7 +17,7 @@ from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
 from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.selection import find_earlier, recall_selection, select_rows
@@ -72,6 +72,8 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
+        config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
         _check_run(config, prompts)
         _check_cache(config, facts)

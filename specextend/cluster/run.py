@@ -54,7 +54,7 @@ from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
-from specextend.data.finalize import finalize, is_finalized
+from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
@@ -182,7 +182,10 @@ class _LockedRun:
                 return None
             progress, keys = open_rows(self.prepared, retry_errors)
             counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
-            if keys or self._accepts(counts) == has_failed or not is_finalized(self.prepared.source, output):
+            if keys or self._accepts(counts) == has_failed:
+                return None
+            if stale := unfinished(self.prepared.source, output):
+                self.display.note(f"missing or damaged in summaries or errors: {', '.join(stale)}; written anew")
                 return None
         self.display.note(f"complete already, {_say(counts)}")
         if has_failed:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Choice, did_you_mean, one_line
+from specextend.core import Choice, did_you_mean, one_line, read_json
 
 _ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
@@ -148,7 +148,7 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
     `first` takes the first value that is neither null nor empty, as a field without a rule does; `majority` the most
     frequent of those, the first of equals; `union` makes one list of all values, each once.
     """
-    answers = [json.loads(text) for text in texts]
+    answers = [read_json(text) for text in texts]
     merged = {}
     for name, field in _properties(json.loads(schema)).items():
         given = [answer[name] for answer in answers if name in answer]
@@ -199,9 +199,15 @@ def _shortest(field: Any, whole: Mapping[str, Any]) -> Any:
             return 0
 
 
-def is_whole(text: str) -> bool:
-    """Return True if a text that was written by a schema was not cut off."""
-    return _parsed(text) is not None
+def whole_answer(text: str) -> str | None:
+    """Return a text that was written by a schema, with U+FFFD for halves of surrogate pairs; None if it was cut off.
+
+    A model may write a half as an escape, which is JSON, but which hardly a program reads.
+    """
+    if _parsed(text) is None:
+        return None
+    answer = read_json(text)
+    return text if answer == json.loads(text) else json.dumps(answer, ensure_ascii=False)
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -222,7 +228,7 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 def _parsed(text: str | None) -> dict[str, Any] | None:
     try:
-        value = json.loads(text or "", parse_int=_number)
+        value = read_json(text or "", parse_int=_number)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

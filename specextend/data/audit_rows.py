@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.commits import DamagedCommitError
-from specextend.data.parquet import damaged_as, read_file, write_table
+from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import audits_folder
+from specextend.data.schema import rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 
 AUDIT_SCHEMA = pa.schema(
@@ -87,7 +88,7 @@ class AuditWriter:
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows, whole or not at all; the column `run_id` is filled in."""
         if rows:
-            table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
+            table = rows_table([{**row, "run_id": self._run_id} for row in rows], AUDIT_SCHEMA)
             write_table(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), table)
             self._next_seq += 1
 
@@ -98,7 +99,7 @@ def read_audits(output: Location) -> pa.Table:
     sizes = file_sizes(folder)
 
     def table(file: pa.NativeFile) -> pa.Table:
-        return pq.read_table(file).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
+        return pq.read_table(file, **CHECKED).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
 
     def read(name: str) -> pa.Table:
         file = folder.child(name)

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from specextend.data.document_kinds import UnreadableError, json_value
 from specextend.data.inputs import InputError
+from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
 
 _COLUMNS = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
@@ -143,7 +144,7 @@ def write_requests(requests: Iterable[dict[str, Any]], output: str, limit: int |
     place, written, rows = resolve(output), 0, islice(requests, limit)
     if is_folder(place):
         raise InputError(f"{output} is a folder; name the file to write, such as {output}/requests.parquet")
-    with atomic_output(place) as path, pq.ParquetWriter(path, _COLUMNS, compression="zstd") as writer:
+    with atomic_output(place) as path, pq.ParquetWriter(path, _COLUMNS, **SEALED) as writer:
         while group := list(islice(rows, _GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema=_COLUMNS))
             written += len(group)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
 from specextend.data.parquet import plain_rows
 from specextend.data.rows import Row, RowReader
-from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 
 BATCH_SCHEMA = pa.schema(
     [*SUMMARY_SCHEMA, *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable"))]
@@ -39,6 +39,7 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     documents: a table or data frame; one text or document (a dictionary), or a list of them; a dictionary of columns.
     Texts alone have their number as id. Raises InputError for anything else, and if `input.id_column` is not set.
     """
+    documents = mended(documents)
     if isinstance(documents, str):
         return _of_texts([documents], options), _first
     if isinstance(documents, list) and all(each is None or isinstance(each, str) for each in documents):
@@ -99,7 +100,7 @@ def result_table(
     results: of `result_row`, or the facts of a failure, one for each row of the batch. output: names `summary` and the
     fields.
     """
-    table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
+    table = rows_table(results, BATCH_SCHEMA)
     answers = zip(answer_fields(output.json_schema), answer_columns(output.json_schema, table["summary"]), strict=True)
     table = table.rename_columns({"summary": output.column})
     for field, values in answers:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from urllib.parse import unquote
 
@@ -24,12 +25,17 @@ from specextend.data.inputs import (
 )
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
+    compact_columns,
+    has_exact_int96,
+    is_id,
     is_text,
+    joint_type,
     largest_group_bytes,
     open_parquet,
     read_file,
     read_stream,
     stream,
+    way_out,
     write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
@@ -68,37 +74,43 @@ def check_input(
         said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
         raise InputError("; ".join(said))
     checked = [each for each in found if not isinstance(each, str)]
-    return tuple(file for file, _ in checked), _unify([fields for _, fields in checked], options, listing)
+    return tuple(file for file, _ in checked), _unify([schema for _, schema in checked], options, listing)
 
 
-def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
-    """Check one file; return it with its passthrough fields, or what is wrong with it. Raises InputUnreachableError."""
+def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, pa.Schema] | str:
+    """Check one file; return it with its schema, or what is wrong with it. Raises InputUnreachableError."""
     options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
 
-    def read(file: pa.NativeFile) -> tuple[list[pa.Field], tuple[int, ...], int, str]:
+    def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
-            check_columns(name, schema, reader)
-            fields = [  # without a type if the file has it in its path alone
-                schema.field(column) if column in schema.names else pa.field(column, pa.null())
-                for column in options.passthrough
-            ]
+            check_columns(name, schema, reader, others_may_have=options.passthrough)
+            rows = _group_rows(parquet.metadata)
+            wanted = dict.fromkeys([*reader.document_columns, *options.passthrough, *options.filter_columns])
+            stored = [column for column in wanted if column in schema.names]
+            compact = tuple(sorted(set(compact_columns(parquet, stored)) - {options.id_column}))
+            if not has_exact_int96(parquet, file, stored):
+                raise InputError(
+                    f"{name} has times (INT96) that are no whole microseconds; cast them when you write the Parquet, "
+                    "to TIMESTAMP in micro- or nanoseconds"
+                )
             largest = largest_group_bytes(parquet, reader.document_columns)
-            return fields, _group_rows(parquet.metadata), largest, footer_sha256(file)
+            return InputFile(number, name, size, rows, largest, footer_sha256(file), None, compact), schema
 
     try:
-        fields, rows, largest, digest = read_file(location, read, partial(unreadable, name), size)
+        found, schema = read_file(location, read, partial(unreadable, name), size)
     except InputError as error:
         return str(error)
     except OSError as error:
         raise unreachable(name, error) from error
-    if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+    if found.largest_group_bytes > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+        largest = found.largest_group_bytes / (1 << 30)
         return (
-            f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; write it in smaller ones: "
+            f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller ones: "
             "specextend prepare repartition INPUT --output FOLDER"
         )
-    return InputFile(number, name, size, rows, largest, digest, ask(location, name).mtime_ns), fields
+    return replace(found, modified_ns=ask(location, name).mtime_ns), schema
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -118,10 +130,6 @@ def footer_sha256(file: pa.NativeFile) -> str:
 
 def _is_count(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_null(kind)
-
-
-def _is_id(kind: pa.DataType) -> bool:
-    return is_text(kind) or _is_count(kind)
 
 
 def check_names(options: InputOptions, output: OutputOptions) -> None:
@@ -152,12 +160,15 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
 
 
-def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
-    """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type."""
+def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()) -> None:
+    """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type.
+
+    others_may_have: passthrough columns that the file may lack.
+    """
     options = reader.options
     wanted = [
         ("input.text_column", options.text_column, is_text, "a string column"),
-        ("input.id_column", options.id_column, _is_id, "a string or integer column"),
+        ("input.id_column", options.id_column, is_id, "a string, integer or UUID column"),
         ("input.max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
         ("input.num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
         ("input.reference_column", options.reference_column, is_text, "a string column"),
@@ -171,20 +182,28 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
         if column is None:
             continue
         found = schema.get_all_field_indices(column)
-        if not found and option in also_in_path and column in partition_values(file):
+        if (
+            not found
+            and option in also_in_path
+            and (column in partition_values(file) or (option == "input.passthrough" and column in others_may_have))
+        ):
             continue
         if not found:
-            names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
-            near = did_you_mean(column, schema.names)
-            raise InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}{near}")
+            raise _no_column(file, schema, column, option)
         if len(found) > 1:
             raise InputError(f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one")
         kind = schema.field(found[0]).type
         if not is_right(kind):
-            cast = "; cast it when you write the Parquet" if is_right is _is_count and is_text(kind) else ""
+            cast = way_out(column, kind, "BIGINT" if is_right is _is_count else "VARCHAR")
             raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
     for column, *path in () if reader.template is None else reader.template.fields:
         _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path)
+
+
+def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputError:
+    names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
+    near = did_you_mean(column, schema.names)
+    return InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}{near}")
 
 
 def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
@@ -198,23 +217,35 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
         kind = kind.field(name).type
 
 
-def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
-    """Find one type for each passthrough column; a column without values in one file takes its type from the others."""
-    unified, in_paths = [], partition_types(listing.relative_paths)
-    for position, column in enumerate(options.passthrough):
-        kinds = [
-            (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
+def _unify(schemas: list[pa.Schema], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
+    """Find one type for each passthrough column that holds the values of all files.
+
+    A file that lacks the column, or has no values in it, takes the type of the others. Raises InputError if there is
+    no such type, and for a column that no file has.
+    """
+    unified = []
+    in_paths = partition_types(listing.relative_paths)
+    for column in options.passthrough:
+        having = [
+            (schema, name)
+            for schema, name in zip(schemas, listing.relative_paths, strict=True)
+            if column in schema.names
         ]
-        typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
+        if not having and column not in in_paths:
+            raise _no_column(listing.relative_paths[0], schemas[0], column, "input.passthrough")
+        typed = [(schema.field(column).type, name) for schema, name in having]
+        typed = [(kind, name) for kind, name in typed if not pa.types.is_null(kind)]
         # Without values anywhere: a type that every reader knows.
         kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[0]
         for other, name in typed:
-            if other != kind:
+            try:
+                kind = joint_type(kind, other)
+            except pa.ArrowException:
                 raise InputError(
                     f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make them one type"
-                )
-        for other, name in kinds:
-            if pa.types.is_null(other) and column in partition_values(name):
+                ) from None
+        for schema, name in zip(schemas, listing.relative_paths, strict=True):
+            if column not in schema.names and column in partition_values(name):
                 _check_value_in_path(name, column, kind, first)
         unified.append(pa.field(column, kind))
     return tuple(unified)
@@ -253,9 +284,14 @@ def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a file's value of a column in its path, once for each row. Raises ArrowException for another type."""
-    value = pa.array([partition_values(relative_path)[column]], pa.string()).cast(kind)[0]
-    return pa.repeat(value, num_rows)
+    """Return a file's value of a column in its path, once for each row; null if the path has none.
+
+    Raises ArrowException for a value that the type does not have.
+    """
+    value = partition_values(relative_path).get(column)
+    if value is None:
+        return pa.nulls(num_rows, kind)
+    return pa.repeat(pa.array([value], pa.string()).cast(kind)[0], num_rows)
 
 
 def repartition(path: str, output: str) -> int:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import damaged_as, read_file, write_table
+from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import commits_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
@@ -66,7 +66,7 @@ class CommitWriter:
         if not rows:
             return None
         name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
-        write_table(self._folder.child(name), pa.Table.from_pylist(list(rows), schema=self._schema))
+        write_table(self._folder.child(name), rows_table(rows, self._schema))
         self._next_seq += 1
         return name
 
@@ -96,7 +96,7 @@ def read_commit(
 
     def read(file: pa.NativeFile) -> tuple[str, pa.Table]:
         contents = pa.BufferReader(file.read_buffer()) if (num_bytes or 0) <= _WHOLE_BYTES else file
-        with pq.ParquetFile(contents, pre_buffer=True) as parquet:
+        with pq.ParquetFile(contents, pre_buffer=True, **CHECKED) as parquet:
             found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
             return found, parquet.read(list(columns)).select(wanted.names).cast(wanted)
 
@@ -155,6 +155,7 @@ class Progress:
 def read_commits(output: Location, fingerprint: str = "") -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
+    All columns are read, so that damage is found before a worker starts, not when the summaries are written.
     fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest.
     """
     done: set[DocumentKey] = set()
@@ -162,7 +163,7 @@ def read_commits(output: Location, fingerprint: str = "") -> Progress:
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
     work = DecodingStats()
-    for table in read_results(output, (*KEY_COLUMNS, *_WORK_COLUMNS, "retryable", "attempts"), fingerprint):
+    for table in read_results(output, COMMIT_SCHEMA.names, fingerprint):
         keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
         if table["error_class"].null_count:
             done.update(keys)

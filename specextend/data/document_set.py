@@ -11,7 +11,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.data.inputs import InputError
+from specextend.data.parquet import CHECKED, SEALED
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
+COUNTS = ("pages_without_text", "unmapped_characters")
+"""Columns that say what the text of a PDF lacks: its empty pages, and characters of fonts without a map to Unicode."""
 COLUMNS = {
     "id": pa.string(),
     "title": pa.string(),
@@ -30,10 +32,13 @@ COLUMNS = {
     "source_row": pa.int64(),
     "source_size": pa.int64(),
     "source_modified": pa.timestamp("us", "UTC"),
+    **dict.fromkeys(COUNTS, pa.int64()),
 }
 """Columns of every data set."""
 _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
+_EXACT = 1 << 53
+"""The largest integer up to which all are floating-point numbers, too."""
 _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
 
@@ -61,11 +66,11 @@ def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
             names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])
             table = pa.table({name: _column([row.get(name) for row in group], COLUMNS.get(name)) for name in names})
             groups.append(f"{scratch}/{number}.parquet")
-            pq.write_table(table, groups[-1])
+            pq.write_table(table, groups[-1], **SEALED)
             num_rows += len(table)
         if groups:
-            schema = _joint_schema([pq.read_schema(group) for group in groups])
-            _write((pq.read_table(group) for group in groups), schema, target)
+            schema = _joint_schema([pq.read_metadata(group) for group in groups])
+            _write((pq.read_table(group, **CHECKED) for group in groups), schema, target)
     return num_rows
 
 
@@ -83,35 +88,44 @@ def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    if not any(isinstance(value, list | dict) for value in values):
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds & {list, dict} and (len(kinds) < 2 or kinds == {int, float}):
         try:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             kind = pa.string()
     texts = [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
-    return pa.array(texts, kind)
+    return pa.array(texts, pa.string())
 
 
-def _joint_schema(schemas: list[pa.Schema]) -> pa.Schema:
-    """Return the columns of all, each with a type that holds the values of all."""
+def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
+    """Return the columns of all, each with a type that holds the values of all exactly."""
     types = defaultdict(set)
-    for schema in dict.fromkeys(schemas):
-        for field in schema:
+    for footer in footers:
+        for i, field in enumerate(footer.schema.to_arrow_schema()):
             types[field.name].add(field.type)
-    return pa.schema([(name, reduce(_joint_type, kinds)) for name, kinds in types.items()])
+            if field.type == pa.int64() and _has_large(footer, i):
+                types[field.name].add("large")
+    return pa.schema([(name, _joint_type(kinds)) for name, kinds in types.items()])
 
 
-def _joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    try:
-        schemas = [pa.schema([("", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except pa.ArrowException:
-        return pa.string()
+def _has_large(footer: pq.FileMetaData, column: int) -> bool:
+    """Return True if integers of a column may be no floating-point numbers."""
+    groups = [footer.row_group(i).column(column).statistics for i in range(footer.num_row_groups)]
+    return any(max(-group.min, group.max) > _EXACT for group in groups if group.has_min_max)
+
+
+def _joint_type(kinds: set[Any]) -> pa.DataType:
+    known = kinds - {pa.null()}
+    if known == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    known -= {"large"}
+    return pa.string() if len(known) > 1 else (known or kinds).pop()
 
 
 def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> None:
     """Write tables as row groups of a schema that holds their values."""
-    with atomic_output(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with atomic_output(target) as path, pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
             columns = [
                 table[field.name].cast(field.type)
@@ -148,7 +162,7 @@ def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
 
 def _read(part: Location, names: list[str]) -> pa.Table:
     try:
-        with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+        with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
             return parquet.read(names).select(names)
     except (OSError, pa.ArrowException, KeyError) as error:
         raise InputError(f"{part.path} is no part of such a data set: {error}; name a folder of its own") from error
@@ -167,10 +181,13 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
     rows = _numbered_rows(parts)
     kept, failures = _without_repeated(rows.filter(~_is_in("source_path", list(without))))
     numbers = [kept.filter(pc.field("part") == i)["row"].to_numpy() for i in range(len(parts))]
-    schemas = [pq.read_schema(part.path, filesystem=part.filesystem).remove_metadata() for part in parts]
-    schema = _joint_schema(schemas)
-    totals = [pq.read_metadata(part.path, filesystem=part.filesystem).num_rows for part in parts]
-    stale = {i for i in range(len(parts)) if len(numbers[i]) < totals[i] or not schemas[i].equals(schema)}
+    footers = [pq.read_metadata(part.path, filesystem=part.filesystem) for part in parts]
+    schema = _joint_schema(footers)
+    stale = {
+        i
+        for i, footer in enumerate(footers)
+        if len(numbers[i]) < footer.num_rows or not footer.schema.to_arrow_schema().equals(schema)
+    }
     small = {i for i, size in enumerate(sizes.values()) if size < _SMALL_BYTES}
     groups = [{i} for i in stale - small] + ([small] if len(small) > 1 or small & stale else [])
     for group in groups:
@@ -216,7 +233,7 @@ def _is_in(column: str, values: list[str]) -> pc.Expression:
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
     """Yield the row groups of a part with the rows of these numbers."""
     begin = 0
-    with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+    with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group)
             is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
 from typing import Any
@@ -20,7 +20,7 @@ from pyarrow import fs
 from specextend.core import counted
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, check_packages, kind_of
 from specextend.data.document_readers import PENDING, Reading, SourceFile, read_files, read_table
-from specextend.data.document_set import Failure, known_files, new_part, settle, write_rows
+from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
 from specextend.data.inputs import InputError
 from specextend.data.listing import FoundFile, each_once, find
 from specextend.data.storage import (
@@ -57,6 +57,8 @@ class Prepared:
     """Files that are left to the next call."""
     failures: list[Failure]
     """In order of the files; those that are only said are the last."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What the text of the PDFs lacks that this call read, by its column."""
 
     @property
     def has_failed(self) -> bool:
@@ -70,6 +72,7 @@ class Prepared:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
             failed = f", {self.num_failed:,} failed" if self.num_failed else ""
             said.append(f"{counted(self.num_read, 'file')} read{failed}, {self.num_unchanged:,} unchanged{waiting}")
+        said += [f"{name.replace('_', ' ')}: {count:,}" for name, count in self.counts.items() if count]
         if self.failures:
             counts = Counter(failure.reason for failure in self.failures).most_common()
             said.append(", ".join(f"{reason}: {count:,}" for reason, count in counts) + f" (see {output}/{ERRORS})")
@@ -88,7 +91,8 @@ def prepare_documents(
     known = known_files(folder)
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
-    earlier = [failure for failure in _read_errors(folder) if failure.path in listed and failure.reason != LEFT_OUT]
+    named = [failure for failure in _read_errors(folder) if failure.reason != LEFT_OUT]
+    earlier = [failure for failure in named if failure.path in listed]
     failed = {failure.path for failure in earlier}
     new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
     todo = new[: options.limit]
@@ -100,14 +104,24 @@ def prepare_documents(
         f"is not found this time; its documents {'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
     )
     failures += [Failure(path, None, GONE, message) for path in gone]
+    if not options.remove_gone:
+        failures += [_remember(failure) for failure in named if failure.path not in listed | gone]
     stale = known.keys() & paths | (gone if options.remove_gone else set())
     if stale:
         settle(folder, stale)
     with closing(read_files(todo, folder, options)) as readings:
-        num_documents = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
+        num_documents, counts = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
     num_failed = len(paths & {failure.path for failure in failures} - known_files(folder).keys())
     num_unchanged, num_waiting = len(files) - len(new), len(new) - len(todo)
-    return Prepared(num_documents, len(todo) - num_failed, num_failed, num_unchanged, num_waiting, failures)
+    num_read = len(todo) - num_failed
+    return Prepared(num_documents, num_read, num_failed, num_unchanged, num_waiting, failures, counts)
+
+
+def _remember(failure: Failure) -> Failure:
+    """Return what an earlier call named of a file that is not found this time."""
+    if failure.reason == GONE:
+        return failure
+    return replace(failure, reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
 
 
 def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
@@ -119,7 +133,8 @@ def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, optio
     except UnreadableError as error:
         raise InputError(f"{name} {error.message}") from error
     settle(folder, {name})
-    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, 0, 0, failures)
+    num_documents, _ = _add(folder, [reading], failures, lambda done: None)
+    return Prepared(num_documents, 1, 0, 0, 0, failures)
 
 
 def _open(output: str) -> Location:
@@ -185,7 +200,7 @@ def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
     found = find(resolve(source), _is_hidden)
     if found is None:
         raise InputError(f"{source} does not exist; give a file, a folder or a glob")
-    root, pattern, files = found
+    root, pattern, files, _ = found
     wanted = (
         file
         for file in files
@@ -211,15 +226,18 @@ def _write_errors(folder: Location, failures: Iterable[Failure]) -> None:
 
 def _add(
     folder: Location, readings: Iterable[Reading], failures: list[Failure], on_progress: Callable[[int], None]
-) -> int:
-    """Add what is read to the data set, and to the failures; return the number of all documents."""
+) -> tuple[int, Counter[str]]:
+    """Add what is read to the data set, and to the failures; return the number of all documents, and what new lack."""
     rows: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
     num_bytes, since = 0, time.monotonic()
     try:
         for done, reading in enumerate(readings, start=1):
             failures += reading.failures
             rows += reading.rows
             num_bytes += sum(len(row["text"]) for row in reading.rows)
+            for row in reading.rows:
+                counts.update({name: row.get(name, 0) for name in COUNTS})
             if reading.pending is not None:  # the failures first: rows without them would look complete
                 _write_errors(folder, failures)
                 folder.filesystem.move(folder.child(reading.pending).path, new_part(folder).path)
@@ -233,4 +251,4 @@ def _add(
     failures += repeated
     failures.sort(key=lambda failure: (failure.reason in (LEFT_OUT, GONE), failure.path, failure.row or 0))
     _write_errors(folder, failures)
-    return num_documents
+    return num_documents, counts

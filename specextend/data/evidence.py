@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from rapidfuzz.fuzz import partial_ratio_alignment
+
+from specextend.core import read_json
 
 LEAST_SCORE = 90.0
 """Similarity from 0 to 100 (2 x matching characters over those of both) from which a passage counts as a value's."""
@@ -27,7 +28,7 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[dic
     `score` from 90 to 100. The three are null if there is none.
     """
     plain, found = _plain(document), list[dict[str, Any]]()
-    for field, value in _strings(json.loads(text), ""):
+    for field, value in _strings(read_json(text), ""):
         if field in fields and value.strip():
             begin, end, score = _passage(_plain(value.strip()), plain) or (None, None, None)
             found.append({"field": field, "value": value, "begin": begin, "end": end, "score": score})

@@ -13,12 +13,11 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
-from specextend.data.parquet import DAMAGED, rows_where, write_groups
+from specextend.data.parquet import DAMAGED, open_parquet, rows_where, stream, write_groups
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
 from specextend.data.sorted_rows import SortedRows, Tables
@@ -70,13 +69,18 @@ def finalize(
     return counts
 
 
-def is_finalized(source: Source, output: Location) -> bool:
-    """Return True if `summaries/` and `errors/` are what `finalize` would write: a file may have been taken away."""
+def unfinished(source: Source, output: Location) -> list[str]:
+    """Return the numbers of the files in `summaries/` and `errors/` that are not what `finalize` would write.
+
+    One may have been taken away, or a byte of it has changed on the disk.
+    """
     commits = _Commits()
     for table in read_results(output, KEY_COLUMNS):
         commits.add(table)
     ending = _Ending(source, output, commits)
-    return all(in_order(ending.is_written, [file.number for file in source.files]))
+    numbers = [file.number for file in source.files]
+    written = in_order(ending.is_written, numbers)
+    return [result_name(number) for number, is_written in zip(numbers, written, strict=True) if not is_written]
 
 
 class _Commits:
@@ -239,7 +243,10 @@ class _Ending:
             return False
         location = folder.child(result_name(number))
         try:
-            found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
+            with open_parquet(location) as parquet:
+                found = parquet.schema_arrow.metadata or {}
+                for _ in stream(parquet, parquet.schema_arrow.names):
+                    pass  # its pages are held against their checksums
         except DAMAGED:  # if its store is away, writing it again says so
             return False
         return found.get(_DIGEST) == schema.metadata[_DIGEST]
@@ -260,16 +267,7 @@ def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedA
         yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
         return
     for batch in source.chosen_batches(number, [field.name for field in fields]):
-        yield [_typed(batch[field.name], field.type) for field in fields], len(batch)
-
-
-def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Give a column without values the type it has in the other files, and write out text that was read compact."""
-    if pa.types.is_null(values.type):
-        return pa.chunked_array([pa.nulls(len(values), kind)])
-    if pa.types.is_dictionary(values.type) and not pa.types.is_dictionary(kind):
-        return values.cast(values.type.value_type).cast(kind, safe=False)
-    return values
+        yield source.passthrough(batch, number), len(batch)
 
 
 def _with_digest(schema: pa.Schema, names: list[str]) -> pa.Schema:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specextend.core import counted, printable
+from specextend.data.prompts import CLOCK
 from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.source import Source
 from specextend.data.storage import Location, exists, read_parsed, write_bytes
@@ -33,8 +34,8 @@ _FREE = (
 documents are done, and what reports show."""
 _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
-_SELECTING = ("input.filter", "input.sample", "input.limit", "input.passthrough")
-"""Options on which no row that a run makes depends, only which rows it makes and what is copied beside them."""
+_PASSED_OVER = ("input.filter", "input.sample", "input.limit", "input.passthrough", f"prompt.template_options.{CLOCK}")
+"""Options that only say which rows a run makes and what is copied beside them, and the time that prompts name."""
 
 
 def build_manifest(
@@ -103,7 +104,8 @@ def _checked_manifest(content: bytes) -> dict[str, Any]:
     identity = manifest["identity"]
     if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(identity):
         raise ValueError("its version or fingerprint is wrong")
-    if not identity["config"].items() <= dict(flattened(manifest["config"])).items():
+    values = dict(flattened(manifest["config"]))
+    if any(values.get(name) != value for name, value in identity["config"].items() if name not in _PASSED_OVER):
         raise ValueError("its configuration is not the one of its fingerprint")
     return manifest
 
@@ -157,7 +159,7 @@ def other_configuration(recorded: Mapping[str, Any], current: Mapping[str, Any])
     """Return the lines of `differences` for models and options that let two runs make different rows of a document."""
     identities = ({**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current))
     lines = differences(*({"identity": identity} for identity in identities))
-    return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _SELECTING))]
+    return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))]
 
 
 def _is_free(name: str) -> bool:

@@ -17,6 +17,10 @@ MOST_TOKENS = 1 << 40
 """More than any document has; an unsigned column may hold what overflows our sums."""
 
 
+_NOT_SUPPORTED = ("not supported", "Unsupported", "not implemented", "Not yet implemented")
+"""Parts of pyarrow's messages about compressions, encodings and types that it cannot decode."""
+
+
 class InputError(ValueError):
     """The whole input is unusable: exit 2. The message is one printable line that says what to do."""
 
@@ -38,7 +42,12 @@ def unreachable(file: str, error: Exception) -> InputUnreachableError:
 
 
 def unreadable(file: str, error: Exception) -> InputError:
-    """Return the error for a file that is not Parquet, or is damaged."""
+    """Return the error for a file that is not Parquet, is damaged, or uses what pyarrow cannot decode."""
+    if any(word in str(error) for word in _NOT_SUPPORTED):
+        return InputError(
+            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: write it anew where it "
+            "was made, with the compression zstd and plain or dictionary encoding"
+        )
     if file.lower().endswith((".parquet", ".pq", ".parq")):
         return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
     return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
@@ -83,12 +92,14 @@ class InputOptions:
     text_column: str = "text"
     """The string column with the documents."""
     id_column: str | None = None
-    """A string or integer column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
+    """A string, integer or UUID column with unique ids; without it the id is
+    `<path relative to the input>:<row in file>`."""
     on_bad_id: Literal["refuse", "error"] = "refuse"
     """What to do if ids are null or repeated among the rows that `input.filter` leaves: `refuse` the input, or make
     each such row an `error` row, of equal ids all but the first in input order."""
     passthrough: tuple[str, ...] = ()
-    """Columns of any type that are copied to the summaries; folders such as `year=2026` make a column, too."""
+    """Columns of any type that are copied to the summaries; a file may lack them. Folders such as `year=2026` make a
+    column, too."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
@@ -208,6 +219,8 @@ class InputFile:
     footer_sha256: str
     modified_ns: int | None
     """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does not report it."""
+    compact: tuple[str, ...] = ()
+    """Text columns that can be read as dictionaries."""
 
     @property
     def num_rows(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specextend.core import first_line, printable
+from specextend.core import first_line, mended, printable
 from specextend.data.inputs import DocumentError
 
 Around = tuple[str, str]
@@ -19,20 +20,55 @@ PLACE = f"{{{{ {DOCUMENT} }}}}"
 """Stands for the document in an instruction; any other name is a column."""
 
 
+class _Method:
+    """A method of a value: it can be called, but is neither text nor true or false nor equal to anything."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise TypeError(f"{getattr(self._method, '__name__', 'this')} is a method, no value: call it, with ()")
+
+    __repr__ = __bool__ = __eq__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """Fields of a struct that is null are null."""
+    """Fields of a struct come before its methods, and fields of a struct that is null are null."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        return None if obj is None else super().getattr(obj, attribute)
+        if obj is None:
+            return None
+        if isinstance(obj, dict) and attribute in obj:
+            return obj[attribute]
+        value = super().getattr(obj, attribute)
+        return _Method(value) if callable(value) and not isinstance(value, Undefined) else value
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return None if obj is None else super().getitem(obj, argument)
 
 
-_SENTINEL = "\u2063DOCUMENT\u2063"
-_ENVIRONMENT = _Environment(
-    undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: "" if value is None else value
-)
+def _written(value: Any) -> Any:
+    """Return a value as a template writes it: null is nothing. Raises TypeError for a macro, a loop or a method."""
+    if callable(value) and not isinstance(value, Undefined):
+        raise TypeError(f"a {type(value).__name__.strip('_').lower()} is no text")
+    if isinstance(value, Iterator):
+        return [*value]
+    return "" if value is None else value
+
+
+_SENTINEL = f"\u2063{secrets.token_hex(16)}\u2063"
+"""Stands for the document while a template is rendered. Nobody who writes data can know it."""
+_ENVIRONMENT = _Environment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_written)
+_ENVIRONMENT.globals.clear()  # a name is a column, even if jinja has something of that name
+del _ENVIRONMENT.filters["random"]
+_WORDS = ("self", "none", "true", "false")
+"""What a template cannot read of a row: jinja takes these names for its own."""
+_AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
+"""What `{{ document }}` may stand in: none of them looks at what is written."""
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")
 _ASKS = ("default", "d", "defined", "undefined")
 """Filters and tests of jinja2 for what may not be there."""
@@ -43,7 +79,8 @@ class Instruction:
     """A user message as a sandboxed jinja2 template: `{{ document }}`, and any other name for a column of the row.
 
     A message without `{{ document }}` has the document behind it, after a blank line. Raises ValueError, which begins
-    with `key`, for what is no template, and for a name in single braces, which would be read as text.
+    with `key`, for what is no template, for a name in single braces, which would be read as text, and for the document
+    in an expression, which would see what stands for it.
     """
 
     def __init__(self, key: str, source: str) -> None:
@@ -58,8 +95,9 @@ class Instruction:
             self._template = _ENVIRONMENT.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"{key} is not a template: {first_line(error)} (line {error.lineno})") from None
+        _check_names(key, tree)
         self._made_of = key, source
-        self.columns = tuple(sorted(names - {DOCUMENT, *_ENVIRONMENT.globals}))
+        self.columns = tuple(sorted(names - {DOCUMENT}))
         """The columns that it names."""
         self.fields = tuple(path for path in _paths(tree) if path[0] in self.columns)
         """What it reads of structs: a column, and the names of fields below it."""
@@ -78,12 +116,32 @@ class Instruction:
         Raises DocumentError (`BadInstruction`, stage `prompt`) if they do not go into the template, or if it comes to
         more than one place for the document.
         """
-        row = {name: _clean(value) for name, value in values.items()}
+        row = mended(values, decodes=True)
         try:
             text = self._template.render(row, **{DOCUMENT: _SENTINEL})
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise _bad(printable(first_line(error))) from error
         return _split(text)
+
+
+def _check_names(key: str, node: nodes.Node, *, sees: bool = False) -> None:
+    """Raise ValueError for a word of jinja's in the place of a column, and for a document that is not just written.
+
+    sees: the node stands in something that looks at what is written in it.
+    """
+    for child in node.iter_child_nodes():
+        is_written = isinstance(node, nodes.Output)
+        name = child.name if isinstance(child, nodes.Name) else None
+        if is_written and isinstance(child, nodes.Const) and not isinstance(child.value, str):
+            name = str(child.value).lower()
+        if name in _WORDS:
+            raise ValueError(f"{key} writes {name}, which is a word of jinja's and no column: rename the column")
+        if name == DOCUMENT and (sees or not is_written):
+            raise ValueError(
+                f"{key} uses {DOCUMENT} in an expression, which would not see its text: write {PLACE} alone, outside "
+                "of filters, conditions and macros"
+            )
+        _check_names(key, child, sees=sees or not isinstance(child, _AROUND_DOCUMENT))
 
 
 def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
@@ -110,14 +168,7 @@ def around_document(instruction: str) -> Around:
 
     Raises DocumentError (`BadInstruction`) for more than one place.
     """
-    return _split(_PLACES.sub(_SENTINEL, instruction.replace(_SENTINEL, "")))
-
-
-def _clean(value: Any) -> Any:
-    """Return a value of a column as a template takes it: text for bytes, and no place for the document."""
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="replace")
-    return value.replace(_SENTINEL, "") if isinstance(value, str) else value
+    return _split(_PLACES.sub(_SENTINEL, instruction))
 
 
 def _split(text: str) -> Around:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import PurePosixPath
 
 from pyarrow import fs
 
 from specextend.core import one_line
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.run_folder import SUMMARIES, result_name
-from specextend.data.storage import Location, is_passing, resolve
+from specextend.data.storage import Location, is_passing, is_uri, resolve
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
 """Extensions of Parquet files in a folder, in upper or lower case."""
+_TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
+"""Folders in which formats of tables keep which of their files count."""
+_EXPORTS = {
+    "a Delta": """duckdb -c "COPY (FROM delta_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\"""",
+    "an Iceberg": """duckdb -c "COPY (FROM iceberg_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\"""",
+    "a Hudi": """spark.read.format("hudi").load('{}').write.parquet("documents")""",
+}
+_ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")
+_DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
+"""In messages of stores that do not let everybody see all."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
 
 
@@ -48,6 +61,7 @@ def list_input(path: str) -> Listing:
         found = find(resolve(path), _is_hidden)
         for file in found[2] if found else ():
             file.relative_path.encode()
+        above = _tables_above(found[0], found[2]) if found else {}
     except UnicodeError as error:
         raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
@@ -58,7 +72,7 @@ def list_input(path: str) -> Listing:
         ) from error
     if found is None:
         raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
-    root, pattern, files = found
+    root, pattern, files, below = found
     if pattern and not files:
         raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
     wanted = [file for file in files if pattern or file.relative_path.lower().endswith(_SUFFIXES)]
@@ -68,6 +82,15 @@ def list_input(path: str) -> Listing:
         raise InputError(
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
             "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, JSONL and CSV)"
+        )
+    for folder, kind in below.items():
+        if any(f"/{file.relative_path}".startswith(f"/{folder}/") for file in wanted):
+            above[root.child(folder).path] = kind
+    for folder, kind in above.items():
+        table = path[: path.find("://") + 3] + folder if is_uri(path) else folder
+        raise InputError(
+            f"input.path {path} is {kind} table, or in one ({folder}): rows in its files may be deleted or replaced; "
+            f"export it and give what that writes: {_EXPORTS[kind].format(table)}"
         )
     kept = each_once(wanted)
     names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
@@ -100,23 +123,58 @@ class FoundFile:
 
 def find(
     location: Location, is_hidden: Callable[[str], bool]
-) -> tuple[Location, tuple[str, ...], list[FoundFile]] | None:
+) -> tuple[Location, tuple[str, ...], list[FoundFile], dict[str, str]] | None:
     """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
 
     is_hidden: of a name; what has such a name is not found in a folder. Returns the folder that is searched, the
-    components of the location below it, and the files in path order.
+    components of the location below it, the files in path order, and the folders of tables below it with their kinds.
     """
     info = location.filesystem.get_file_info(location.path)
     if info.type == fs.FileType.File:
         name = location.name
-        return location.parent, (name,), [FoundFile(name, info.size, info.mtime_ns or 0, name)]
+        real = os.path.realpath(location.path) if location.is_local else name
+        return location.parent, (name,), [FoundFile(name, info.size, info.mtime_ns or 0, real, location.is_local)], {}
     if info.type == fs.FileType.Directory:
-        return location, (), _files_below(location, is_hidden)
+        seen = _files_below(location, lambda name: is_hidden(name) and name not in _TABLES)
+        files = [file for file in seen if not any(map(is_hidden, file.relative_path.split("/")))]
+        return location, (), files, _tables(file.relative_path for file in seen)
     root, pattern = split_glob(location)
     if not pattern:
         return None
-    files = _files_below(root, lambda name: False, recursive=len(pattern) > 1 or pattern == ("**",))
-    return root, pattern, [file for file in files if glob_matches(tuple(file.relative_path.split("/")), pattern)]
+    seen = _files_below(root, lambda name: False, recursive=len(pattern) > 1 or pattern == ("**",))
+    files = [file for file in seen if glob_matches(tuple(file.relative_path.split("/")), pattern)]
+    return root, pattern, files, _tables(file.relative_path for file in seen)
+
+
+def _tables(paths: Iterable[str]) -> dict[str, str]:
+    """Return the folders of tables of whose records some files are, each with its kind."""
+    found = {}
+    for path in paths:
+        *folders, name = path.split("/")
+        for place, folder in enumerate(folders):
+            if folder in _TABLES and (folder != "metadata" or _ICEBERG.match(name)):
+                found["/".join(folders[:place])] = _TABLES[folder]
+    return found
+
+
+def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
+    """Return the tables in whose folders the root lies, or what links below it lead to, as far as they may be seen."""
+    inside = {root.path}
+    if root.is_local:
+        linked = (os.path.dirname(file.real_path) for file in files if file.is_linked)
+        inside = {os.path.realpath(path) for path in (root.path, *linked)}
+    found = {}
+    above = {str(folder) for path in inside for folder in PurePosixPath(path).parents}
+    for folder, sign in product(sorted(inside | above - {"."}), _TABLES):
+        try:
+            records = _files_below(Location(root.filesystem, folder).child(sign), lambda name: False, recursive=False)
+        except OSError as error:
+            if folder in inside or not _DENIED.search(str(error)):
+                raise
+            continue
+        if _tables(f"{sign}/{record.relative_path}" for record in records):
+            found[folder] = _TABLES[sign]
+    return found
 
 
 def split_glob(location: Location) -> tuple[Location, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Reading Parquet files in bounded memory."""
+"""Reading Parquet files in bounded memory, and writing them with checksums."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from specextend.data.storage import Location, Value, is_away, out_of_reach, read
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
 _MAX_BATCH_ROWS = 256
-_NOT_COMPACT = "Not yet implemented"
-"""Part of pyarrow's message about an encoding that it cannot read as a dictionary."""
-
+CHECKED = {"page_checksum_verification": True}
+"""For each reader of a file: pages that have a checksum are held against it."""
+SEALED = {"compression": "zstd", "write_page_checksum": True}
+"""For each writer of a file."""
+_COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
+"""Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
 _GROUP_ROWS = 4096
@@ -81,31 +84,86 @@ def read_stream(
 def write_table(location: Location, table: pa.Table) -> None:
     """Write a small table as a Parquet file, whole or not at all."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, **SEALED)
     write_bytes(location, sink.getvalue())
 
 
-def open_parquet(source: Location | pa.NativeFile, compact: Sequence[str] = ()) -> pq.ParquetFile:
+def open_parquet(
+    source: Location | pa.NativeFile, compact: Sequence[str] = (), int96_unit: str = "us"
+) -> pq.ParquetFile:
     """Open a file for streaming: pages are read when they are needed.
 
-    compact: text columns to read as dictionaries, in which a value that is stored once is held once; not so in a file
-    whose encoding does not allow that.
+    compact: text columns to read as dictionaries, in which a value that is stored once is held once. Times of 96 bits
+    come in microseconds: the years 1678 to 2262, which nanoseconds have room for, lack the 9999 of many tables.
     """
-    options = {"buffer_size": 1 << 20, "pre_buffer": False}
-    if isinstance(source, Location):
-        options["filesystem"] = source.filesystem
-        source = source.path
-    if compact:
-        try:
-            parquet = pq.ParquetFile(source, read_dictionary=list(compact), **options)
-            next(parquet.iter_batches(1, columns=list(compact)), None)
-            return parquet
-        except KeyError:  # there is no such column, as reading will report
-            pass
-        except OSError as error:
-            if _NOT_COMPACT not in str(error):
-                raise
-    return pq.ParquetFile(source, **options)
+    is_place = isinstance(source, Location)
+    return pq.ParquetFile(
+        source.path if is_place else source,
+        filesystem=source.filesystem if is_place else None,
+        buffer_size=1 << 20,
+        pre_buffer=False,
+        read_dictionary=list(compact),
+        coerce_int96_timestamp_unit=int96_unit,
+        **CHECKED,
+    )
+
+
+def leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
+    """Return the numbers of the stored columns that some columns of the table are made of."""
+    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+    return [i for i, path in enumerate(paths) if _belongs(path, columns)]
+
+
+def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[str, ...]:
+    """Read a row of each row group; return the text columns that can be read as dictionaries in all of them.
+
+    Raises what reading raises.
+    """
+    kinds = {field.name: field.type for field in parquet.schema_arrow}
+    found = {name for name in columns if is_text(kinds[name]) and not pa.types.is_dictionary(kinds[name])}
+    for number in range(parquet.metadata.num_row_groups):
+        if next(_batches(parquet, number, list(columns), 1), None) is None:
+            continue  # see `_stored_bytes`
+        group = parquet.metadata.row_group(number)
+        chunks = [group.column(i) for i in leaves(parquet, sorted(found))]
+        found -= {chunk.path_in_schema for chunk in chunks if not _COMPACT.issuperset(chunk.encodings)}
+    return tuple(sorted(found))
+
+
+def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Sequence[str]) -> bool:
+    """Return False if a time of 96 bits is no whole number of microseconds. file: what it reads.
+
+    Where nanoseconds overflow they do so modulo 2^64, as the multiplication does here.
+    """
+    if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
+        return True
+    with open_parquet(file, int96_unit="ns") as exact:
+        for table, other in zip(stream(parquet, list(columns)), stream(exact, list(columns)), strict=True):
+            for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
+                is_exact = values.type == in_ns.type or (
+                    pc.multiply(values.cast(pa.int64()), 1000).equals(in_ns.cast(pa.int64()))
+                )
+                if not is_exact:
+                    return False
+    return True
+
+
+def _leaves_of(table: pa.Table) -> list[pa.Array]:
+    return [leaf for values in table.columns for chunk in values.chunks for leaf in plain_leaves(chunk)]
+
+
+def plain_leaves(values: pa.Array) -> list[pa.Array]:
+    """Return the values of an array, or of all that a nested one is made of, without dictionaries."""
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        return [values.dictionary_decode()]
+    if pa.types.is_map(kind):
+        inner = [values.keys, values.items]
+    elif pa.types.is_struct(kind):
+        inner = values.flatten()
+    else:
+        inner = [values.flatten()] if kind.num_fields else []
+    return [leaf for each in inner for leaf in plain_leaves(each)] or [values]
 
 
 def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
@@ -179,17 +237,19 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
     group = parquet.metadata.row_group(number)
     if next(_batches(parquet, number, columns, 1), None) is None:
         return 0
-    paths = [parquet.schema.column(i).path for i in range(group.num_columns)]
-    return sum(group.column(i).total_uncompressed_size for i, path in enumerate(paths) if _belongs(path, columns))
+    return sum(group.column(i).total_uncompressed_size for i in leaves(parquet, columns))
 
 
-def _belongs(path: str, columns: list[str]) -> bool:
+def _belongs(path: str, columns: Sequence[str]) -> bool:
     """Return True if a leaf is one of the columns, or inside one; both may have dots in their names."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if a column of this type holds text, or has no values: pandas writes such columns without a type."""
+    """Return True if a column of this type holds text, or has no values: pandas writes such columns without a type.
+
+    JSON is text; bytes are not, even if they can be read as such: they may be of any encoding.
+    """
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
     return (
@@ -197,18 +257,101 @@ def is_text(kind: pa.DataType) -> bool:
         or pa.types.is_large_string(kind)
         or pa.types.is_string_view(kind)
         or pa.types.is_null(kind)
+        or isinstance(kind, pa.JsonType)
     )
+
+
+def is_id(kind: pa.DataType) -> bool:
+    """Return True if the values of a type have one spelling: text, integers, also as decimals, and UUIDs."""
+    is_whole = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)
+    return is_text(kind) or is_whole or isinstance(kind, pa.UuidType)
+
+
+def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
+    """Return the cast that a column needs, as the end of a message; empty for a nested type. wanted: a type of SQL."""
+    name = '"' + column.replace('"', '""') + '"'
+    if kind.num_fields:
+        return ""
+    if wanted != "VARCHAR" or not is_bytes(kind):
+        cast = f"CAST({name} AS {wanted})"
+    else:
+        cast = f"{'hex' if pa.types.is_fixed_size_binary(kind) else 'decode'}({name})"
+    return f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS {name}) FROM ..."
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Return True if a column of this type holds bytes."""
+    if pa.types.is_dictionary(kind):
+        return is_bytes(kind.value_type)
+    return kind in (pa.binary(), pa.large_binary(), pa.binary_view()) or pa.types.is_fixed_size_binary(kind)
+
+
+def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return a type that has room for the values of both; a cast says whether it has for each of them.
+
+    Dictionaries and views are written out; of two zones the first counts. Raises ArrowTypeError if there is none: text
+    does not become bytes, nor a decimal a float.
+    """
+    if one == other:
+        return one
+    one, other = _written_out(one), _written_out(other)
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
+        other = pa.timestamp(other.unit, one.tz)
+    schemas = [pa.schema([("", kind)]) for kind in (one, other)]
+    joint = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    found = _leaf_types(joint)
+    for kind in (one, other):
+        own = _leaf_types(kind)
+        for is_kept in (is_text, pa.types.is_decimal):
+            if sum(map(is_kept, own)) > sum(map(is_kept, found)):
+                raise pa.ArrowTypeError(f"{kind} does not fit into {joint}")
+    return joint
+
+
+def _written_out(kind: pa.DataType) -> pa.DataType:
+    """Return a type without dictionaries and views."""
+    if pa.types.is_dictionary(kind):
+        return _written_out(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(_written_out(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_written_out(field.type)) for field in kind])
+    return kind
+
+
+def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return [leaf for each in inner for leaf in _leaf_types(each)] or [kind]
 
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
-    arrays = (table[name].cast(pa.large_binary()) if is_text(table[name].type) else table[name] for name in columns)
+    arrays = (table[name].cast(_stored(table[name].type)) for name in columns)
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
         yield dict(zip(columns, values, strict=True))
 
 
+def _stored(kind: pa.DataType) -> pa.DataType:
+    """Return a type with bytes in the place of text, inside of structs and lists as well."""
+    if is_text(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_stored(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_stored(kind.value_type)))
+    return kind
+
+
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast text or integers to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
+    """Cast values of a type that `is_id` to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
+    if isinstance(values.type, pa.UuidType):
+        spelled = [None if value is None else str(value) for value in values.to_pylist()]
+        return pa.chunked_array([pa.array(spelled, pa.large_string())])
     values = values.cast(pa.large_string())
     values.validate(full=True)
     return values
@@ -222,7 +365,7 @@ def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> No
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
             waiting += [table] if len(table) else []
             num_rows += len(table)

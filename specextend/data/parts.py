@@ -115,17 +115,19 @@ class PartPrompts:
         What holds only white space has no prompt: it belongs to the part before it, at the beginning to the first one.
         Raises DocumentError (`PromptTooLong`) if there is no room for parts.
         """
-        size = most = self._size(max_new_tokens, instruction)
+        size = self._size(max_new_tokens, instruction)
         starts = self._part.token_starts(text)
-        while True:
-            spans = split(text, starts, size)
-            pieces = [text[span.begin : span.end] for span in spans]
-            longest = max(len(self._part.encode_document(piece)) for piece in pieces)
-            if longest <= most:
-                break
-            size = min(size - 1, size * most // longest)  # cuts change tokens, and forged ones are spelled
-            if size < 1:
-                raise DocumentError("PromptTooLong", "a character of it has more tokens than fit", stage="prompt")
+        while size > 0:
+            try:
+                return self._rendered(text, split(text, starts, size), max_new_tokens, instruction)
+            except PromptTooLongError:
+                size -= 1 + size // 64  # cuts change tokens
+        raise DocumentError("PromptTooLong", "a character of it has more tokens than fit", stage="prompt")
+
+    def _rendered(
+        self, text: str, spans: Sequence[TextSpan], max_new_tokens: int, instruction: Around | None
+    ) -> list[Part]:
+        pieces = [text[span.begin : span.end] for span in spans]
         written = [number for number, piece in enumerate(pieces) if piece.strip()]
         begins = [0, *(spans[number].begin for number in written[1:])]
         ends = [spans[following - 1].end for following in [*written[1:], len(spans)]]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -16,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from specextend.core import first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -32,9 +37,21 @@ _MOST_TRIES = 64
 TEMPLATE_S = 10.0
 """Seconds that a chat template may take, which needs milliseconds; one made to never end is given up."""
 
-_SENTINEL = "\u2063DOCUMENT\u2063"
-THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+)
 """What models that think write around it; a template may write the first for them, or both, to have none."""
+CLOCK = "strftime_now"
+"""What chat templates ask for the time; `prompt.template_options` may say which time they are told."""
+_PROBE = "\u20630" * 50_000
+"""A long document that looks like no text, to see what a chat template does with one."""
+_STAND_INS = range(0xF0000, 0xFFFFE)
+"""Characters for private use. Some that a document lacks stand for the first ones of control tokens in its text."""
 _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
 
@@ -134,54 +151,83 @@ class Prompts:
         self.limit = limit
         self.parts = parts or PartOptions()
         self._tokenizer = tokenizer
-        self._documents = _document_tokenizer(tokenizer)
-        self._control_ids = control_token_ids(tokenizer)
-        self._around = self._encode_template(options)
-        self._thinks = THINKING_ENDS in (tokenizer.chat_template or "")
-        self.begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
-        """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
-        self._frame = self._encode_template(replace(options, instruction=PLACE))
+        self._own, self._names = _renamed(tokenizer)
+        longest_first = sorted(self._names, key=len, reverse=True)
+        names = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._control = re.compile(names)
+        self._control_begins = re.compile(f"(?={names})(.)", re.DOTALL)
+        self._bos = _bos(tokenizer)
+        source = template_source(tokenizer, options)
+        self._chat = _chat(tokenizer, options, source)
+        said = (source or "", tokenizer.get_added_vocab())
+        self._thinking = next((pair for place in said for pair in THINKING if pair[1] in place), None)
+        self._look()
 
-    @property
-    def num_template_tokens(self) -> int:
-        """Return the number of tokens of a prompt that are not the document's."""
-        return sum(map(len, self._around))
+    def _look(self) -> None:
+        """Render a prompt, to see what is written around a document. Raises ValueError for a bad template."""
+        options, template = self.options, self.options.template
+        self._around = around_document(options.instruction) if template.columns else template.around({})
+        with _at_most(TEMPLATE_S):
+            rendered = self._rendered(_PROBE)
+        if (count := rendered.count(_PROBE)) != 1:
+            raise ValueError(f"the chat template renders a document {count} times, but must render all of it once")
+        self.begins_thinking = rendered.rstrip().endswith(tuple(self._names.get(begin, begin) for begin, _ in THINKING))
+        """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
+        self.num_template_tokens = self._measure(None)
+        """Tokens of a prompt that are not the document's."""
 
     def render(self, text: str, max_new_tokens: int, instruction: Around | None = None) -> Prompt:
-        """Render template and document as token ids, with the length policy applied.
+        """Render a prompt as token ids, those that transformers would make of it, with the length policy applied.
 
         instruction: of the document, in the place of the run's. Raises DocumentError
         (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
         under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
-        text.
+        text. Of a document that is cut, the template sees what is left.
         """
-        before, after = self._around if instruction is None else self._encode_instruction(instruction)
-        num_template = len(before) + len(after)
-        policy, room = self.options.length_policy, self._room(max_new_tokens, num_template)
-        kept, num_tokens = keep(self.encode_pieces(text), room, policy)
-        if policy in ("error", "parts") and len(kept) < num_tokens:
-            size, limit = num_template + num_tokens, self._limit(max_new_tokens)
+        policy, limit = self.options.length_policy, self._limit(max_new_tokens)
+        token_ids, size = self._encode(text, instruction, limit)
+        if size <= limit:
+            return Prompt(token_ids, 0, policy)
+        room = self.room(max_new_tokens, instruction)
+        if policy in ("error", "parts"):
             message = f"the prompt has {size} tokens, the limit is {limit}"
             raise PromptTooLongError("PromptTooLong", message, stage="prompt")
-        coverage = len(kept) / num_tokens if num_tokens else 1.0
-        return Prompt(before + kept + after, num_tokens - len(kept), policy, coverage)
+        starts = self.token_starts(text)
+        while room > 0:
+            kept, num_kept = cut(text, starts, room, policy)
+            token_ids, size = self._encode(kept, instruction, limit)
+            if size <= limit and num_kept:
+                return Prompt(token_ids, len(starts) - num_kept, policy, num_kept / len(starts))
+            room = min(room - 1, room * limit // size)
+        raise _no_room(limit, max_new_tokens, limit)
 
-    def told_apart(self, text: str) -> tuple[str, str | None]:
+    def told_apart(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str | None]:
         """Return the answer in a model's output, and what it wrote before while it thought; None if it does not think.
 
-        Output that ends within the thinking has an empty answer.
+        Output that ends within the thinking has an empty answer. token_ids: of the output, in which markers are found
+        that are special tokens and so no text.
         """
-        thought, ends, answer = text.partition(THINKING_ENDS)
-        begins = self.begins_thinking or text.lstrip().startswith(THINKING_BEGINS)
-        if not self._thinks or not (ends or begins):
+        if self._thinking is None:
             return text, None
-        return answer.lstrip(), thought.strip().removeprefix(THINKING_BEGINS).strip()
+        begin, end = self._thinking
+        marked = text
+        for marker in (end, begin):
+            token_id = self._tokenizer.convert_tokens_to_ids(marker) if marker in self._names else None
+            if token_id in token_ids:
+                before = self._tokenizer.decode(
+                    token_ids[: token_ids.index(token_id)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                marked = marked[: len(before)] + marker + marked[len(before) :]
+        thought, ends, answer = marked.partition(end)
+        if not (ends or self.begins_thinking or marked.lstrip().startswith(begin)):
+            return text, None
+        return answer.lstrip(), thought.strip().removeprefix(begin).strip()
 
     def with_instruction(self, instruction: str) -> Prompts:
         """Return prompts with another instruction, for the same tokenizer and limit."""
         other = copy.copy(self)
         other.options = replace(self.options, instruction=instruction)
-        other._around = other._encode_template(other.options)
+        other._look()
         return other
 
     def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
@@ -189,39 +235,29 @@ class Prompts:
 
         instruction: of the document, as for `render`.
         """
-        around = self._around if instruction is None else self._encode_instruction(instruction)
-        return self._room(max_new_tokens, sum(map(len, around)))
-
-    def _room(self, max_new_tokens: int, num_template: int) -> int:
+        num_template = self.num_template_tokens if instruction is None else self._measure(instruction)
         limit = self._limit(max_new_tokens)
         if limit <= num_template:
-            raise DocumentError(
-                "PromptTooLong",
-                f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens "
-                f"{max_new_tokens} leaves for the prompt, so there is no room for a document",
-                stage="prompt",
-            )
+            raise _no_room(num_template, max_new_tokens, limit)
         return limit - num_template
 
     def encode_document(self, text: str) -> list[int]:
         """Tokenize a document; none of its tokens is a control token, whatever the text says."""
-        token_ids = self._tokenize(text)
-        if self._control_ids.isdisjoint(token_ids):
-            return token_ids
-        encoding = self._documents.encode(text, add_special_tokens=False)
-        spelled: list[int] = []
-        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            spelled += self._spell(text[start:end]) if token_id in self._control_ids else [token_id]
-        return spelled
+        text = mended(text)
+        token_ids: list[int] = self._own.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return token_ids
 
     def token_starts(self, text: str) -> NDArray[np.int64]:
-        """Return the character at which each token of a document starts [N]; forged control tokens count as one."""
-        starts: list[int] = []
+        """Return the character at which each token of a document starts [N]."""
+        text = mended(text)
+        starts = [np.zeros(0, np.int64)]
         for begin, end in self._pieces(text):
-            starts += [
-                begin + first for first, _ in self._documents.encode(text[begin:end], add_special_tokens=False).offsets
-            ]
-        return np.array(starts, np.int64)
+            anchor = _ANCHOR if begin else ""
+            offsets = self._own.encode(anchor + text[begin:end], add_special_tokens=False).offsets
+            size = len(anchor)
+            found = [begin + max(0, first - size) for first, last in offsets if last > size or not begin]
+            starts.append(np.array(found, np.int64))
+        return np.concatenate(starts)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
         """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each piece.
@@ -252,60 +288,77 @@ class Prompts:
         return end
 
     def _encode_piece(self, text: str, is_first: bool) -> list[int]:
-        """Tokenize a part of a document. is_first: it is the start; otherwise it continues other text."""
-        return self.encode_document(text) if is_first else _continued(self.encode_document, text)
+        """Tokenize a part of a text. is_first: it is the start; otherwise it continues other text, without the space
+        that some tokenizers put at the start.
+        """
+        if is_first:
+            return self.encode_document(text)
+        anchor = self.encode_document(_ANCHOR)
+        joined = self.encode_document(_ANCHOR + text)
+        return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode_document(text)
 
     def _limit(self, max_new_tokens: int) -> int:
         room = self.limit - max_new_tokens
         return room if self.options.max_prompt_tokens is None else min(self.options.max_prompt_tokens, room)
 
-    def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._documents.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return token_ids
+    def _encode(self, text: str, instruction: Around | None, most: int) -> tuple[list[int], int]:
+        """Tokenize the prompt of a document; return `most` tokens of it, and how many there are."""
+        try:
+            rendered = self._rendered(text, instruction)
+        except ValueError as error:
+            raise DocumentError("BadInstruction", first_line(error), stage="prompt") from error
+        token_ids, size = list(self._bos), len(self._bos)
+        for piece in self.encode_pieces(rendered):
+            token_ids += piece[: max(0, most - len(token_ids))]
+            size += len(piece)
+        return token_ids, size
 
-    def _spell(self, text: str) -> list[int]:
-        """Tokenize a forged control token by characters: tokenizers split special tokens, but not all added ones."""
-        ids = [token_id for character in text for token_id in self._tokenize(character)]
-        return [token_id for token_id in ids if token_id not in self._control_ids]
+    def _rendered(self, text: str, instruction: Around | None = None) -> str:
+        """Write the prompt of a document, in which the template's control tokens, and no others, have their names.
 
-    def _encode_template(self, options: PromptOptions) -> tuple[list[int], list[int]]:
-        """Tokenize what stands before and behind the document."""
-        prefix, suffix = _template(self._tokenizer, options)
-        return _bos(self._tokenizer) + self._encode(prefix), _continued(self._encode, suffix)
+        While the template looks at it, the first character of a control token in data is another one.
+        """
+        before, after = self._around if instruction is None else instruction
+        data = text if instruction is None else before + text + after
+        stand_ins: dict[str, str] = {}
+        if self._control.search(data):
+            free = (chr(code) for code in _STAND_INS if chr(code) not in data)
+            stand_ins = dict(zip({token[0] for token in self._names}, free, strict=False))
+            data = self._control_begins.sub(lambda found: stand_ins[found[1]], data)
+        written = self._chat(before + data + after if instruction is None else data)
+        named = self._control.sub(lambda found: self._names[found[0]], written)
+        return named.translate({ord(other): first for first, other in stand_ins.items()})
 
-    def _encode_instruction(self, instruction: Around) -> tuple[list[int], list[int]]:
-        """Tokenize what stands before and behind a document that has its own instruction, which is data as it is."""
-        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in instruction]
-        return self._frame[0] + pieces[0], pieces[1] + self._frame[1]
-
-    def _encode(self, text: str) -> list[int]:
-        """Tokenize the template, in which a control token is one."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-
-def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Tokenize text that continues other text, without the space that some tokenizers put at the start."""
-    anchor, joined = encode(_ANCHOR), encode(_ANCHOR + text)
-    return joined[len(anchor) :] if joined[: len(anchor)] == anchor else encode(text)
+    def _measure(self, instruction: Around | None) -> int:
+        """Count the tokens around a document."""
+        return self._encode("x", instruction, 0)[1] - len(self.encode_document("x"))
 
 
-def keep(pieces: Iterable[list[int]], room: int, policy: LengthPolicy) -> tuple[list[int], int]:
-    """Keep at most `room` of a document's tokens, as the policy says; return them and how many the document has.
+def _no_room(num_template: int, max_new_tokens: int, limit: int) -> DocumentError:
+    return DocumentError(
+        "PromptTooLong",
+        f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens {max_new_tokens} leaves "
+        "for the prompt, so there is no room for a document",
+        stage="prompt",
+    )
 
-    Besides the result it holds one piece at most. Under `error` it keeps the head, and its caller raises.
+
+def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -> tuple[str, int]:
+    """Keep at most `room` tokens of a text, as the policy says: whole characters. Return it, and how many they are.
+
+    starts: the character at which each token starts [N], rising.
     """
+    num_tokens = len(starts)
+    if num_tokens <= room:
+        return text, num_tokens
     num_tail = {"tail": room, "middle": room // 2}.get(policy, 0)
-    head: list[int] = []
-    tail: list[int] = []
-    num_tokens = 0
-    for piece in pieces:
-        taken = room - num_tail - len(head)
-        head += piece[:taken]
-        rest = piece[taken:]
-        tail = (tail + rest)[max(0, len(tail) + len(rest) - num_tail) :]
-        num_tokens += len(piece)
-    return head + tail, num_tokens
+    ends = np.append(starts, len(text))
+    head_end = ends[room - num_tail] if room > num_tail else 0
+    first = num_tokens - num_tail
+    if first and ends[first - 1] == ends[first]:  # a character of several tokens
+        first = int(ends.searchsorted(ends[first], "right"))
+    num_head = int(starts.searchsorted(head_end))
+    return text[:head_end] + text[ends[first] :], num_head + num_tokens - first
 
 
 def _places(text: str, end: int) -> Iterator[int]:
@@ -316,45 +369,59 @@ def _places(text: str, end: int) -> Iterator[int]:
     yield from range(end, begin, -1)
 
 
-def control_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Collect the ids that steer a model: added tokens other than white space and a mere unknown token."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    special = set(tokenizer.all_special_ids)
-    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    unknown = {tokenizer.unk_token_id} - roles
-    return frozenset((added | special) - unknown)
-
-
-def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
-    """Render the template; return the text before and after the document."""
-    before, after = around_document(options.instruction) if options.template.columns else options.template.around({})
-    content = before + _SENTINEL + after
-    rendered = _chat(tokenizer, options, content) if tokenizer.chat_template else _plain(options, content)
-    if rendered.count(_SENTINEL) != 1:
+def template_source(tokenizer: Any, options: PromptOptions) -> str | None:
+    """Return the chat template; None if the model has none. Raises ValueError for several without a default."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        source: str = tokenizer.get_chat_template(options.template_options.get("chat_template"))
+    except ValueError:
+        names = ", ".join(sorted(tokenizer.chat_template))
         raise ValueError(
-            f"the chat template renders the document {rendered.count(_SENTINEL)} times, but must render it once"
-        )
-    prefix, suffix = rendered.split(_SENTINEL)
-    return prefix, suffix
+            f"the model has the chat templates {names}, and none is its default: name one in prompt.template_options, "
+            "as in {chat_template: NAME}"
+        ) from None
+    return source
 
 
-def _chat(tokenizer: Any, options: PromptOptions, content: str) -> str:
+def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> PromptOptions:
+    """Settle the time that a chat template is told which asks for it: the recorded one, or else now."""
+    if CLOCK in options.template_options or CLOCK not in (template_source(tokenizer, options) or ""):
+        return options
+    time = recorded or datetime.now().isoformat(timespec="seconds")
+    return replace(options, template_options=options.template_options | {CLOCK: time})
+
+
+def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callable[[str], str]:
+    """Return what writes the prompt around a user message. Raises ValueError for a bad template or time."""
+    if source is None:
+        return partial(_plain, options)
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
+
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for example in options.examples:
         messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]
-    messages.append({"role": "user", "content": content})
+    told = str(options.template_options.get(CLOCK, datetime.now()))
     try:
-        with _at_most(TEMPLATE_S):
-            rendered: str = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **options.template_options
-            )
-    except TimeoutError:
-        raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
-    except Exception as error:
-        raise ValueError(
-            f"the chat template refuses the prompt ({error}); if it takes no system message, leave out prompt.system"
-        ) from error
-    return rendered
+        now = datetime.fromisoformat(told)
+    except ValueError:
+        raise ValueError(f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}") from None
+    variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options.template_options}
+    variables |= {CLOCK: now.strftime, "add_generation_prompt": True}
+
+    def write(content: str) -> str:
+        try:
+            asked = [*messages, {"role": "user", "content": content}]
+            return str(compile_template(source).render(variables, messages=asked))
+        except TimeoutError:
+            raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
+        except Exception as error:
+            raise ValueError(
+                f"the chat template refuses the prompt ({first_line(error)}); if it takes no system message, leave out "
+                "prompt.system"
+            ) from error
+
+    return write
 
 
 @contextmanager
@@ -386,20 +453,48 @@ def _plain(options: PromptOptions, content: str) -> str:
     return "\n\n".join([*said, *shown, f"{content}\n\nSummary:"])
 
 
-def _document_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Copy the tokenizer proper, without transformers around it, for which special tokens are text.
+def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
+    """Copy the tokenizer proper; its special tokens have names that no text can hold. Return these, too.
 
-    With a small vocabulary, transformers' own work on a batch of one is a quarter of the cost. The copy neither
-    truncates nor pads, whatever its file says.
+    So no text, whatever a normalizer makes of it, comes to a control token, while names do in the midst of any text.
+    The copy neither truncates nor pads, whatever its file says.
     """
-    own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    own.encode_special_tokens = True
-    own.no_truncation()
-    own.no_padding()
-    return own
+    key = secrets.token_hex(8)
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = [each["content"] for each in parts["added_tokens"] if each["special"] and each["content"].strip()]
+    names = {token: f"<{key}-{number}>" for number, token in enumerate(special)}
+
+    def rename(part: Any) -> Any:
+        match part:
+            case str():
+                return names.get(part, part)
+            case list():
+                return [rename(each) for each in part]
+            case dict():
+                return {rename(name): rename(each) for name, each in part.items()}
+        return part
+
+    merges = parts["model"].pop("merges", None)
+    renamed = rename(parts) | {"truncation": None, "padding": None}
+    if merges is not None:
+        kept = [pair for pair in merges if names.keys().isdisjoint([*pair, "".join(pair)])]
+        renamed["model"]["merges"] = kept
+    return Tokenizer.from_str(json.dumps(renamed)), names
 
 
 def _bos(tokenizer: Any) -> list[int]:
     """Return the BOS token if the tokenizer begins texts with one; a chat template brings its own."""
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the token that the chat template writes after an answer; None if that is none."""
+    said = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    try:
+        with _at_most(TEMPLATE_S):
+            rendered: str = tokenizer.apply_chat_template(said, tokenize=False)
+    except Exception:  # noqa: BLE001  templates raise anything for what they do not take
+        return None
+    after = tokenizer(rendered.rpartition("Answer")[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

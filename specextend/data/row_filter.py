@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from specextend.core import one_line
-from specextend.data.parquet import is_text
+from specextend.data.parquet import is_text, plain_text
 
 GRAMMAR = (
     "comparisons of columns with values (==, !=, <, <=, >, >=, in [...], not in [...], is null, is not null), joined "
@@ -159,9 +159,11 @@ def _value(node: ast.expr) -> Any:
 
 
 def _plain(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Give a column a type that Arrow compares: no dictionary, no string view."""
+    """Give a column a type that Arrow compares: no dictionary, no string view, and UUIDs as they are written."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
+    if isinstance(values.type, pa.UuidType):
+        return plain_text(values)
     return values.cast(pa.large_string()) if is_text(values.type) else values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Document, DocumentKey, SamplingParams, first_line
+from specextend.core import Document, DocumentKey, SamplingParams, first_line, mended
 from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
 
@@ -114,7 +114,7 @@ def own_options(values: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a value out of range."""
     own = {name: value for name, value in (values or {}).items() if value is not None}
     if "stop" in own:
-        own["stop"] = tuple(own["stop"])
+        own["stop"] = tuple(mended(own["stop"], decodes=True))
     try:
         SamplingParams(**{name: value for name, value in own.items() if name != "max_new_tokens"})
     except (TypeError, ValueError) as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion, DocumentKey, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -156,6 +156,15 @@ def result_row(
         "started_at": datetime.fromtimestamp(started_at, UTC),
         "content_sha256": content_sha256,
     }
+
+
+def rows_table(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Make a table of rows, with U+FFFD where a text has half of a surrogate pair."""
+    rows = list(rows)
+    try:
+        return pa.Table.from_pylist(rows, schema=schema)
+    except UnicodeEncodeError:
+        return pa.Table.from_pylist(mended(rows), schema=schema)
 
 
 def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:

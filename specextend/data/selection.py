@@ -24,7 +24,7 @@ from specextend.core import counted
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import damaged_as, plain_rows, read_file, write_table
+from specextend.data.parquet import CHECKED, damaged_as, plain_rows, read_file, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
@@ -281,7 +281,7 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
     location, names = selection_file(output), [*manifest["identity"]["files"]]
     columns = ["file", "row", "has_bad_id"]
     damaged = damaged_as(InputError, location, "use another output folder")
-    table = read_file(location, lambda file: pq.read_table(file).select(columns), damaged)
+    table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(columns), damaged)
     files, rows, is_bad = (table[name].to_numpy() for name in columns)
     ends = np.searchsorted(files, np.arange(1, len(names)))
     every = dict(enumerate(np.split(rows, ends)))
@@ -325,7 +325,7 @@ class EarlierOutput:
 
     def _read(self, location: Location, columns: list[str]) -> pa.Table:
         damaged = damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in")
-        table = read_file(location, lambda file: pq.ParquetFile(file).read(columns).select(columns), damaged)
+        table = read_file(location, lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns), damaged)
         if "retryable" in columns:
             table = table.filter(pc.invert(table["retryable"]))
         else:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey, counted
+from specextend.core import DocumentKey, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
@@ -195,7 +195,7 @@ class Source:
             yield from (self._scanned(key, row) for row, key in zip(rows, keys, strict=False))
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
-        """Stream columns of a file as small tables, in row order.
+        """Stream columns of a file as small tables, in row order; null where the file lacks a passthrough column.
 
         Raises InputError for a file that cannot be read to its end (only its footer has been read before),
         InputUnreachableError for one that is out of reach, and InputChangedError, after the last table, for one that
@@ -205,13 +205,13 @@ class Source:
         damaged = partial(unreadable, file.relative_path)
         read = partial(self._tables, number, columns)
         with self._reading(number):
-            yield from read_stream(self.location(number), read, damaged, file.size, self._compact(columns))
+            yield from read_stream(self.location(number), read, damaged, file.size, self._compact(number, columns))
 
     def _tables(self, number: int, columns: list[str], parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         """Yield what `batches` yields, of a file that is open."""
         num_rows, expected = 0, self.files[number].num_rows
-        stored = [name for name in columns if name in parquet.schema_arrow.names or name not in self.partitions]
-        for batch in stream(parquet, stored):
+        lacking = {*self.partitions, *self.options.passthrough}.difference(parquet.schema_arrow.names)
+        for batch in stream(parquet, [name for name in columns if name not in lacking]):
             num_rows += len(batch)
             yield self._with_partitions(batch, number, columns)
         if num_rows != expected:
@@ -228,6 +228,19 @@ class Source:
                 raise unreachable(self.files[number].relative_path, error) from error
             raise
         self.check_unchanged(number)
+
+    def passthrough(self, batch: pa.Table, number: int) -> list[pa.ChunkedArray]:
+        """Return the passthrough columns of a table of `batches` with their types. Raises InputError."""
+        columns = []
+        for wanted in self.passthrough_fields:
+            try:
+                columns.append(_typed(batch[wanted.name], wanted.type))
+            except pa.ArrowException as error:
+                raise InputError(
+                    f"{self.files[number].relative_path}: input.passthrough {wanted.name!r} has a value that does not "
+                    f"fit into {wanted.type}, the type for all files ({one_line(error)}); make them one type"
+                ) from error
+        return columns
 
     def chosen_batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of the rows that the run is about, as `batches` does; a table may be without rows."""
@@ -283,13 +296,13 @@ class Source:
         """Read the scanned columns of a small file; those of a large one are read as they are iterated over.
 
         Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
-        they are damaged.
+        they are damaged, or have a value for which their type has no room.
         """
         beside = (self.options.instruction_column, self.options.reference_column, *self.reader.template_columns)
         unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
         if unread:
-            for _ in self.batches(file.number, list(unread)):
-                pass
+            for batch in self.batches(file.number, list(unread)):
+                self.passthrough(batch, file.number)
         batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
         return list(batches) if file.is_small else batches
 
@@ -325,12 +338,9 @@ class Source:
             error_class = "BadId"
         return ScannedRow(key, text, None if num_tokens else len(text or b""), num_tokens, _usable(limit), error_class)
 
-    def _compact(self, columns: list[str]) -> list[str]:
-        """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
-        fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        own = {*self.reader.document_columns} - {self.options.id_column}
-        texts = {*own, *(field.name for field in fields if is_text(field.type))}
-        return [column for column in columns if column in texts]
+    def _compact(self, number: int, columns: list[str]) -> list[str]:
+        """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a million times."""
+        return [column for column in columns if column in self.files[number].compact]
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
@@ -353,7 +363,8 @@ class Source:
         num_rows = file.group_rows[group]
 
         def read(opened: pa.NativeFile) -> pa.Table:
-            table = open_parquet(opened, self._compact(columns)).read_row_group(group, columns, use_threads=False)
+            parquet = open_parquet(opened, self._compact(number, columns))
+            table = parquet.read_row_group(group, columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
                 raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
@@ -397,6 +408,21 @@ def open_source(
     files, passthrough_fields = check_input(listing, reader, output)
     partitions = partition_types(listing.relative_paths)
     return Source(reader, listing.root, files, passthrough_fields, listing.skipped, listing.num_repeated, partitions)
+
+
+def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Give a column the type that holds the values of all files; text that was read compact is written out.
+
+    Raises ArrowException for a value that the type has no room for. Text need not be UTF-8.
+    """
+    own = values.type
+    if own == kind:
+        return values
+    if pa.types.is_null(own):
+        return pa.chunked_array([pa.nulls(len(values), kind)])
+    if pa.types.is_dictionary(own):
+        return _typed(values.cast(own.value_type), kind)
+    return values.cast(kind, safe=not is_text(own))
 
 
 def _usable(num_tokens: int | None) -> int | None:

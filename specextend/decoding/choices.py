@@ -10,6 +10,7 @@ Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.core import FinishReason, Scored
 from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
-from specextend.decoding.sampling import FARTHEST
+from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
 from specextend.decoding.sequence import Sequence as Running
 from specextend.decoding.tree import tree_mask
 
@@ -73,6 +74,8 @@ class ChoiceScorer:
             forced = [*prompt[sequence.length :], *paths[0][:num_shared]][-(root + 1 - sequence.length) :]
             sums[group] = self._sums(sequence, forced, [paths[place][num_shared:] for place in group])
             sequence.length = root  # the forced tokens were read into their rows
+        if not bool(sums.isfinite().all()):
+            raise NonFiniteLogits(num_shared)
         return sums.log_softmax(0).tolist()
 
     @staticmethod
@@ -106,7 +109,8 @@ class ChoiceScorer:
                 node = nodes.get((node, token_id), -1)
         logits = self._logits(sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device))[root:]
         tail_of, node_of, token_of = upload(torch.tensor(asked).T.contiguous(), logits.device)
-        log_probs = logits[node_of, token_of].double() - logits.logsumexp(-1).double()[node_of]
+        norms = where_finite(logits.logsumexp(-1), logits, math.nan)
+        log_probs = logits[node_of, token_of].double() - norms.double()[node_of]
         return torch.zeros(len(tails), dtype=torch.float64).index_add_(0, tail_of.cpu(), log_probs.cpu())
 
     def _logits(self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor) -> Tensor:

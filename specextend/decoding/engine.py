@@ -26,7 +26,7 @@ from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.sampling import penalties_of
+from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
 from specextend.decoding.speculation import Adaptive, CostTable
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
@@ -153,7 +153,7 @@ class Engine:
                 self._admit(queue, on_error)
                 self._drop_cancelled(queue)
                 self._take_turn(queue, on_error)
-                for completion in self._finished():
+                for completion in self._finished(on_error):
                     yield completion
                     self._watch.restart()  # the caller's time is not charged to a request
                 if not self._active and queue.exhausted:
@@ -168,9 +168,12 @@ class Engine:
     def _take_turn(self, queue: Queue, on_error: OnError | None) -> None:
         """Read a chunk of a prompt, or take a step of all sequences that run, whichever has the turn.
 
-        A chunk is followed by steps until these have had their share of the time.
+        A chunk is followed by steps until these have had their share of the time. A sequence that is doubted takes one
+        alone.
         """
-        running, begin = [each for each in self._active.values() if each is not self._reading], self._watch.mark
+        begin = self._watch.mark
+        running = [sequence for sequence in self._active.values() if sequence is not self._reading]
+        running = [sequence for sequence in running if sequence.is_doubted][:1] or running
         if self._reading is not None and not (running and self._owed_s > 0):
             self._guard("prefill", [self._reading], queue, on_error)
             self._owed_s = (self._watch.mark - begin) * self.decode_share / (1 - self.decode_share)
@@ -268,6 +271,8 @@ class Engine:
             raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
         self._leave(sequences[0])
         self._memory.ended()
+        if self._reading is None:  # the next prompt takes no rows of one that may have failed over them
+            self._reader.forget()
         on_error(sequences[0].request.request_id, error)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -277,12 +282,20 @@ class Engine:
             self._reading = None
         self._admission.release(sequence.slot, sequence.region)
 
-    def _finished(self) -> list[Completion]:
-        done = [sequence for sequence in self._active.values() if sequence.finish_reason]
-        for sequence in done:
-            self._leave(sequence)
-            self._memory.ended()
-        return [sequence.completion() for sequence in done]
+    def _finished(self, on_error: OnError | None) -> list[Completion]:
+        """Let the sequences leave that have ended; return the completions of those that are not broken."""
+        done = []
+        for sequence in [each for each in self._active.values() if each.has_ended]:
+            if sequence.is_broken:
+                error = NonFiniteLogits(sequence.stats.num_output_tokens)
+                if on_error is None:
+                    raise error
+                self._fail([sequence], error, on_error)
+            else:
+                self._leave(sequence)
+                self._memory.ended()
+                done.append(sequence.completion())
+        return done
 
     def _drop_cancelled(self, queue: Queue) -> None:
         with self._lock:
@@ -308,8 +321,14 @@ class Engine:
             sequence.end(reason)
             return
         positions = torch.tensor([sequence.length], device=self.target.device)
-        token_id = int(sequence.choose(self.target.logits(end.hidden), positions, request.prompt_token_ids[-1:], [-1]))
-        sequence.push([token_id], self._watch.charge("prefill_s", sequences))
+        logits = self.target.logits(end.hidden)
+        chosen = sequence.choose(logits, positions, request.prompt_token_ids[-1:], [-1])
+        token_id = int(where_finite(chosen, logits, NOT_FINITE))
+        now = self._watch.charge("prefill_s", sequences)
+        if token_id == NOT_FINITE:
+            sequence.is_broken = True
+            return
+        sequence.push([token_id], now)
         if self.drafter is not None and sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, end.queries)
             self.drafter.read(sequence.slot, [token_id])
@@ -332,6 +351,8 @@ class Engine:
     def _draft(self, sequences: list[Sequence]) -> DraftTrees:
         """Propose a tree for each sequence; for a plain step it is the root, and behind it what a grammar forces."""
         roots = [sequence.root_token_id for sequence in sequences]
+        if sequences[0].is_doubted:
+            return roots_only(roots, self.target.device)
         places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
         trees = self._propose([sequences[b] for b in places]) if places else None
         pausing = [b for b, sequence in enumerate(sequences) if sequence.drafts and b not in places]
@@ -389,21 +410,29 @@ class Engine:
     def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
         """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""
         lengths = [sequence.length for sequence in sequences]
-        accepted = [len(new) - 1 for new in step.new_token_ids]
-        for sequence, size, number in zip(sequences, trees.sizes, accepted, strict=True):
-            sequence.length += number + 1
+        decided = [*zip(step.new_token_ids, step.is_finite, strict=True)]
+        accepted = [len(new) - is_finite for new, is_finite in decided]
+        for sequence, size, number, (new, _) in zip(sequences, trees.sizes, accepted, decided, strict=True):
+            sequence.length += len(new)
             sizes = size - 1, number, self._num_levels
             sequence.count_step(*sizes, batch_size=len(sequences), hybrid=step.tree_attention == "hybrid")
         now = self._watch.charge("verify_s", sequences)
         if self._adaptive is not None:
             self._adaptive.observe(sequences, lengths, trees, accepted, now - begin)
-        for sequence, new in zip(sequences, step.new_token_ids, strict=True):
-            sequence.push(new, now)
+        for sequence, (new, is_finite) in zip(sequences, decided, strict=True):
+            if new:
+                sequence.push(new, now)
+            sequence.is_doubted = not is_finite
+            sequence.is_broken = not (is_finite or sequence.finish_reason) and trees.num_nodes == 1
 
     def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
         """Retrieve where it is due, then let the draft read what was decided, unless it pauses in the next step."""
         assert self.drafter is not None
-        going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
+        going = [
+            b
+            for b, sequence in enumerate(sequences)
+            if sequence.drafts and not sequence.has_ended and step.new_token_ids[b]
+        ]
         for b in going:
             self.drafter.read(sequences[b].slot, step.new_token_ids[b])
         if self._adaptive is not None and going:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specextend.core import Request, SamplingParams
+from specextend.core import Request, SamplingParams, counted
 from specextend.decoding.device import upload
 
 Places = tuple[list[int], list[int]]
@@ -27,7 +27,25 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its f
 _MASK = (1 << 64) - 1
 FARTHEST = 1000.0
 """Largest gap between two tokens, in logits: that to a token which cannot be chosen at all."""
+NOT_FINITE = -2
+"""Stands in the place of a token where the logits that it would be chosen from are not finite."""
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
+
+
+class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
+    """Logits of the target that are NaN or infinite: whatever is chosen from them is not the model's."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"the target's logits are NaN or infinite behind {counted(num_tokens, 'output token')}: its weights are "
+            "damaged, or target.dtype does not hold its numbers (float16 overflows where bfloat16 does not)"
+        )
+
+
+def where_finite(values: Tensor, logits: Tensor, other: float) -> Tensor:
+    """Return `values` [...] with `other` in their place where logits [..., V] are not finite. The host is not asked."""
+    sums = logits.sum(-1, dtype=torch.float32)
+    return values.masked_fill(sums - sums != 0, other)  # the difference of infinite sums is NaN
 
 
 def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:

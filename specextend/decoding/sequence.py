@@ -126,6 +126,11 @@ class Sequence:
     root_token_id: int = -1
     """The last token the target chose; it stands at position `length`."""
     finish_reason: FinishReason | None = None
+    is_doubted: bool = False
+    """True if logits of the last step were not finite. NaN at a drafted token reaches its neighbours in the tree, too:
+    a plain step tells whose they are."""
+    is_broken: bool = False
+    """True if it cannot go on, because the target's logits are not finite."""
     speculation: Speculation = field(default_factory=Speculation)
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
@@ -146,6 +151,11 @@ class Sequence:
     def is_adjusted(self) -> bool:
         """Return True if tokens are chosen from other logits than the target's own."""
         return self.penalties is not None or self.grammar is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if no further token follows."""
+        return self.is_broken or self.finish_reason is not None
 
     @property
     def num_left(self) -> int:

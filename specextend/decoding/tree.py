@@ -18,6 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specextend.decoding.decoding_options import TreeOptions
 
+_NEVER = -1e4
+"""Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted before the root."""
+
 
 class TreeNode(NamedTuple):
     """A node of one tree, on the host."""
@@ -183,6 +186,7 @@ class _Candidates:
         token_ids, parents, log_probs = (
             torch.cat(each, 1) for each in (self._token_ids, self._parents, self._log_probs)
         )
+        log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
         return prune(DraftTrees(token_ids, parents, depths, log_probs, [depths.shape[1]] * batch), 1 + num_nodes)
 
 

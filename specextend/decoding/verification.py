@@ -17,6 +17,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
+from specextend.decoding.sampling import NOT_FINITE, where_finite
 from specextend.decoding.sequence import Sequence
 from specextend.decoding.speculation import CostTable
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
@@ -29,9 +30,11 @@ class Verified:
     paths: Tensor
     """[B, W] int64: the accepted nodes, as `verify` gives them"""
     token_ids: Tensor
-    """[B, W] int64: the decided tokens, -1 behind them"""
+    """[B, W] int64: the decided tokens, something below 0 behind them"""
     new_token_ids: list[list[int]]
     """The same on the host, for each sequence."""
+    is_finite: list[bool]
+    """[B] False where no token could be chosen behind these, because logits are not finite."""
     features: Tensor
     """[B, W, F], along the accepted paths"""
     queries: tuple[Tensor, ...]
@@ -85,9 +88,12 @@ class Verifier:
         else:
             logits, features, *queries = self._graphs.run("score", forward, *inputs)
             chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
+            chosen = where_finite(chosen, logits, NOT_FINITE)
             paths, decided, along = self._accept(chosen, features, *inputs[:3])
-        new = [[token_id for token_id in row if token_id >= 0] for row in decided.tolist()]  # waits for the device
-        return Verified(paths, decided, new, along, tuple(queries), kind)
+        rows = decided.tolist()  # waits for the device
+        new = [[token_id for token_id in row if token_id >= 0] for row in rows]
+        finite = [NOT_FINITE not in row for row in rows]
+        return Verified(paths, decided, new, finite, along, tuple(queries), kind)
 
     def _decide(self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
@@ -95,7 +101,8 @@ class Verifier:
         Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
         """
         logits, features, *queries = forward(*inputs)
-        return *self._accept(logits.max(-1).indices, features, *inputs[:3]), *queries
+        chosen = where_finite(logits.max(-1).indices, logits, NOT_FINITE)
+        return *self._accept(chosen, features, *inputs[:3]), *queries
 
     def _forward(
         self,

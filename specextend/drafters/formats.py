@@ -23,7 +23,6 @@ from torch import Tensor
 
 from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
-    INDEX,
     VOCABULARY,
     ModelError,
     read_json,
@@ -226,13 +225,8 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
 
 
 def head_files(folder: Path) -> list[Path]:
-    """List a head's safetensors files: one, or those that its index names. Raises ModelError if one is missing."""
-    files = weight_files(folder, f"EAGLE draft {folder}")
-    if len(files) == 1 or (folder / INDEX).is_file():
-        return files
-    if folder / WEIGHTS_FILE in files:
-        return [folder / WEIGHTS_FILE]
-    raise ModelError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
+    """List the safetensors files of a head that are loaded. Raises ModelError if one is missing, or not told."""
+    return weight_files(folder, f"EAGLE draft {folder}")
 
 
 def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:

@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import is_text, read_file, read_stream, rows_where, stream, write_groups
+from specextend.data.parquet import CHECKED, is_text, read_file, read_stream, rows_where, stream, write_groups
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -33,10 +35,13 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
-from specextend.report.result_rows import damaged_results, without_nan
+from specextend.report.result_rows import damaged_results
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
+_DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
+_EXECUTED = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r])"
+"""Beginnings of cells that a spreadsheet takes for a formula, or may once it has removed what is before them."""
 _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
@@ -61,17 +66,23 @@ class Exported:
 def format_of(place: Location) -> str | None:
     """Return the format that a file is given by its ending; None for a folder."""
     _, dot, ending = place.name.lower().rpartition(".")
-    return ending if dot and ending in _WRITERS else None
+    return ending if dot and ending in ("csv", *_WRITERS) else None
 
 
 def follow(
-    output: Location, folder: Location, kind: str, is_running: Callable[[], bool], columns: Sequence[str] = ()
+    output: Location,
+    folder: Location,
+    kind: str,
+    is_running: Callable[[], bool],
+    columns: Sequence[str] = (),
+    is_safe: bool = False,
 ) -> Exported:
     """Write the answers of a run into a folder as they are committed, until the run has no driver any more.
 
     Each commit becomes a file, whole or not at all, which is also the record that it was written: another call goes on
     from there, and each document has one row. kind: the format. is_running: asked for a driver. columns: all if empty.
-    Raises ValueError if there is no run, for a folder with other files, or for a column that commits do not have.
+    is_safe: for spreadsheets. Raises ValueError if there is no run, for a folder with other files, or for a column that
+    commits do not have.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
@@ -94,7 +105,8 @@ def follow(
             answers = _new_answers(commit, name, settled)
             if len(answers) and name not in written:
                 table = pa.Table.from_arrays(summary_columns(answers, schema_of_answers), schema=full)
-                _write(folder.child(name.removesuffix("parquet") + kind), kind, schema, [table.select(schema.names)])
+                file = folder.child(name.removesuffix("parquet") + kind)
+                _write(file, kind, schema, [table.select(schema.names)], is_safe)
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
     return Exported(*settled.count(), num_input_rows(manifest))
@@ -113,13 +125,14 @@ def export_answers(
     kind: str,
     only_ids_in: str | None = None,
     columns: Sequence[str] = (),
+    is_safe: bool = False,
 ) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
 
     A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
-    documents that it does not have are left out. columns: all if empty. Texts are streamed; the ids of all rows are in
-    memory. Raises ValueError for runs that have not ended or do not belong together, for a folder that holds files, and
-    for a column that no run has.
+    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. Texts
+    are streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or do not belong
+    together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
     check_place(outputs, to)
@@ -129,12 +142,12 @@ def export_answers(
     chosen, exported = _choose(runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0]))
     answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
     if format_of(to):
-        _write(to, kind, schema, chain.from_iterable(answers))
+        _write(to, kind, schema, chain.from_iterable(answers), is_safe)
         return exported
     if list_files(to):
         raise ValueError(f"{to.path} is not empty; name another folder")
     for number, tables in enumerate(answers):
-        _write(to.child(f"part-{number:05d}.{kind}"), kind, schema, tables)
+        _write(to.child(f"part-{number:05d}.{kind}"), kind, schema, tables, is_safe)
     return exported
 
 
@@ -244,7 +257,9 @@ def _ids(files: Sequence[Location]) -> tuple[pa.Array, NDArray[np.int32], NDArra
     """Read the ids of files. Returns each of them once, its number for each row of all files, and the files' rows."""
 
     def read(file: Location) -> pa.Array:
-        ids = read_file(file, lambda opened: pq.read_table(opened, columns=["doc_id"])["doc_id"], damaged_results(file))
+        ids = read_file(
+            file, lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED)["doc_id"], damaged_results(file)
+        )
         return ids.cast(pa.large_string()).combine_chunks()
 
     ids = [pa.array([], pa.large_string()), *in_order(read, files)]
@@ -274,45 +289,88 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
     return read_stream(file, read, damaged_results(file))
 
 
-def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write a file of a format, whole or not at all."""
+def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
+    """Write a file of a format, whole or not at all. is_safe: for spreadsheets, which concerns CSV."""
     with atomic_output(file) as path:
-        _WRITERS[kind](path, schema, tables)
+        if kind == "csv":
+            _write_csv(path, schema, tables, is_safe)
+        else:
+            _WRITERS[kind](path, schema, tables)
 
 
-def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    with pa_csv.CSVWriter(path, _flat(schema.empty_table()).schema) as writer:
+def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
+    with pa_csv.CSVWriter(path, _flat(schema.empty_table(), is_safe).schema) as writer:
         for table in tables:
-            writer.write_table(_flat(table))
+            writer.write_table(_flat(table, is_safe))
 
 
 def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for table in tables:
-            file.writelines(_json(row) + "\n" for row in without_nan(table).to_pylist())
+            spelled = pa.table([*map(_spelled, table.columns)], table.column_names)
+            file.writelines(_json(row) + "\n" for row in spelled.to_pylist())
 
 
-_WRITERS = {"parquet": write_groups, "csv": _write_csv, "jsonl": _write_json_lines}
+_WRITERS = {"parquet": write_groups, "jsonl": _write_json_lines}
 
 
-def _flat(table: pa.Table) -> pa.Table:
-    """Write lists, structs and other values for which CSV has no form as JSON."""
+def _flat(table: pa.Table, is_safe: bool) -> pa.Table:
+    """Write lists and structs as JSON, for which CSV has no form; put a ' before what a spreadsheet would execute."""
     columns = []
-    for column in table.columns:
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        if not (pa.types.is_primitive(column.type) or is_text(column.type)):
-            column = pa.array([None if v is None else _json(v) for v in column.to_pylist()], pa.large_string())
+    for column in map(_spelled, table.columns):
+        if column.type.num_fields:
+            column = _as_text(column, _json)
+        if is_safe and is_text(column.type):
+            column = _harmless(column)
         columns.append(column)
-    return pa.table(columns, table.column_names)
+    names = _harmless(pa.array(table.column_names)).to_pylist() if is_safe else table.column_names
+    return pa.table(columns, names)
+
+
+def _harmless(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    return pc.replace_substring_regex(texts, pattern=_EXECUTED, replacement=r"'\1")
+
+
+def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Write values as text for which neither CSV nor JSON has a form; what is not UTF-8 in text becomes U+FFFD."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _spelled(column.cast(kind.value_type))
+    if is_text(kind):
+        text = column.cast(pa.large_binary()).cast(pa.large_string(), safe=False)
+        try:
+            text.validate(full=True)
+        except pa.ArrowInvalid:
+            return _as_text(column.cast(pa.large_binary()), lambda value: value.decode(errors="replace"))
+        return text
+    if pa.types.is_duration(kind):
+        return _as_text(column.cast(pa.int64()), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
+    if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds
+        return pc.replace_substring(column.cast(pa.large_string()), pattern=" ", replacement="T")
+    return (
+        column
+        if pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or kind.num_fields
+        else _as_text(column, _text)
+    )
+
+
+def _as_text(column: pa.ChunkedArray, spell: Callable[[Any], str]) -> pa.ChunkedArray:
+    texts = [None if value is None else spell(value) for value in column.to_pylist()]
+    return pa.chunked_array([pa.array(texts, pa.large_string())])
 
 
 def _json(value: Any) -> str:
-    """Write a value as JSON: times as ISO 8601, bytes as Base64, any other value as a string."""
-    return json.dumps(value, ensure_ascii=False, default=_text)
+    """Write a value as JSON: times as ISO 8601, bytes as Base64, NaN and infinity as null, all else as a string."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_text, allow_nan=False)
+    except ValueError:
+        finite = json.loads(json.dumps(value, default=_text), parse_constant=lambda name: None)
+        return json.dumps(finite, ensure_ascii=False)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return f"PT{Decimal(value // timedelta(microseconds=1)).scaleb(-6):f}S"
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
+from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
 from specextend.data.parquet import Damaged, damaged_as, read_stream
 from specextend.data.run_folder import errors_folder, list_results, summaries_folder
@@ -42,7 +42,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
     folder has neither, unless its run was about no row, because earlier runs have done all of them.
     """
     if list_commits(output):
-        for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *done, *errors])]):
+        for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
             yield told_apart(table, done, errors)
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from specextend.config import RunConfig
 from specextend.core import Request
-from specextend.data.parquet import write_table
+from specextend.data.parquet import CHECKED, write_table
 from specextend.data.storage import resolve
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.document_requests import document_seed
@@ -32,7 +32,8 @@ SCHEMA = pa.schema([("number", pa.int64()), ("prompt_token_ids", TOKENS), ("outp
 
 def read_answers(folder: Path) -> dict[int, Sample]:
     """Read all answers in a folder, by number."""
-    rows = (row for file in folder.glob("*.parquet") for row in pq.read_table(file, schema=SCHEMA).to_pylist())
+    tables = (pq.read_table(file, schema=SCHEMA, **CHECKED) for file in folder.glob("*.parquet"))
+    rows = (row for table in tables for row in table.to_pylist())
     return {row["number"]: Sample(row["prompt_token_ids"], [row["output_token_ids"]]) for row in rows}
 
 

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from specextend.cluster.checks import check_same_run, prepare
 from specextend.cluster.exits import OtherRunError, RefusedError
 from specextend.config import RunConfig
-from specextend.data.fingerprint import write_manifest
+from specextend.data.fingerprint import fingerprint, other_configuration, write_manifest
+from specextend.data.prompts import CLOCK, Prompts
+from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
 from tests.hub_server import Hub
 
@@ -66,6 +68,31 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     asked_for = {"model": TARGET, "revision": newer, "dtype": "float32", "device": "cpu"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))
+
+
+def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """After midnight, and on another worker, the prompts were others under one fingerprint."""
+    shutil.copytree(MODELS / "target", tmp_path / "target")
+    template = "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    sections = {
+        "target": {"model": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "draft": {"kind": "ngram"},
+    }
+    begun = prepare(configure(**sections))
+    begun.manifest["identity"]["config"][f"prompt.template_options.{CLOCK}"] = "2026-01-31T08:00:00"
+    begun.manifest["fingerprint"] = fingerprint(begun.manifest["identity"])
+    write_manifest(begun.output, begun.manifest)
+    again = prepare(configure(**sections))
+    assert check_same_run(again)
+    assert again.manifest == begun.manifest
+    worker = Prompts(load_tokenizer(again.config.target.model), again.config.prompt, 1000)
+    prompt = worker.render("x", 0).token_ids
+    assert prompt == again.prompts.render("x", 0).token_ids
+    assert load_tokenizer(str(tmp_path / "target")).decode(prompt).startswith("08:00:00 ")
+    assert not other_configuration(begun.manifest, prepare(configure(output={"path": "other"}, **sections)).manifest)
 
 
 def test_a_library_that_is_missing_is_said_before_a_model_is_read(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.contract.columns import ERRORS, SUMMARIES, assert_has
 from tests.contract.conftest import settings
@@ -286,3 +287,18 @@ def test_two_workers_give_what_one_gives(demo: tuple[Ended, Path], tmp_path: Pat
     assert ended.code == 0, ended.stderr
     pairs = zip(rows(tmp_path / "two" / "summaries"), rows(output / "summaries"), strict=True)
     assert all(mine["summary"] == theirs["summary"] for mine, theirs in pairs)
+
+
+def test_a_model_whose_weights_hold_nan_ends_the_run(tmp_path: Path, summarize_here):
+    """It wrote empty summaries and `!!!!`, `_SUCCESS` and exit 0: every row is an error."""
+    target = shutil.copytree(ROOT / ".models" / "tiny-random" / "target", tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    corpus, output = write_corpus(tmp_path / "a.parquet", [TEXT, TEXT]), tmp_path / "out"
+    changes = settings(target={"model": target}, input={"id_column": "null"})
+    assert summarize_here("--input", str(corpus), "--output", str(output), *changes).code == 3
+    assert [(row["error_class"], row["stage"]) for row in rows(output / "errors")] == [
+        ("NonFiniteLogits", "decode")
+    ] * 2
+    assert not (output / "_SUCCESS").exists()

@@ -43,6 +43,15 @@ def engine(config):
     return load_engine(config)
 
 
+def test_half_of_a_surrogate_pair_in_a_text_is_replaced(config, engine):
+    """Arrow refused the whole batch for it."""
+    summarizer = Summarizer(config, lambda _: engine)
+    given, expected = (
+        [{"text": f"{TEXTS['b']} {end}", "name": "a", "most": 8, "year": 2001}] for end in ("\ud83d", "\ufffd")
+    )
+    assert summarizer(given)[0]["summary"] == summarizer(expected)[0]["summary"]
+
+
 def test_a_table_comes_back_with_a_row_for_each_row(config, engine):
     """In its order, with one schema whatever failed: Ray Data joins blocks, and would refuse two."""
     summarizer = Summarizer(config, lambda _: engine)

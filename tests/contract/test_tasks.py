@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -53,6 +54,33 @@ def test_a_value_that_does_not_fit_is_the_error_of_its_row(answers):
     assert [row["error_class"] for row in rows] == [None, "BadInstruction"]
 
 
+def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
+    """Two workers sent different prompts, in which methods and classes had their places in memory."""
+    names = ("namespace", "dict", "range", "lipsum", "cycler", "joiner", "loop", "super", "caller")
+    table = {"text": [TEXT], "st": [{"items": "t8", "land": "t9"}], **{name: ["t5"] for name in names}}
+    template = " ".join(f"{{{{ {name} }}}}" for name in names) + " {{ st.items }} {{ st.land.upper() }}"
+    [row] = answers(table, prompt__instruction=template)
+    [expected] = answers({"text": [TEXT]}, prompt__instruction="t5 " * len(names) + "t8 T9")
+    assert row["summary"] == expected["summary"]
+    for wrong in ("st.keys", "st.land.upper", "st.keys ~ ''", "[st.keys]", "'%s' | format(st.get)", "1 if st.keys"):
+        [row] = answers(table, prompt__instruction=f"{{{{ {wrong} }}}}")
+        assert row["error_class"] == "BadInstruction", wrong
+        assert " at 0x" not in row["message"]
+
+
+def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
+    """Half of a surrogate pair in one row ended the worker that read it; a temperature of NaN drew any token."""
+    broken = pa.array([b"t5 \xed\xa0\x80", b"t6"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, broken.buffers())
+    table = {"text": [TEXT] * 2, "st": pa.StructArray.from_arrays([text], names=["topic"])}
+    rows = answers(table, prompt__instruction="{{ st.topic }} {{ document }}")
+    assert [row["error_class"] for row in rows] == [None, None]
+    own = [{"temperature": math.nan}, {"temperature": math.inf}, {"stop": [None]}, {"stop": ["t"]}]
+    rows = answers({"text": [TEXT] * 4, "own": own}, input__options_column="own")
+    assert [row["error_class"] for row in rows] == ["BadOptions"] * 3 + [None]
+    assert rows[0]["message"] == "temperature must be at least 0 and finite, got nan"
+
+
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
@@ -60,6 +88,15 @@ def test_a_value_that_does_not_fit_is_the_error_of_its_row(answers):
         ("{% if %}", "prompt.instruction is not a template"),
         ("{{ document }} {{ document }}", "more than once"),
         ("{{ ''.__class__.__mro__ }}", "prompt.instruction"),
+        ("{{ document[:20] }}", "uses document in an expression"),
+        ("{{ document | trim }}", "uses document in an expression"),
+        ("{% if document | length > 1000 %}Long: {% endif %}{{ document }}", "uses document in an expression"),
+        ("{% set text %}{{ document }}{% endset %}{{ text | length }}", "uses document in an expression"),
+        ("{% macro m() %}{{ document }}{% endmacro %}{{ m()[:9] }}", "uses document in an expression"),
+        ("{% set document = 'x' %}{{ document }}", "uses document in an expression"),
+        ("{{ self }} {{ document }}", "self, which is a word of jinja's"),
+        ("{{ none }} {{ document }}", "none, which is a word of jinja's"),
+        ("{{ names | random }} {{ document }}", "No filter named 'random'"),
     ],
 )
 def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction: str, message: str):

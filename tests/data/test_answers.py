@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from specextend.data.answers import schema_of, shortest_answer
+from specextend.data.answers import answer_columns, merge_answers, schema_of, shortest_answer, whole_answer
+from specextend.data.commits import CommitWriter, read_commit
+from specextend.data.evidence import find_evidence
+from specextend.data.storage import Location
 
 
 def whole(field: object, **others: object) -> str:
@@ -43,3 +49,32 @@ def test_fields_of_which_one_is_needed_have_a_shortest_answer():
     fields = {"a": {"type": "string"}, "b": {"type": "string"}}
     needs = [{"required": ["a"]}, {"required": ["b"]}]
     assert shortest_answer(json.dumps({"type": "object", "properties": fields, "anyOf": needs})) == "{}"
+
+
+HALVES = '{"a": "\\ud83d\\ude00 \\ud800", "b": [{"c": "\\udc00\\ud800"}], "d": "\\\\ud800"}'
+"""A pair, a half, two halves in the wrong order, and a text that only looks like an escape."""
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output: Location, done: Callable[..., Any]):
+    """A model may write one as an escape. It emptied the column, and as evidence it ended the driver."""
+    schema = schema_of(
+        {
+            "a": "string",
+            "b": {"type": "array", "items": {"type": "object", "properties": {"c": {"type": "string"}}}},
+            "d": "string",
+        }
+    )
+    value = {"a": "\U0001f600 \ufffd", "b": [{"c": "\ufffd\ufffd"}], "d": "\\ud800"}
+    assert [each.to_pylist() for each in answer_columns(schema, pa.chunked_array([[HALVES]]))] == [
+        [each] for each in value.values()
+    ]
+    assert json.loads(merge_answers(schema, [HALVES])) == value
+    assert json.loads(whole_answer(HALVES) or "") == value
+    assert whole_answer('{"a":  "\\u00e9"}') == '{"a":  "\\u00e9"}', "what is right is left as it was written"
+    assert whole_answer(HALVES[:-1]) is None
+    evidence = find_evidence(HALVES, f"On {value['a']}.", {"a", "b.c"})
+    assert [(each["value"], each["begin"]) for each in evidence] == [(value["a"], 3), ("\ufffd\ufffd", None)]
+    row = done(0, 0, "half \ud800") | {"evidence": [{"field": "a", "value": "\udfff"}]}
+    name = CommitWriter(output, "0000000a").commit([row])
+    [written] = read_commit(output, name, ["summary", "evidence"]).to_pylist()
+    assert (written["summary"], written["evidence"][0]["value"]) == ("half \ufffd", "\ufffd")

@@ -1,21 +1,25 @@
-"""Whatever Parquet can hold passes through with its type and its values."""
+"""Whatever Parquet can hold passes through with its values, and with its type if all files have the same."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data.columns import guess_columns
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputOptions
+from specextend.data.inputs import InputError, InputOptions
+from specextend.data.selection import select_rows
 from specextend.data.source import open_source
 from specextend.data.storage import Location
 
@@ -83,3 +87,157 @@ def test_text_is_read_in_every_encoding(
     finalize(source, output)
     written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")["text"]
     assert (written.type, written.to_pylist()) == (kind, texts)
+
+
+YEARS = [datetime.datetime(year, 12, 31, 23, 59, 59, 999_999) for year in (9999, 2026, 1, 1816)]
+
+
+def test_times_of_96_bits_are_right_in_every_year(tmp_path: Path, output: Location, done: Callable[..., Any]) -> None:
+    """Spark writes them by default, and 9999 for what has no end: it became 1816, and a filter matched nothing."""
+    path = tmp_path / "a.parquet"
+    nested = [{"at": [year]} for year in YEARS]
+    columns = {"text": list("abcd"), "until": pa.array(YEARS, pa.timestamp("us")), "nested": nested}
+    pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True, row_group_size=2)
+    assert pq.ParquetFile(path).schema.column(1).physical_type == "INT96"
+    passthrough = InputOptions(path=str(path), passthrough=("until", "nested"), filter="until > '2262-01-01'")
+    assert [row.key.row for row in select_rows(open_source(passthrough)).scan()] == [0]
+    source = open_source(replace(passthrough, filter=None))
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
+    finalize(source, output)
+    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
+    assert written["until"].to_pylist() == YEARS
+    assert written["nested"].to_pylist() == nested
+
+
+@pytest.mark.parametrize("nanoseconds", [1, 2**62 + 1])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_times_of_96_bits_are_never_rounded(tmp_path: Path, nanoseconds: int, is_nested: bool) -> None:
+    """Microseconds are for all years; where a time has nanoseconds, one of the two would be lost."""
+    times = pa.array([0, nanoseconds], pa.timestamp("ns"))
+    at = pa.StructArray.from_arrays([times], ["t"]) if is_nested else times
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "at": at}), path, use_deprecated_int96_timestamps=True)
+    assert open_source(InputOptions(path=str(path))).num_rows == 2
+    with pytest.raises(InputError, match=r"a\.parquet has times \(INT96\) that are no whole microseconds; cast them"):
+        open_source(InputOptions(path=str(path), passthrough=("at",)))
+
+
+def utc(*kinds: str) -> list[pa.DataType]:
+    return [pa.timestamp(*kind.split()) for kind in kinds]
+
+
+S, L, V = pa.string(), pa.large_string(), pa.string_view()
+NOON = datetime.datetime(2026, 1, 1, 12)
+JOINED: dict[str, tuple[list[pa.DataType], Any, pa.DataType]] = {
+    "strings": ([S, L], "x", L),
+    "views": ([V, S], "x", S),
+    "dictionaries": ([pa.dictionary(pa.int8(), S), pa.dictionary(pa.int32(), S), S], "x", S),
+    "dictionary of integers": ([pa.dictionary(pa.int8(), pa.int64()), pa.int32()], 3, pa.int64()),
+    "bytes": ([pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1)], b"x", pa.large_binary()),
+    "integers": ([pa.int8(), pa.uint32(), pa.int16()], 7, pa.int64()),
+    "integers and floats": ([pa.int64(), pa.float32(), pa.float64()], 7, pa.float64()),
+    "units of time": (utc("s", "us", "ms"), NOON, pa.timestamp("us")),
+    "zones": (utc("us Europe/Berlin", "ms UTC"), NOON.replace(tzinfo=datetime.UTC), *utc("us Europe/Berlin")),
+    "times of day": ([pa.time32("s"), pa.time64("us")], datetime.time(12), pa.time64("us")),
+    "durations": ([pa.duration("ms"), pa.duration("us")], datetime.timedelta(1), pa.duration("us")),
+    "decimals": ([pa.decimal128(5, 2), pa.decimal128(9, 1)], Decimal("1.5"), pa.decimal128(10, 2)),
+    "lists": ([pa.list_(V), pa.large_list(L), pa.list_(S, 1)], ["x"], pa.large_list(L)),
+    "structs": (
+        [pa.struct([("a", pa.int32()), ("b", V)]), pa.struct([("b", L), ("a", pa.int64())])],
+        {"a": 1, "b": "x"},
+        pa.struct([("a", pa.int64()), ("b", L)]),
+    ),
+    "nothing": ([pa.null(), pa.list_(S), pa.null()], None, pa.list_(S)),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_types_that_have_room_in_one_are_joined(
+    tmp_path: Path, output: Location, done: Callable[..., Any], name: str
+) -> None:
+    """Each night's writer has its own, and the last file lacks the column. No value changes."""
+    kinds, value, expected = JOINED[name]
+    for number, kind in enumerate(kinds):
+        pq.write_table(pa.table({"text": ["x"], "c": pa.array([value], kind)}), tmp_path / f"{number}.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "9.parquet")
+    source = open_source(InputOptions(path=str(tmp_path), passthrough=("c",)))
+    assert len(list(source.scan())) == len(kinds) + 1
+    CommitWriter(output, "0000000a").commit([done(file, 0) for file in range(len(kinds) + 1)])
+    finalize(source, output)
+    written = [pq.read_table(path)["c"] for path in sorted(Path(output.path, "summaries").iterdir())]
+    assert all(each.type == expected for each in written), [each.type for each in written]
+    assert [each[0].as_py() for each in written] == [value] * len(kinds) + [None]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array(["x"]), pa.array([1])),
+        (pa.array(["x"]), pa.array([b"x"])),
+        (pa.array([Decimal("0.1")]), pa.array([0.1])),
+        (pa.array([[Decimal("0.1")]]), pa.array([[0.1]])),
+        (pa.array([True]), pa.array([1])),
+        (pa.array([NOON], pa.timestamp("us")), pa.array([NOON], pa.timestamp("us", "UTC"))),
+        (pa.array([2**53 + 1]), pa.array([0.5])),
+        (pa.array([2**64 - 1], pa.uint64()), pa.array([-1])),
+        (pa.array(YEARS, pa.timestamp("us")), pa.array([1] * 4, pa.timestamp("ns"))),
+    ],
+)
+def test_types_and_values_that_would_change_are_refused_before_anything_is_decoded(
+    tmp_path: Path, one: pa.Array, other: pa.Array
+) -> None:
+    """A number that is rounded, or a time that wraps around, would be in the results with exit 0."""
+    for name, values in (("a", one), ("b", other)):
+        pq.write_table(pa.table({"text": ["x"] * len(values), "c": values}), tmp_path / f"{name}.parquet")
+    with pytest.raises(InputError, match=r"input.passthrough 'c' .*; make them one type"):
+        list(open_source(InputOptions(path=str(tmp_path), passthrough=("c",))).scan())
+
+
+def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_path: Path) -> None:
+    """Writers give up dictionaries where texts no longer repeat. Such a file was called damaged."""
+    path = tmp_path / "a.parquet"
+    text = "CASE WHEN i < 2048 THEN 'again' ELSE 'text ' || i || repeat('x', i % 99) END"
+    options = "PARQUET_VERSION V2, ROW_GROUP_SIZE 2048"
+    duckdb.sql(f"COPY (SELECT {text} AS text FROM range(6000) AS t(i)) TO '{path}' ({options})")
+    encodings = [pq.read_metadata(path).row_group(group).column(0).encodings for group in (0, 2)]
+    assert encodings == [("RLE_DICTIONARY",), ("DELTA_LENGTH_BYTE_ARRAY",)]
+    source = open_source(InputOptions(path=str(path), passthrough=("text",)))
+    found = [row.text.decode() for row in source.scan() if row.text]
+    assert found == pq.read_table(path)["text"].to_pylist()
+    assert source.read(DocumentKey(0, 5999)).document.text == found[-1]
+
+
+@pytest.mark.parametrize("column", ["text", "topic"])
+def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(tmp_path: Path, column: str) -> None:
+    """A file with LZO behind its first rows is not damaged: nobody can repair it, but its writer can write it anew."""
+    path, codec = tmp_path / "a.parquet", b"\x18" + bytes([len(column)]) + column.encode() + b"\x15"
+    table = pa.table({"text": ["x"] * 4, "topic": ["y"] * 4, "n": [9] * 4})
+    pq.write_table(table, path, row_group_size=2, compression="snappy")
+    before, found, behind = path.read_bytes().rpartition(codec + b"\x02")
+    path.write_bytes(before + found[:-1] + b"\x06" + behind)
+    options = InputOptions(path=str(path), num_tokens_column="n", passthrough=("topic",))
+    with pytest.raises(InputError, match=r"a.parquet uses what pyarrow cannot decode \(.*LZO.*\); it is not damaged: "):
+        open_source(options)
+
+
+ODD_TEXTS = {
+    "bytes": pa.array([b"a long text of bytes"]),
+    "bytes that are not UTF-8": pa.array(["a long text".encode("utf-16")]),
+    "fixed bytes": pa.array([b"a text of 20 bytes.."], pa.binary(20)),
+    "dictionary": pa.array([b"a long text of bytes"]).dictionary_encode(),
+    "list": pa.array([["a long paragraph", "another one"]]),
+    "messages": pa.array([[{"role": "user", "content": "a long text"}]]),
+    "struct": pa.array([{"de": "ein langer Text", "en": None}]),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TEXTS)
+def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(tmp_path: Path, name: str) -> None:
+    """The titles would be summarised, with exit 0. Pictures and numbers beside a text are not in its way."""
+    path = tmp_path / "a.parquet"
+    others = {"title": ["a title"], "picture": [b"\x89PNG\xff" * 99], "embedding": [[0.5] * 99], "report": [7]}
+    pq.write_table(pa.table({"text": ODD_TEXTS[name]} | others), path)
+    with pytest.raises(InputError, match=r"a.parquet: column 'text' looks like the text, but is .*; (cast|join) it"):
+        guess_columns(str(path))
+    pq.write_table(pa.table({"text": ["a text"], "uuid": pa.array([b"1" * 16], pa.uuid())} | others), path)
+    assert (guess_columns(str(path)).text, guess_columns(str(path)).id) == ("title", "uuid")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -48,17 +49,22 @@ def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "", 
 
 
 def docx(*paragraphs: str) -> bytes:
+    """A file of paragraphs, each of a text or of XML."""
     word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    math = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+    choice = "http://schemas.openxmlformats.org/markup-compatibility/2006"
     kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
     package = "http://schemas.openxmlformats.org/package/2006"
     document = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
-    body = "".join(f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in paragraphs)
+    runs = [text if text.startswith("<") else f"<w:r><w:t>{text}</w:t></w:r>" for text in paragraphs]
+    body = "".join(f"<w:p>{run}</w:p>" for run in runs)
     files = {
         "[Content_Types].xml": f'<Types xmlns="{package}/content-types">'
         f'<Override PartName="/word/document.xml" ContentType="{kind}"/></Types>',
         "_rels/.rels": f'<Relationships xmlns="{package}/relationships">'
         f'<Relationship Id="r" Type="{document}" Target="word/document.xml"/></Relationships>',
-        "word/document.xml": f'<w:document xmlns:w="{word}"><w:body>{body}</w:body></w:document>',
+        "word/document.xml": f'<w:document xmlns:w="{word}" xmlns:m="{math}" xmlns:mc="{choice}" '
+        f'xmlns:v="urn:schemas-microsoft-com:vml"><w:body>{body}</w:body></w:document>',
     }
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -194,8 +200,15 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(
     assert rows(folder, "text") == ["changed", "b", "c", "d", "é", "new", "1", "2"]
     assert failures(folder) == {"b.txt": "gone"}
     assert not second.has_failed
+    (folder / "bad.pdf").write_bytes(b"")
+    prepare()
+    (folder / "bad.pdf").unlink()
+    for _ in range(2):
+        assert not prepare().has_failed
+        assert failures(folder) == {"b.txt": "gone", "bad.pdf": "gone"}
     third = prepare(remove_gone=True)
     assert (third.num_read, rows(folder, "text")) == (0, ["changed", "c", "d", "é", "new", "1", "2"])
+    assert failures(folder) == {"b.txt": "gone"}
     assert len(list(Path(f"{folder}.out").glob("part-*"))) == 1
 
 
@@ -219,8 +232,7 @@ def test_a_file_that_ends_its_reader_fails_alone(folder: Path, prepare: Callable
         b"<</Length %d/Filter/FlateDecode>>stream\n%s\nendstream" % (len(content), content),
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</Font<</F1 3 0 R>>>>/Contents 4 0 R>>",
     )
-    numbered = b"".join(b"%d 0 obj\n%s\nendobj\n" % each for each in enumerate(objects, start=1))
-    (folder / "a.pdf").write_bytes(b"%PDF-1.4\n" + numbered + b"trailer<</Size 6/Root 1 0 R>>\n%%EOF")
+    (folder / "a.pdf").write_bytes(raw_pdf(*objects))
     write_pdf(folder / "b.pdf", "fine")
     prepare(time_limit_s=LONGEST_S, memory_gib=1.5)
     assert failures(folder) == {"a.pdf": "crashed"}
@@ -337,6 +349,7 @@ def test_an_object_store_is_read_and_written(monkeypatch: pytest.MonkeyPatch, pr
             "there is no file to read in texts; 1 file of other kinds; --pattern names those to read as text",
         ),
         (["documents", "texts", "--encoding", "klingon"], "unknown encoding 'klingon'; give one such as cp1252"),
+        (["documents", "texts", "--encoding", "utf-16"], "is open in utf-16; give utf-16-le or utf-16-be"),
         (["documents", "texts", "--output", "texts/a.txt"], "texts/a.txt is a file; name a folder"),
         (["documents", "texts", "--output", "texts"], "holds a.txt, which is no part of a data set"),
         (["hf", "texts/none"], "texts/none"),
@@ -374,3 +387,208 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder: Path) -> None:
         {"id": f"{folder}:test:0", "text": "one", "pages": 1},
         {"id": f"{folder}:test:2", "text": "three", "pages": 3},
     ]
+
+
+def test_a_table_is_read_as_it_was_meant_or_refused(folder: Path, prepare: Callable[..., Prepared]) -> None:
+    """A quote that was never closed swallowed the rest of its file, and of two columns one was lost."""
+    good = {
+        "cr.csv": b"id,text\r1,fine\r",
+        "semicolon.csv": b'id;text, body;text\r\n1;"no; this";fine\r\n',
+        "quoted.csv": b'"a,b,c";"text"\n1;fine\n',
+        "tab.tsv": b"id\ttext\n1\tfine\n",
+        "sep.csv": b"sep=;\nid,1;text\n1;fine\n",
+        "utf8.csv": b"\xef\xbb\xbftext\nfine\n",
+        "little.csv": b"\xff\xfe" + "text\nfine\n".encode("utf-16-le"),
+        "big.jsonl": b"\xfe\xff" + '{"text": "fine"}\n'.encode("utf-16-be"),
+        "given.jsonl": '{"text": "fine"}\n'.encode("utf-16-le"),
+        "utf32.jsonl": '{"text": "fine"}\r'.encode("utf-32"),
+        "names.jsonl": b'{"text": "fine", "text_": 1, "id": 2, "id_": 3}',
+    }
+    bad = {
+        "open.csv": (b'id,text\n1,"open\n2,x\n', "bad table"),
+        "closed.csv": (b'id,text\n1,"open\n2,"x"\n3,x\n', "bad table"),
+        "escaped.csv": (b'id,text\n1,"a \\"b\\" c"\n', "bad table"),
+        "twice.csv": (b"text,text\nx,y\n", "bad table"),
+        "half.csv": (b"\xff\xfet\0e\0\n", "encoding"),
+        "twice.jsonl:1": (b'{"text": "x", "text": "y"}', "bad row"),
+        "nul.jsonl:1": (b'{"text": "a\\u0000b"}', "bad row"),
+        "nul.csv:2": (b"text\na\0b\n", "bad row"),
+    }
+    for name, data in good.items():
+        (folder / name).write_bytes(data)
+    for name, (data, _) in bad.items():
+        (folder / name.partition(":")[0]).write_bytes(data)
+    prepare(encoding="utf-16-le")
+    assert failures(folder) == {name: reason for name, (_, reason) in bad.items()}
+    assert {Path(path).name for path in rows(folder, "source_path")} == good.keys()
+    assert set(rows(folder, "text")) == {"fine"}
+
+
+def test_numbers_stay_exact_and_keep_no_later_call_from_its_work(
+    folder: Path, prepare: Callable[..., Prepared]
+) -> None:
+    """An integer that no float holds beside floats was a traceback, and the folder could not be used any more."""
+    large = (1 << 53) + 1
+    groups = {"a": [large], "b": [0.5], "c": [0.5] * 2000 + [large], "d": [True, 1.5], "e": [1 << 64, 2]}
+    for name, numbers in groups.items():
+        lines = [json.dumps({"text": "x", name: number, "n": 1}) + "\n" for number in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "f.jsonl").write_text('{"text": "x", "a": 0.5, "n": 2.5}\n')
+    prepare(limit=3)
+    assert not prepare().has_failed
+    assert prepare().num_unchanged == 6
+    table = pq.read_table(f"{folder}.out")
+    values = {name: table[name].drop_null().to_pylist() for name in (*groups, "n")}
+    assert sorted(values["a"]) == ["0.5", str(large)]
+    assert values["b"] == [0.5]
+    assert values["c"][-1] == str(large)
+    assert values["d"] == ["true", "1.5"]
+    assert values["e"] == [str(1 << 64), "2"]
+    assert set(values["n"]) == {1.0, 2.5}
+
+
+def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(
+    folder: Path, prepare: Callable[..., Prepared]
+) -> None:
+    """Labels mean what they mean on the web; an element that XML closes at once swallowed the rest of its page."""
+    xml = '<?xml version="1.0" encoding="{}"?>'
+    page = '<html xmlns="http://www.w3.org/1999/xhtml"><script src="x"/><p>caf\xe9&nbsp;\u20ac</p></html>'
+    files = {
+        "comment.html": '<!-- <meta charset="utf-8"> --><meta charset=iso-8859-1>caf\xe9 \u20ac'.encode("cp1252"),
+        "pragma.html": b'<meta content="text/html; charset=Latin1" http-equiv=content-type>caf\xe9 \x80',
+        "named.html": '<meta charset="gb2312">\u9555'.encode("gbk"),
+        "marked.html": '<meta charset="koi8-r">caf\xe9 \u20ac'.encode("utf-16"),
+        "other.html": '<meta name="x" content="charset=cp1252">\u0414\u0430'.encode("koi8-r"),
+        "plain.html": "<p>\u0414\u0430".encode("koi8-r"),
+        "strict.xhtml": (xml.format("windows-1252") + page).encode("cp1252"),
+        "strict.html": (xml.format("utf-8") + page).encode(),
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / "broken.xhtml").write_text("<p>never closed")
+    prepare(encoding="koi8-r")
+    assert failures(folder) == {"broken.xhtml": "damaged"}
+    euro, other = "caf\xe9 \u20ac", "\u0414\u0430"
+    assert rows(folder, "text") == [euro, euro, "\u9555", other, other, euro, euro, euro]
+
+
+def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder: Path) -> None:
+    """A menu of two hundred entries is no part of a report, but nobody is to miss what was not asked away."""
+    (folder / "a.html").write_text(
+        "<body class=cookie-ok><header>Top</header><nav>Menu</nav><main class=menu><p>Text</main>"
+        "<div id=CookieBanner><p>We value you</div><footer>Bottom</footer>"
+    )
+    for flags, text in (([], "Top\nMenu\nText\nWe value you\nBottom"), (["--main-only"], "Text")):
+        output = f"{folder}{len(flags)}"
+        assert in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{output}.out").code == 0
+        assert rows(Path(output), "text") == [text]
+
+
+def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder: Path, prepare: Callable[..., Prepared]) -> None:
+    """UTF-16 without a mark is valid UTF-8, with a NUL behind each letter."""
+    (folder / "bare.txt").write_bytes("fine".encode("utf-16-le"))
+    (folder / "marked.txt").write_bytes("fine".encode("utf-32"))
+    prepare()
+    assert (rows(folder, "text"), failures(folder)) == (["fine"], {"bare.txt": "encoding"})
+    prepare(encoding="utf-16-le")
+    assert rows(folder, "text") == ["fine", "fine"]
+
+
+HELVETICA = b"/Type1/BaseFont/Helvetica"
+UNKNOWN = (
+    b"/Type0/BaseFont/X/Encoding/Identity-H/DescendantFonts[<</Type/Font/Subtype/CIDFontType2/BaseFont/X"
+    b"/CIDSystemInfo<</Registry(Adobe)/Ordering(Identity)/Supplement 0>>>>]"
+)
+"""A font that says nothing about its characters."""
+ATTACHED = b"/Names<</EmbeddedFiles<</Names[(a)<</Type/Filespec/F(a)/EF<</F 4 0 R>>>>]>>>>"
+FILLED = (
+    b"/Annots[<</Type/Annot/Subtype/Widget/FT/Tx/T(a)/V(filled)/F 4/Rect[60 100 160 120]/DA(/Helv 12 Tf)>>"
+    b"<</Type/Annot/Subtype/FreeText/Contents(typed)/Rect[50 50 200 80]>>"
+    b"<</Type/Annot/Subtype/FreeText/Contents(hidden)/F 2/Rect[50 50 200 80]>>]"
+)
+
+
+def raw_pdf(*objects: bytes) -> bytes:
+    numbered = b"".join(b"%d 0 obj\n%s\nendobj\n" % each for each in enumerate(objects, start=1))
+    return b"%PDF-1.4\n" + numbered + b"trailer<</Size 9/Root 1 0 R>>\n%%EOF"
+
+
+def one_page(catalog: bytes = b"", page: bytes = b"", text: bytes = b"/F1 12 Tf (Please wait...) Tj") -> bytes:
+    """A page with fonts F1 and F2, of which nobody knows the characters of the second."""
+    content = b"BT 20 150 Td " + text + b" ET"
+    return raw_pdf(
+        b"<</Type/Catalog/Pages 2 0 R" + catalog + b">>",
+        b"<</Type/Pages/Count 1/Kids[3 0 R]>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 500 200]/Contents 4 0 R"
+        b"/Resources<</Font<</F1 5 0 R/F2 6 0 R>>>>" + page + b">>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
+        b"<</Type/Font/Subtype" + HELVETICA + b">>",
+        b"<</Type/Font/Subtype" + UNKNOWN + b">>",
+    )
+
+
+def test_what_the_text_of_a_pdf_lacks_is_said(folder: Path) -> None:
+    """A document that is half scanned, in cipher or only a cover was one like any other."""
+    write_pdf(folder / "half.pdf", "First page.", "", "Third page.")
+    files = {
+        "attached": one_page(ATTACHED),
+        "cipher": one_page(text=b"/F2 12 Tf <003700480036> Tj"),
+        "form": one_page(b"/AcroForm<</Fields[]>>", FILLED),
+        "mixed": one_page(text=b"/F1 12 Tf (Most of it is read.) Tj /F2 12 Tf <00370048> Tj"),
+        "portfolio": one_page(ATTACHED + b"/Collection<<>>"),
+        "xfa": one_page(b"/AcroForm<</Fields[]/XFA 4 0 R>>"),
+        "dynamic": one_page(b"/NeedsRendering true/AcroForm<</Fields[]/XFA 4 0 R>>", FILLED),
+    }
+    for name, data in files.items():
+        (folder / f"{name}.pdf").write_bytes(data)
+    ended = in_process("prepare.py", "documents", str(folder), "--output", f"{folder}.out")
+    covers = dict.fromkeys(("portfolio.pdf", "xfa.pdf", "dynamic.pdf"), "only a cover")
+    assert failures(folder) == covers | {"cipher.pdf": "no characters"}
+    names = ["attached.pdf", "form.pdf", "half.pdf", "mixed.pdf"]
+    counts = ("id", "pages_without_text", "unmapped_characters")
+    assert [rows(folder, name) for name in counts] == [names, [0, 0, 1, 0], [0, 0, 0, 2]]
+    assert {*rows(folder, "text")[1].split()} == {"Please", "wait...", "filled", "typed"}
+    assert "; pages without text: 1; unmapped characters: 2; only a cover: 3, no characters: 1" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("xml", "text"),
+    [
+        (
+            "<w:r><w:drawing><w:txbxContent><w:p><w:r><w:t>box</w:t></w:r></w:p></w:txbxContent></w:drawing></w:r>",
+            "box",
+        ),
+        (
+            "<w:r><mc:AlternateContent><mc:Choice><w:drawing><w:txbxContent><w:p><w:r><w:t>new</w:t></w:r></w:p>"
+            "</w:txbxContent></w:drawing></mc:Choice><mc:Fallback><w:pict><v:oval><v:textbox><w:txbxContent><w:p><w:r>"
+            "<w:t>new</w:t></w:r></w:p></w:txbxContent></v:textbox></v:oval></w:pict></mc:Fallback>"
+            "</mc:AlternateContent></w:r>",
+            "new",
+        ),
+        ("<w:del><w:r><w:t>old</w:t></w:r></w:del><w:moveFrom><w:r><w:t>old</w:t></w:r></w:moveFrom>", ""),
+        ("<w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>", ""),
+        ("<w:fldSimple><w:r><w:t>3</w:t><w:cr/><w:t>4</w:t></w:r></w:fldSimple>", "3\n4"),
+        (
+            "<m:oMathPara><m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num><m:den><m:r><m:t>c</m:t></m:r></m:den>"
+            "</m:f><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup>"
+            "<m:rad><m:e><m:r><m:t>y</m:t></m:r></m:e></m:rad></m:oMath></m:oMathPara>",
+            "(a+b)/c x^2 √y",
+        ),
+    ],
+)
+def test_a_word_file_has_the_text_that_its_reader_sees(
+    xml: str, text: str, folder: Path, prepare: Callable[..., Prepared]
+) -> None:
+    """Equations and text boxes were lost, and what is deleted or hidden is not to come back."""
+    (folder / "a.docx").write_bytes(docx("one", xml, "two"))
+    prepare()
+    assert rows(folder, "text") == ["\n".join(filter(None, ("one", text, "two")))]
+
+
+def test_an_archive_that_is_cut_off_is_damaged(folder: Path, prepare: Callable[..., Prepared]) -> None:
+    """It was called unreachable, so people looked for the fault in their store."""
+    (folder / "a.txt.gz").write_bytes(gzip.compress(os.urandom(1 << 16))[:-100])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9)[:-9])
+    (folder / "c.docx").write_bytes(docx("text")[:-99])
+    prepare()
+    assert failures(folder) == dict.fromkeys(("a.txt.gz", "b.jsonl.gz", "c.docx"), "damaged")

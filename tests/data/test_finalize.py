@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
 from specextend.data.commits import CommitWriter
-from specextend.data.finalize import finalize
+from specextend.data.finalize import finalize, unfinished
 from specextend.data.inputs import InputOptions
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
@@ -76,13 +76,15 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
     assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told | own]
 
 
-@pytest.mark.parametrize("where", ["end", "footer"])
+@pytest.mark.parametrize("where", ["end", "footer", "byte"])
 def test_damaged_summaries_are_written_again(where: str, source: Source, output: Location, done: MakeRow) -> None:
     """The parts are whole, so nothing is lost, and nobody has to find out which file to delete."""
     CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
     finalize(source, output)
     whole = read(output, "summaries", 2)
+    assert unfinished(source, output) == []
     damage(Path(output.path) / "summaries" / "part-00002.parquet", where)
+    assert unfinished(source, output) == ["part-00002.parquet"]
     assert finalize(source, output) == Counts(5, 5, 0)
     assert read(output, "summaries", 2) == whole
 

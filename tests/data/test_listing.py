@@ -112,3 +112,58 @@ def test_input_and_output_must_be_apart(tmp_path: Path, write: Write, path: str,
     (tmp_path / "link").symlink_to(tmp_path / "in")
     with pytest.raises(InputError, match=message):
         open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
+
+
+RECORDS = {
+    "Delta": "_delta_log/00000000000000000000.json",
+    "Hudi": ".hoodie/hoodie.properties",
+    "Iceberg": "metadata/00002-9c12d441-03fe-4693-9a96-a0705ddf69c1.metadata.json",
+}
+EXPORTS = {
+    "Delta": "COPY (FROM delta_scan('{}')) TO",
+    "Hudi": "spark.read.format(\"hudi\").load('{}')",
+    "Iceberg": "iceberg_scan('{}')",
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/lake",
+        "/lake/orders",
+        "/lake/orders/data/day=1",
+        "/lake/orders/data/day=1/a.parquet",
+        "/lake/*/*/*/a.parquet",
+        "/lake/orders/**",
+        "/lake/orders/data/day=1/*.parquet",
+        "/link",
+        "/link/a.parquet",
+        "/links",
+        "/link.parquet",
+    ],
+)
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_table_is_refused_by_its_name_with_the_line_that_exports_it(
+    tmp_path: Path, write: Write, kind: str, path: str
+) -> None:
+    """Its files hold rows that were deleted, which would come back in the summaries with exit 0."""
+    write("lake/orders/data/day=1/a.parquet", {"text": ["x"]})
+    write("lake/plain/metadata/b.parquet", {"text": ["x"]})
+    for name in ("links", "lake/plain"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    folder = tmp_path / "lake/orders/data/day=1"
+    for link in ("link", "links/one"):
+        (tmp_path / link).symlink_to(folder)
+    (tmp_path / "link.parquet").symlink_to(folder / "a.parquet")
+    assert list_input(f"{tmp_path}{path}").relative_paths
+    record = tmp_path / "lake" / "orders" / RECORDS[kind]
+    record.parent.mkdir()
+    record.write_text("{}")
+    with pytest.raises(InputError) as refused:
+        list_input(f"{tmp_path}{path}")
+    message = str(refused.value)
+    assert f"input.path {tmp_path}{path} is a{'n' * (kind == 'Iceberg')} {kind} table, or in one (" in message
+    assert EXPORTS[kind].format(f"{tmp_path}/lake/orders") in message
+    assert list_input(f"{tmp_path}/lake/plain").relative_paths == ("metadata/b.parquet",)
+    assert list_input(f"{tmp_path}/lake/pl*/**").relative_paths == ("plain/metadata/b.parquet",)

@@ -40,7 +40,7 @@ def run(tmp_path: Path, write: Write, done: Callable[..., Any]) -> Source:
     output = resolve(str(tmp_path / "out"))
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
-    AuditWriter(output, "0000000a").commit([{"file": 0, "row": 0, "doc_id": "a", "num_tokens": 1}])
+    AuditWriter(output, "0000000a").commit([{"file": 0, "row": 0, "doc_id": "a summary", "num_tokens": 1}])
     write_bytes(starts_folder(output).child("0000000a.json"), json.dumps({"run_id": "0000000a"}).encode())
     finalize(source, output)
     write_success(output, Counts(3, 3, 0))
@@ -117,6 +117,8 @@ def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_t
         with pytest.raises(DamagedCommitError, match=rf"{path.name} is damaged \(.*\); move it away to do ") as said:
             read(store.at(tmp_path / "out"))
         assert "delete" not in str(said.value)
+    if where == "byte":
+        return  # what others write need not have checksums
     damage(tmp_path / "in" / "a.parquet", where)
     with pytest.raises(InputError, match=r"^a.parquet cannot be read as Parquet"):
         list(open_source(InputOptions(path=str(tmp_path / "in"))).scan())

@@ -18,6 +18,7 @@ TABLE = pa.table(
         "day": DAYS,
         "public": [True, False, True, None],
         "at": pa.array([None] * 4, pa.timestamp("us", "UTC")),
+        "uuid": pa.array([b"\x12" * 16, None, None, None], pa.uuid()),
         "a b": pa.array(["x", "y", "z", "x"], pa.string_view()),
         "meta": [{"land": "fr", "at": {"page": 1}}, {"land": "it", "at": None}, None, {"land": None, "at": None}],
     }
@@ -37,6 +38,7 @@ TABLE = pa.table(
         ("at > '2026-11-23T22:00:00Z'", []),
         ("col('a b') == 'x' and pages > -1", [0]),
         ("meta.land != 'it'", [0]),
+        ("uuid in ['12121212-1212-1212-1212-121212121212']", [0]),
         ("col('meta').at.page in [1, 2] or meta.land == 'it'", [0, 1]),
     ],
 )

@@ -134,6 +134,18 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
     assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
 
 
+@pytest.mark.parametrize("path", ["lake", "lake/orders/day=1", "lake/orders/day=1/*.parquet", "lake/**/a.parquet"])
+def test_a_table_on_a_store_is_refused_by_its_name(s3: Endpoint, path: str) -> None:
+    """As on a disk. Whoever may not list what lies above the input may read it all the same."""
+    upload("lake/orders/day=1/a.parquet", {"text": ["one"]})
+    s3.refuses = lambda method, query: "prefix=" in query and "day" not in query and path.startswith("lake/orders")
+    assert open_source(InputOptions(path=f"s3://corpus/{path}")).num_rows == 1
+    s3.refuses = lambda method, query: False
+    write_bytes(resolve("s3://corpus/lake/orders/_delta_log/00000000000000000000.json"), b"{}")
+    with pytest.raises(InputError, match=r"is a Delta table, .*delta_scan\('s3://corpus/lake/orders'\)"):
+        open_source(InputOptions(path=f"s3://corpus/{path}"))
+
+
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
     "a small file": lambda method, path: method == "PUT",
     "a piece": lambda method, path: "partNumber=2" in path,

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import date
+from decimal import Decimal
 from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import duckdb
 import pyarrow as pa
 import pytest
 
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.instructions import Instruction
-from specextend.data.rows import RowReader
+from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
@@ -55,6 +57,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
         pa.string_view(),
         pa.dictionary(pa.int32(), pa.string()),
         pa.dictionary(pa.int8(), pa.large_string()),
+        pa.json_(pa.string()),
     ],
     ids=str,
 )
@@ -76,6 +79,11 @@ def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
         (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
         (pa.array(["a", "b"]), ["a", "b"]),
         (pa.array(["a", "b"]).dictionary_encode(), ["a", "b"]),
+        (pa.array([7, 10**30], pa.decimal128(38, 0)), ["7", f"1{'0' * 30}"]),
+        (
+            pa.array([b"\x12" * 16, b"\xab" * 16], pa.uuid()),
+            ["12121212-1212-1212-1212-121212121212", "abababab-abab-abab-abab-abababababab"],
+        ),
     ],
 )
 def test_ids_are_strings_and_integers_become_decimal(write: Write, ids: pa.Array, expected: list[str]) -> None:
@@ -123,20 +131,40 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write: Write) -> 
 
 
 @pytest.mark.parametrize(
-    ("option", "column"),
+    ("option", "column", "cast"),
     [
-        ("text_column", "number"),
-        ("text_column", "bytes"),
-        ("id_column", "ratio"),
-        ("max_new_tokens_column", "body"),
-        ("num_tokens_column", "ratio"),
-        ("reference_column", "bytes"),
+        ("text_column", "number", 'CAST("number" AS VARCHAR)'),
+        ("text_column", "bytes", 'decode("bytes")'),
+        ("id_column", "ratio", 'CAST("ratio" AS VARCHAR)'),
+        ("id_column", "bytes", 'decode("bytes")'),
+        ("id_column", "fixed", 'hex("fixed")'),
+        ("id_column", "price", 'CAST("price" AS VARCHAR)'),
+        ("max_new_tokens_column", "limit", 'CAST("limit" AS BIGINT)'),
+        ("num_tokens_column", "ratio", 'CAST("ratio" AS BIGINT)'),
+        ("reference_column", "bytes", 'decode("bytes")'),
     ],
 )
-def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str) -> None:
-    path = write("a.parquet", {"body": ["x"], "number": [1], "ratio": [0.5], "bytes": [b"x"]})
+def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(
+    write: Write, option: str, column: str, cast: str
+) -> None:
+    """The cast is SQL that works: what DuckDB writes with it is read."""
+    columns = {
+        "body": ["x"],
+        "limit": ["7"],
+        "number": [1],
+        "ratio": [8.0],
+        "bytes": [b"x"],
+        "fixed": [b"abcd"],
+        "price": [Decimal("1.5")],
+    }
+    path = write("a.parquet", columns, types={"fixed": pa.binary(4), "price": pa.decimal128(9, 2)})
     options = {"text_column": "body", option: column}
-    assert f"column '{column}' (input.{option}) is " in run_error(path, **options)
+    message = run_error(path, **options)
+    assert f"column '{column}' (input.{option}) is " in message
+    assert f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS" in message
+    query = message.partition("DuckDB: ")[2].replace("...", f"'{path}'")
+    duckdb.sql(f"COPY ({query}) TO '{path.parent}/b.parquet'")
+    assert open_source(InputOptions(path=f"{path.parent}/b.parquet", **options)).num_rows == 1
 
 
 def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
@@ -287,3 +315,10 @@ def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
         source.read(DocumentKey(0, 3))
     with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
         open_source(InputOptions(path=str(path), instruction_column="asked"))
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_none_is_an_error_of_its_row(temperature: float) -> None:
+    """NaN is below nothing, so it went to the sampler."""
+    with pytest.raises(DocumentError, match="BadOptions: temperature must be at least 0"):
+        own_options({"temperature": temperature})

@@ -167,7 +167,9 @@ def test_missing_files_are_named(write, target, tmp_path):
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
     assert "has several weight files and no model.safetensors.index.json" in refusal(target, folder)
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "c.safetensors"}}))
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {"fc.weight": "a.safetensors", "norm.weight": "c.safetensors"}})
+    )
     assert "has no c.safetensors" in refusal(target, folder)
     for file in folder.glob("*safetensors*"):
         file.unlink()

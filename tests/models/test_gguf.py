@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
-from specextend.models import TargetOptions, check_model, load_target, load_tokenizer
+from specextend.models import TargetOptions, check_model, load_target, load_tokenizer, rope_frequencies
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -48,8 +49,8 @@ def tensors_of(model):
             yield f"blk.{layer}.{ours}.weight", interleaved(weight, heads[ours]) if ours in heads else weight
 
 
-def write_gguf(path, model, tokenizer):
-    """The model as one GGUF file in float32."""
+def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
+    """The model as one GGUF file in float32, with what `add` adds."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -72,7 +73,9 @@ def write_gguf(path, model, tokenizer):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, weight in tensors_of(model):
-        writer.add_tensor(name, weight.numpy())
+        if name != leave_out:
+            writer.add_tensor(name, weight.numpy())
+    add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,3 +135,80 @@ def test_a_folder_that_holds_something_is_left_alone(folder_and_file, capsys):
     assert unpack(file, folder) == 2
     assert "holds something already" in capsys.readouterr().err
     assert check_model(str(folder)).num_layers == 2
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+BIAS = np.ones(128, np.float32)
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def divided(**changes: float):
+    """Adds the tensor by which llama.cpp divides the frequencies of a Llama 3 with large heads."""
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0} | LLAMA3 | changes
+    plain, slower = (rope_frequencies({"rope_parameters": each}, 64, "tiny")[0] for each in (DEFAULT, scaled))
+    return lambda writer: writer.add_tensor("rope_freqs.weight", (plain / slower).numpy())
+
+
+def scaled(kind: str, also=lambda writer: None):
+    """Adds the keys of a scaling by four."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        also(writer)
+
+    return add
+
+
+@pytest.fixture
+def convert(write_model, tmp_path):
+    """Writes a GGUF file of a model with large heads, and unpacks it; returns the exit code."""
+    folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
+
+    def convert(**changes) -> int:
+        write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
+        return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
+
+    return convert
+
+
+@pytest.mark.parametrize(
+    ("add", "rope"),
+    [
+        (scaled("linear"), {"rope_type": "linear", "factor": 4.0}),
+        (scaled("none"), {}),
+        (
+            scaled("yarn", lambda writer: writer.add_rope_scaling_orig_ctx_len(64)),
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        (divided(), {"rope_type": "llama3", **LLAMA3}),
+    ],
+    ids=["linear", "none", "yarn", "llama3"],
+)
+def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
+    """It became `default`: short prompts were right, and long documents were read worse and worse."""
+    assert convert(add=add) == 0
+    made = load_target(TargetOptions(model=str(tmp_path / "made"), dtype="float32", device="cpu"))
+    assert made.config.rope_parameters == DEFAULT | rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"add": scaled("longrope")}, "RoPE type 'longrope'"),
+        ({"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))}, "rope.scaling.attn_factor"),
+        ({"add": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)}, "(rope.scale_linear)"),
+        ({"add": divided(low_freq_factor=2.0)}, "(rope_freqs.weight)"),
+        ({"add": lambda writer: writer.add_tensor("blk.0.attn_q.bias", BIAS)}, "blk.0.attn_q.bias is missing or has"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, "blk.1.ffn_up.weight is missing or has no place"),
+    ],
+    ids=["longrope", "a factor", "an old key", "another Llama 3", "a bias", "no weight"],
+)
+def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
+    """Biases were dropped and missing weights drawn at random."""
+    assert convert(**changes) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert said in line
+    assert "tiny.gguf" in line
+    assert not (tmp_path / "made").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
@@ -47,6 +48,23 @@ def test_weights_of_another_shape_are_refused_by_their_header(
     hub.push(NAME, folder)
     with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
         load_target(TargetOptions(model=NAME))
+
+
+def test_a_model_fetches_what_its_index_names_alone(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """Repositories hold the same weights in several formats: of Mistral's, half of what was fetched was never read."""
+    folder = write_model()
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
+    hub.push(NAME, folder)
+    check_model(NAME)
+    load_target(TargetOptions(model=NAME))
+    assert {name for name in hub.fetched if name.endswith(".safetensors")} == {
+        path.name for path in folder.glob("model-*.safetensors")
+    }
+    (folder / f"{WEIGHTS}.index.json").unlink()
+    hub.push("owner/shards", folder)
+    with pytest.raises(ModelError, match=r"owner/shards has several weight files and no "):
+        check_model("owner/shards")
 
 
 def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from specextend.cli.command import call
+from specextend.cli.machine import check
+from specextend.cli.run import plan
 from specextend.model_files import ModelError, identify
 from specextend.models import TargetOptions, check_model, load_target, read_facts
+from specextend.pairing import check_pair
 
+DRAFTLESS = ["--set", "decoding.mode=autoregressive", "--set", "target.dtype=float32"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
 def load(folder, dtype="float32"):
     return load_target(TargetOptions(model=str(folder), dtype=dtype, device="cpu"))
+
+
+def check_target(model: str) -> None:
+    check_pair(TargetOptions(model=model), None)
 
 
 def refusal(folder, read=read_facts) -> str:
@@ -39,14 +50,62 @@ def test_context_length_counts_rope_scaling_in(write_model, rope, expected):
     assert read_facts(str(write_model(rope_parameters=rope))).context_length == expected
 
 
-def test_eos_comes_from_the_generation_config_and_may_be_a_list(write_model, edit_json):
-    """Llama 3 instruct ends a turn with an id that config.json does not name; without it the output never ends."""
+TEMPLATE = "{% for each in messages %}{{ each.role }} {{ each.content }} <s>\n{% endfor %}"
+ENDS = {"config.json": (3,), "generation_config.json": (4, 99), "tokenizer": (2,), "chat template": (1,)}
+
+
+@pytest.fixture
+def own_ray(monkeypatch):
+    """The commands set it, and leave what is set."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_outputs_end_where_config_generation_config_tokenizer_or_template_say(write_model, edit_json, capsys):
+    """Instruct models end a turn with a token that config.json does not name: an output went on and invented dialogue.
+
+    `check` says what was found where. A key that is not there is no end, though transformers assumes token 2 there.
+    """
     folder = write_model()
-    assert read_facts(str(folder)).eos_token_ids == (2,)
-    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
-    assert read_facts(str(folder)).eos_token_ids == (2, 7)
-    edit_json(folder / "generation_config.json", eos_token_id=None)
-    assert read_facts(str(folder)).eos_token_ids == (2,)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    edit_json(folder / "config.json", eos_token_id=3)
+    edit_json(folder / "generation_config.json", eos_token_id=[4, 99])
+    facts = check_pair(TargetOptions(model=str(folder)), None)
+    assert (facts.ends, facts.eos_token_ids) == (ENDS, (3, 4, 2, 1))
+    assert call(check, ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"], "check") == 0
+    said = '3 ! (config.json), 4 " (generation_config.json), 99 None (generation_config.json), 2 </s> (tokenizer)'
+    assert f"ends of sequence: {said}, 1 <s> (chat template)\n" in capsys.readouterr().out
+    edit_json(folder / "config.json", eos_token_id=None)
+    assert read_facts(str(folder)).ends == {"generation_config.json": (4, 99)}
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].content }}", "Answer!", ""])
+def test_a_template_that_writes_no_token_behind_an_answer_names_no_end(write_model, template):
+    """What follows an answer may be text, which is no end; nor does each template take an answer."""
+    folder = write_model()
+    (folder / "chat_template.jinja").write_text(template)
+    assert "chat template" not in check_pair(TargetOptions(model=str(folder)), None).ends
+
+
+def test_ends_that_the_model_cannot_write_are_refused(write_model, edit_json):
+    """Each output would run to its limit."""
+    folder = write_model()
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, eos_token_id=64)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    assert "ends its outputs with tokens that it lacks" in refusal(folder, check_target)
+
+
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.parametrize("arguments", [(check, []), (plan, ["--input", "examples/demo", "--output", "out"])])
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, capsys, arguments):
+    """It fits, `check` said, and each row failed with an IndexError."""
+    command, more = arguments
+    folder = write_model(vocab_size=63)
+    changes = ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"]
+    assert call(command, [*changes, *more], "x") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "has an embedding for 63 tokens, and a tokenizer with token 63 ('!\"')" in line
 
 
 @pytest.mark.parametrize(
@@ -125,7 +184,7 @@ def test_a_broken_config_is_refused_in_one_line(write_model, name, key, value):
 def write_index(folder, name) -> None:
     """Let an index say that all tensors are in the file `name`."""
     tensors = dict.fromkeys(load_file(folder / "model.safetensors"), name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": tensors}))
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", 1])
@@ -145,3 +204,74 @@ def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
     assert identify(str(folder))["weights"] != plain
     write_index(folder, "model-00001-of-00001.safetensors")
     assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)
+
+
+def change(folder, tensors, rename=str) -> None:
+    """Give a checkpoint other tensors; None takes one away. rename: what becomes of all names."""
+    file = folder / "model.safetensors"
+    merged = {rename(name): tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    save_file(merged, file, {"format": "pt"})
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "1 tensor that config.json does not describe"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32), "z": torch.ones(1)}, "such as model.layers.2.mlp"),
+        ({"norm.weight": torch.ones(32)}, "such as norm.weight"),
+        ({NORM: None}, "lacks the tensor model.norm.weight"),
+        ({NORM: torch.ones(32, dtype=torch.int8)}, "model.norm.weight is I8; served are BF16, F16, F32, F64"),
+    ],
+    ids=["a bias", "a layer", "a second norm", "no norm", "integers"],
+)
+def test_weights_that_config_json_does_not_describe_are_refused_by_name(write_model, tensors, message):
+    """A bias that is dropped, or a layer too many, is another model, which answers like a bad one."""
+    folder = write_model()
+    change(folder, tensors)
+    assert message in refusal(folder, check_model)
+
+
+def holds(folder, tensors) -> bool:
+    """Return True if a checkpoint is checked and loaded as these."""
+    check_model(str(folder))
+    return all(torch.equal(tensors[name], tensor) for name, tensor in load(folder).state_dict().items())
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_what_follows_from_the_config_may_be_there_or_not(write_model, is_bare):
+    """RoPE buffers of old checkpoints, the LM head of tied models, and names without the decoder's prefix."""
+    folder = write_model(tie_word_embeddings=True)
+    whole = load(folder).state_dict()
+    left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": whole["lm_head.weight"]}
+    change(folder, left, (lambda name: name.removeprefix("model.")) if is_bare else str)
+    assert holds(folder, whole)
+    change(folder, {"lm_head.weight": whole["lm_head.weight"] + 1})
+    assert "has an LM head of its own" in refusal(folder, load)
+
+
+def test_what_was_checked_is_what_is_loaded(write_model):
+    """Shards without an index passed the check, and five workers in a row could not load them.
+
+    The index decides, as it does in vLLM, also beside a file that transformers would take; a lone file has any name.
+    """
+    folder, file = write_model(), "model.safetensors"
+    whole = load(folder).state_dict()
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / file).unlink()
+    index = folder / f"{file}.index.json"
+    written = index.read_bytes()
+    index.unlink()
+    assert "has several weight files and no model.safetensors.index.json" in refusal(folder, check_model)
+    index.write_bytes(written)
+    save_file({name: tensor + 1 for name, tensor in whole.items()}, folder / file, {"format": "pt"})
+    assert holds(folder, whole)
+    first, second, *_ = sorted(folder.glob("model-*"))
+    save_file(load_file(second) | load_file(first), second, {"format": "pt"})
+    assert "in two files; leave it in one" in refusal(folder, check_model)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(whole, folder / "anything.safetensors", {"format": "pt"})
+    assert holds(folder, whole)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,10 @@ from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
+from specextend.data.parquet import write_table
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 from specextend.data.storage import resolve
+from tests.damage import damage
 from tests.job.conftest import Ended, rows, specextend
 from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
@@ -145,6 +151,68 @@ def test_only_the_columns_that_are_named_are_exported_in_that_order(night: Night
     assert "there is no keywords; there are doc_id, summary," in ended.stderr
 
 
+ODD_VALUES = {
+    "decimal": pa.array([Decimal("1.50")]),
+    "bytes": pa.array([b"\xff\x00"]),
+    "fixed": pa.array([b"\xff\x00"], pa.binary(2)),
+    "view": pa.array([b"\xff\x00"], pa.binary_view()),
+    "uuid": pa.array([b"\x12" * 16], pa.uuid()),
+    "json": pa.array(['{"a": 1}'], pa.json_()),
+    "duration": pa.array([90_061_500], pa.duration("ms")),
+    "negative": pa.array([-1], pa.duration("ns")),
+    "instant": pa.array([1], pa.timestamp("ns", "UTC")),
+    "words": pa.array(["x"]).dictionary_encode(),
+    "halves": pa.array([b"a \xed\xa0\x80"]).cast(pa.string(), safe=False),
+    "list": pa.array([[float("nan"), 0.5]]),
+    "struct": pa.array([{"d": Decimal("0.1"), "t": timedelta(seconds=1.5), "b": b"\xff"}]),
+}
+SPELLED = {
+    "decimal": "1.50",
+    **dict.fromkeys(("bytes", "fixed", "view"), "/wA="),
+    "uuid": "12121212-1212-1212-1212-121212121212",
+    "json": '{"a": 1}',
+    "duration": "PT90061.500S",
+    "negative": "PT-0.000000001S",
+    "instant": "1970-01-01T00:00:00.000000001Z",
+    "words": "x",
+    "halves": "a \ufffd\ufffd\ufffd",
+    "list": [None, 0.5],
+    "struct": {"d": "0.1", "t": "PT1.500000S", "b": "/w=="},
+}
+
+
+def test_every_value_is_written_without_quotes_inside_of_quotes(night: Night, tmp_path: Path):
+    """A decimal was a quoted text inside of a cell, and NaN inside of a list made a line that is no JSON."""
+    run = night(1, {"a": "a1"})
+    write_table(resolve(str(run / "summaries" / "part-00000.parquet")), pa.table({"doc_id": ["a"]} | ODD_VALUES))
+    for ending in ("csv", "jsonl"):
+        assert specextend("export", str(run), "--to", str(tmp_path / f"to.{ending}")).code == 0
+    [cells] = csv.DictReader((tmp_path / "to.csv").read_text(encoding="utf-8").splitlines())
+    assert cells == {"doc_id": "a"} | {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in SPELLED.items()
+    }
+    [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
+
+
+def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night: Night, stopped: Path, tmp_path: Path):
+    """`=HYPERLINK(...)` in a summary sends a table to somebody once it is opened. Numbers stay numbers."""
+    formulas = ["=1+1", "+1", "-1", "@a", " \t=1", "\t1", "\r1", "\uff1d1"]
+    texts = [*formulas, "a=1", "", "1-1"]
+    run = night(1, {str(number): text for number, text in enumerate(texts)}, **{"=n": -1})
+    for more, expected in ((), texts), (("--spreadsheet-safe",), ["'" + text for text in formulas] + texts[-3:]):
+        to = tmp_path / f"to{len(more)}.csv"
+        assert specextend("export", str(run), "--to", str(to), "--columns", "summary,=n", *more).code == 0
+        header, *cells = csv.reader(io.StringIO(to.read_bytes().decode(), newline=""))
+        assert header == ["summary", "'" * len(more) + "=n"]
+        assert cells == [[text, "-1"] for text in expected]
+    commit(stopped, "0000000b", answer(3, "=1"))
+    assert follow(stopped, tmp_path / "live", "--format", "csv", "--spreadsheet-safe").code == 0
+    assert any('"\'=1"' in path.read_text() for path in (tmp_path / "live").iterdir())
+    refused = specextend("export", str(run), "--to", str(tmp_path / "a.jsonl"), "--spreadsheet-safe")
+    assert (refused.code, "--spreadsheet-safe is for CSV" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("more", [(), ("--format", "openai"), ("--follow",)])
 def test_a_file_that_is_there_already_is_kept(night: Night, tmp_path: Path, more: tuple[str, ...]):
     """It was overwritten without a word: the export of another run, or what somebody had noted in it."""
@@ -163,6 +231,26 @@ def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_pat
     assert ended.stderr == ""
     assert ended.stdout == (f"2 documents in {tmp_path / 'merged'}; 1 left out, because the input has them no more\n")
     assert texts(tmp_path / "merged") == [("b", "b1"), ("c", "c2")]
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"), [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
+)
+def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Path, command: list[str], folder: str
+):
+    """It was exported with exit 0. Pages have checksums, which a reader compares only if it is asked to."""
+    monkeypatch.chdir(tmp_path)
+    commit(stopped, "0000000b", answer(3, "a summary"))
+    if folder == "summaries":
+        write_table(
+            resolve(str(stopped / folder / "part-00000.parquet")), pa.table({"doc_id": ["a"], "summary": ["a summary"]})
+        )
+    damage(max((stopped / folder).iterdir()), "byte")
+    ended = specextend(command[0], str(stopped), *command[1:])
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "is damaged (" in ended.stderr
+    assert not (tmp_path / "answers.csv").exists()
 
 
 def test_runs_that_do_not_belong_together_are_not_merged(night: Night, tmp_path: Path):
