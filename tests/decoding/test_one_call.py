@@ -90,6 +90,27 @@ def test_a_sequence_is_the_same_in_any_company_and_on_any_number_of_threads(mode
     assert torch.equal(together[1], alone[0])
 
 
+@torch.inference_mode()
+def test_a_node_of_a_tree_has_the_bits_of_a_plain_step(models):
+    """Hidden states and logits: what speculation writes in bf16 is then what plain decoding would have written."""
+    model = in_one_call(models[1])
+    token_ids = torch.randint(0, 100, (1, 70 + len(TREE)), generator=torch.Generator().manual_seed(2))
+
+    def run(tokens: Tensor, first: int, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        length = first + tokens.shape[1]
+        places = torch.arange(first, length)[None] if positions is None else positions
+        hidden = model.forward(tokens, places, AttentionPlan([0], [length], tokens.shape[1], mask, "dense"))
+        return torch.cat([hidden, model.logits(hidden)], -1)
+
+    run(token_ids[:, :70], 0)
+    depths = TREE.sum(1) - 1
+    tree = run(token_ids[:, 70:], 70, TREE[None], 70 + depths[None])
+    root = run(token_ids[:, 70:71], 70)
+    assert torch.equal(tree[0, 0], root[0, 0])
+    for node in range(1, len(TREE)):
+        assert torch.equal(tree[0, node], run(token_ids[:, 70 + node : 71 + node], 71)[0, 0])
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch):
     """It is tried on the model's own first layer at the start."""

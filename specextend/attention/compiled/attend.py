@@ -80,13 +80,14 @@ def describe(
     num_sequences, num_queries, num_heads, head_dim = q.shape
     places, mask = _places(span), _mask(span)
     window = max(span.lengths) if span.window is None else span.window
+    causal, mask_width = span.causal or span.window is not None, 0 if mask is None else mask.shape[2]
     own = divide(head_dim, padded_rows(shares.rows), 0).end
     parts = shares.num_parts * padded_rows(shares.rows) * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
     workspace = _workspace(span, shares.num_workers * own + shares.num_groups * parts)
     return (
         q.data_ptr(), *_strides(q), k.data_ptr(), *_strides(k), v.data_ptr(), *_strides(v),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), places.data_ptr(),
-        0 if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[2], span.causal or span.window is not None, window,
+        0 if mask is None else mask.data_ptr(), mask_width, causal, window,
         num_sequences, num_queries, k.shape[0], num_heads // k.shape[0], head_dim,
         shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,
         workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
