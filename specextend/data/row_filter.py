@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from specextend.core import one_line
 
 _EXAMPLE = """it is a condition of SQL, as in lang = 'en' AND pages > 2 AND "a b" IS NOT NULL"""
-_LIMITS = {"threads": 1, "memory_limit": "512MB", "enable_external_access": False, "python_enable_replacements": False}
+_LIMITS: dict[str, str | bool | int | float | list[str]] = {
+    "threads": 1,
+    "memory_limit": "512MB",
+    "enable_external_access": False,
+    "python_enable_replacements": False,
+}
 _LOCK = "SET GLOBAL TimeZone = 'UTC'; SET lock_configuration = true"
 _PARSE = """
 WITH parsed AS MATERIALIZED (SELECT json_serialize_sql(?) AS tree),
