@@ -148,20 +148,18 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     """
     facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
     if (tensors := read_tensors(model, revision)) is not None:
-        _check_tensors(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
+        _check_tensors(_config_of(model, revision), model, tensors)
     return facts
 
 
 def num_parameters(model: str, revision: str | None = None) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
-    config = _read_config(find_folder(model, revision, weights=False), model)
-    return sum(parameter.numel() for parameter in _without_weights(config).parameters())
+    return sum(parameter.numel() for parameter in _without_weights(_config_of(model, revision)).parameters())
 
 
 def target_bytes(options: TargetOptions) -> int:
     """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises ModelError."""
-    config = _read_config(find_folder(options.model, options.revision, weights=False), options.model)
-    model, dtype = _without_weights(config), DTYPES[options.dtype]
+    model, dtype = _without_weights(_config_of(options.model, options.revision)), DTYPES[options.dtype]
     in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
@@ -170,8 +168,7 @@ def check_target(options: TargetOptions) -> ModelFacts:
     """Check the target as `check_model` does, and that its layers can be quantized as the options say."""
     facts = check_model(options.model, options.revision)
     if options.quantize is not None:
-        folder = find_folder(options.model, options.revision, weights=False)
-        check_quantizable(_without_weights(_read_config(folder, options.model)), options.quantize)
+        check_quantizable(_without_weights(_config_of(options.model, options.revision)), options.quantize)
     return facts
 
 
@@ -263,6 +260,10 @@ def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple
         check_supported(config, model)
         rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, rotary.attention_scaling
+
+
+def _config_of(model: str, revision: str | None) -> PreTrainedConfig:
+    return _read_config(find_folder(model, revision, weights=False), model)
 
 
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
 from specextend.core import first_line
-from specextend.data.run_folder import lock_file, records_folder
+from specextend.data.run_folder import lock_file, parse_record, records_folder
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
@@ -62,21 +62,13 @@ class LockHolder:
 
 def read_lock(output: Location) -> LockHolder | None:
     """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file that is none."""
-    data = read_bytes(lock_file(output))
-    return None if data is None else parse_lock(data)
+    return parse_lock(read_bytes(lock_file(output)))
 
 
-def parse_lock(data: bytes) -> LockHolder | None:
+def parse_lock(data: bytes | None) -> LockHolder | None:
     """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are ignored."""
-    known = {field.name for field in fields(LockHolder)}
-    try:
-        holder = LockHolder(**{name: value for name, value in json.loads(data).items() if name in known})
-        is_a_time = isinstance(holder.heartbeat, int | float) and math.isfinite(holder.heartbeat)
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        return None
-    texts = (holder.run_id, holder.host, holder.pid_namespace)
-    is_sound = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
-    return holder if is_sound and is_a_time else None
+    holder = parse_record(LockHolder, data)
+    return holder if holder is not None and math.isfinite(holder.heartbeat) else None
 
 
 class OutputLock:
@@ -131,7 +123,7 @@ class OutputLock:
             found = read_bytes(lock_file(self.output))
             if found is not None and not self._is_dead(found):
                 return False
-            self.predecessor = None if found is None else parse_lock(found)
+            self.predecessor = parse_lock(found)
             self._write()
         if not is_exclusive:
             self._is_settling, self._since = True, self._monotonic()

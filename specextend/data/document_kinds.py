@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from html.entities import entitydefs
 from itertools import chain, islice, repeat
 from pathlib import PurePath
@@ -95,13 +96,14 @@ _NO_TITLE = re.compile(r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Wor
 """Titles that programs write into a PDF by themselves."""
 
 
+@dataclass(eq=False)
 class UnreadableError(Exception):
-    """Says why a file, or a row of one, is no document: two words that are counted, and a message."""
+    """Says why a file, or a row of one, is no document."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        """Take what follows the name of the file."""
-        super().__init__(reason, message)
-        self.reason, self.message = reason, message
+    reason: str
+    """Two words that are counted."""
+    message: str
+    """What follows the name of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,17 +371,14 @@ def _formula(node: ElementTree.Element) -> str:
     return "".join(parts) + " " * (name in _OPERANDS)  # what follows is no part of it
 
 
-def _read_html(data: bytes, options: DocumentOptions) -> tuple[str, str]:
+def _read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) -> tuple[str, str]:
     html = decode(data, options.encoding, _named_encoding(data))
-    if _XHTML in html[:_HEAD]:
+    if is_xml:
+        html = _xml_as_html(html)
+    elif _XHTML in html[:_HEAD]:
         with suppress(ElementTree.ParseError):  # what is no XML is read as browsers do
             html = _xml_as_html(html)
     return _html_text(html, main_only=options.main_only)
-
-
-def _read_xhtml(data: bytes, options: DocumentOptions) -> tuple[str, str]:
-    xml = decode(data, options.encoding, _named_encoding(data))
-    return _html_text(_xml_as_html(xml), main_only=options.main_only)
 
 
 def _xml_as_html(xml: str) -> str:
@@ -443,7 +442,7 @@ _READERS: dict[str, Callable[[bytes, DocumentOptions], tuple[Any, ...]]] = {
     "pdf": _read_pdf,
     "docx": _read_docx,
     "html": _read_html,
-    "xhtml": _read_xhtml,
+    "xhtml": partial(_read_html, is_xml=True),
     "markdown": _read_markdown,
     "text": _read_text,
 }

@@ -21,13 +21,12 @@ from typing import Any
 from specextend.core import one_line
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
-from specextend.data.storage import Location
+from specextend.data.storage import Location, is_readable
 
 PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
 _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is done."""
-_STEP_BYTES = 1 << 20
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 
@@ -65,23 +64,12 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> 
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
     except OSError as error:
-        reason = "damaged" if _is_reachable(file) else "unreachable"
+        reason = "damaged" if is_readable(file.location) else "unreachable"
         return _failed(file, reason, f"cannot be read: {one_line(error)}")
     except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
         return _failed(file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}")
     row["title"] = row["title"] or PurePath(file.location.name).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
-
-
-def _is_reachable(file: SourceFile) -> bool:
-    """Return True if all bytes of a file can be read, so that it must be what they say that cannot."""
-    try:
-        with file.location.filesystem.open_input_stream(file.location.path, compression=None) as stream:
-            while stream.read(_STEP_BYTES):
-                pass
-    except OSError:
-        return False
-    return True
 
 
 def _columns(file: SourceFile) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def unreadable(file: str, error: Exception) -> InputError:
     return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
 
 
+@dataclass(eq=False)
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
@@ -57,19 +58,14 @@ class DocumentError(Exception):
     doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
 
+    error_class: str
+    message: str
+    stage: str = "read"
+    retryable: bool = False
+    doc_id: str = ""
     content_sha256: str | None = None
     summary: str | None = None
     """What was written, of an answer that broke off (`IncompleteAnswer`)."""
-
-    def __init__(
-        self, error_class: str, message: str, stage: str = "read", retryable: bool = False, doc_id: str = ""
-    ) -> None:
-        super().__init__(error_class, message, stage, retryable, doc_id)
-        self.error_class = error_class
-        self.message = message
-        self.stage = stage
-        self.retryable = retryable
-        self.doc_id = doc_id
 
     def __str__(self) -> str:
         return f"{self.error_class}: {self.message}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import one_line
-from specextend.data.storage import Location, write_bytes
+from specextend.data.storage import Location, is_readable, write_bytes
 
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
@@ -26,7 +26,6 @@ _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
-_CHECK_BYTES = 1 << 20
 _GROUP_ROWS = 4096
 """Rows of a row group that is written, unless they are many bytes."""
 
@@ -36,15 +35,9 @@ def is_damaged(location: Location, error: Exception) -> bool:
 
     pyarrow raises OSError for either, so the file is read once more as plain bytes.
     """
-    if isinstance(error, MemoryError) or not isinstance(error, OSError):
-        return not isinstance(error, MemoryError)
-    try:
-        with location.filesystem.open_input_stream(location.path) as stream:
-            while stream.read(_CHECK_BYTES):
-                pass
-    except OSError:
+    if isinstance(error, MemoryError):
         return False
-    return True
+    return not isinstance(error, OSError) or is_readable(location)
 
 
 @contextmanager
@@ -268,7 +261,7 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """
     if one == other:
         return one
-    one, other = _written_out(one), _written_out(other)
+    one, other = _with_leaves(one, _written_out), _with_leaves(other, _written_out)
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
         other = pa.timestamp(other.unit, one.tz)
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
@@ -286,16 +279,18 @@ def _written_out(kind: pa.DataType) -> pa.DataType:
     """Return a type without dictionaries and views."""
     if pa.types.is_dictionary(kind):
         return _written_out(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.string()
-    if pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(_written_out(kind.value_type))
+    return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
+
+
+def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type in which those of its values have changed, inside of structs and lists as well."""
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_written_out(field.type)) for field in kind])
-    return kind
+        return pa.struct([field.with_type(_with_leaves(field.type, change)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_with_leaves(kind.value_type, change))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_with_leaves(kind.value_type, change))
+    return change(kind)
 
 
 def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
@@ -305,20 +300,14 @@ def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
-    arrays = (table[name].cast(_stored(table[name].type)) for name in columns)
+    arrays = (table[name].cast(_with_leaves(table[name].type, _stored)) for name in columns)
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
         yield dict(zip(columns, values, strict=True))
 
 
 def _stored(kind: pa.DataType) -> pa.DataType:
-    """Return a type with bytes in the place of text, inside of structs and lists as well."""
-    if is_text(kind):
-        return pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_stored(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_stored(kind.value_type)))
-    return kind
+    """Return bytes in the place of text."""
+    return pa.large_binary() if is_text(kind) else kind
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pyarrow.fs import FileType
 from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 from specextend.core import one_line
 from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
 
+Record = TypeVar("Record")
 SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
 
@@ -77,11 +78,11 @@ def check_kinds(output: Location) -> None:
     """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none."""
     if not output.is_local:
         return
-    folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
+    folders = (records_folder, summaries_folder, errors_folder, commits_folder, audits_folder, starts_folder)
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "html")]
-    for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
+    kinds = (([each(output) for each in folders], FileType.File, "folder"), (files, FileType.Directory, "file"))
+    for places, wrong, right in kinds:
         for info in output.filesystem.get_file_info([place.path for place in places]):
             if info.type == wrong:
                 raise ValueError(f"{info.path} must be a {right} of the run; move it away, or give another output.path")
@@ -118,8 +119,13 @@ def remove_success(output: Location) -> None:
 
 def read_success(output: Location) -> Counts | None:
     """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
+    return parse_record(Counts, read_bytes(success_file(output)))
+
+
+def parse_record(kind: type[Record], data: bytes | None) -> Record | None:
+    """Parse a record that is one JSON object; None for anything else. Fields that it has beside are passed over."""
     try:
-        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"", strict=True)
+        return TypeAdapter(kind).validate_json(data or b"", strict=True)
     except ValueError:
         return None
 
@@ -217,10 +223,7 @@ def read_starts(output: Location) -> list[Start]:
 
 def read_heartbeat(output: Location) -> Heartbeat | None:
     """Read the heartbeat that the lock holds; None without a lock that has one."""
-    try:
-        return TypeAdapter(Heartbeat).validate_json(read_bytes(lock_file(output)) or b"")
-    except ValueError:
-        return None
+    return parse_record(Heartbeat, read_bytes(lock_file(output)))
 
 
 def _parse(name: str, content: bytes) -> Start:

@@ -220,6 +220,17 @@ def read_bytes(location: Location) -> bytes | None:
         return None
 
 
+def is_readable(location: Location) -> bool:
+    """Return True if all bytes of a file can be read, so that it must be what they say that cannot."""
+    try:
+        with location.filesystem.open_input_stream(location.path, compression=None) as stream:
+            while stream.read(_BLOCK_BYTES):
+                pass
+    except OSError:
+        return False
+    return True
+
+
 def write_bytes(location: Location, data: bytes) -> None:
     """Write a file whole or not at all, in place of one that may be there; make its folder."""
     if not location.is_local:

@@ -118,10 +118,14 @@ class EagleConfig(BaseModel):
         (folder / "config.json").write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
-class LayerConfig(BaseModel):
-    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
+class _Published(BaseModel):
+    """Keys of a published head, which has others beside."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+
+class LayerConfig(_Published):
+    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -135,18 +139,14 @@ class LayerConfig(BaseModel):
     rms_norm_eps: PositiveFloat = 1e-6
 
 
-class TakenLayers(BaseModel):
+class TakenLayers(_Published):
     """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer j."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
 
-class PublishedConfig(BaseModel):
+class PublishedConfig(_Published):
     """The keys of a published head beside those of its layer."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     speculators_model_type: Literal["eagle", "eagle3"] | None = None
     transformer_layer_config: dict[str, Any] | None = None

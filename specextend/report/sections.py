@@ -104,6 +104,7 @@ def moment(text: str | None) -> str:
 
 
 tenths = partial(number, digits=1)
+thousandths = partial(number, digits=3)
 Figures = Mapping[str, tuple[str, Callable[[Any], str]]]
 """By the name that people read: where a figure is (keys, joined by dots), and how it is shown."""
 LEFT_OUT = {
@@ -164,7 +165,7 @@ AUDIT: Figures = {
     "different where two tokens nearly tied": ("audit.near_ties", number),
     "different by more than rounding": ("audit.different", number),
     "tokens before the first difference": ("audit.token_agreement", percent),
-    "largest gap of a difference, in logits": ("audit.largest_gap", partial(number, digits=3)),
+    "largest gap of a difference, in logits": ("audit.largest_gap", thousandths),
     "speed-up of decoding": ("audit.speedup.decode", number),
     "speed-up end to end": ("audit.speedup.end_to_end", number),
     "speed-up measured on documents": ("audit.speedup.documents", number),
@@ -235,8 +236,8 @@ MODEL: Figures = {
 MEASURED: Figures = {
     "": ("about", str),
     "documents": ("n", number),
-    "median": ("median", partial(number, digits=3)),
-    "mean": ("mean", partial(number, digits=3)),
+    "median": ("median", thousandths),
+    "mean": ("mean", thousandths),
 }
 MEASURES = {
     "copied_fraction": "share of runs of 8 words copied from the document",
