@@ -38,7 +38,7 @@ LEAST_SILENCE_S = 3600.0
 """Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is abandoned.
 
@@ -108,7 +108,7 @@ class JobOptions:
         return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """`report.*`: What reports and dry runs cannot know by themselves. No summary depends on it."""
 

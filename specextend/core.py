@@ -43,7 +43,7 @@ class DocumentKey(NamedTuple):
     """Row number in that file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Document:
     """One input row."""
 
@@ -52,7 +52,7 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options for choosing the next token from the target's distribution."""
 
@@ -113,7 +113,7 @@ class Scored(NamedTuple):
     """Given that it is one of the field's values."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt for the engine."""
 
@@ -135,7 +135,7 @@ class Request:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Agreement:
     """Says how far a plain decoding chose the tokens of an earlier one."""
 
@@ -145,7 +145,7 @@ class Agreement:
     """How far apart the two tokens were at the first difference, in logits; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """The output of the engine for one request.
 

@@ -30,7 +30,7 @@ INCOMPLETE = "IncompleteAnswer"
 """Error class of an answer that broke off before its object ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Summary:
     """The summary of a document, with the counts of all that was decoded for it."""
 
@@ -234,14 +234,13 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
     advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
-    error = DocumentError(
+    raise DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "
         f"object did: {advice}, or limit the fields in output.schema (maxLength, maxItems)",
         "decode",
+        summary=answer.text,
     )
-    error.summary = answer.text
-    raise error
 
 
 def as_document_error(error: Exception) -> DocumentError:

@@ -23,7 +23,7 @@ from specextend.data.commits import Retry
 from specextend.report import RunFigures, build_report, read_report, write_report
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunResult:
     """Say what a run has come to."""
 

@@ -76,7 +76,7 @@ class HubUnreachableError(ModelError):
     """The Hub does not answer, and its cache on this machine lacks what is asked for; another try may help."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a safetensors file."""
 

@@ -62,7 +62,7 @@ _GGUF_ROPE = {
 """Fields of GGUF files, and what they are called in a config."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
@@ -90,7 +90,7 @@ class TargetOptions:
             raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """The facts about a model that its files contain, without its weights."""
 

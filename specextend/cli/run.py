@@ -28,7 +28,7 @@ SHOWN = 8
 _QUALITY = ["quality_flags", "rougeL", "copied_fraction"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of a run or its plan."""
 

@@ -37,7 +37,7 @@ Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this names on the Hub."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """A run that may begin: it has passed every check that needs no model."""
 

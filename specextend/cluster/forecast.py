@@ -64,7 +64,7 @@ def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
     return DocumentCost(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Cost of documents on a worker whose batch is full."""
 
@@ -107,7 +107,7 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """The wall-clock seconds from the begin of a start until its last document is done."""
 

@@ -33,7 +33,7 @@ LAST_S = 5.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LockHolder:
     """The driver that holds an output folder, as the lock names it."""
 

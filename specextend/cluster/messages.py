@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Its accelerators, or its seat if there are none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lease:
     """One document handed to one worker, once."""
 
@@ -44,7 +44,7 @@ class Lease:
     """True if the document may be at fault for a failure, so that nothing else runs beside it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GivenUp:
     """A document that becomes an error row."""
 
@@ -137,7 +137,7 @@ class Holder:
         return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Done:
     """The result of a document: a row of a commit, and its counts."""
 
@@ -147,7 +147,7 @@ class Done:
     """The most memory that its worker had used by then."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failed:
     """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be able to read it."""
 
@@ -171,7 +171,7 @@ def failed_row(error: DocumentError, row: Row | None) -> Failed:
     return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content, error.summary)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Suspected:
     """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
 
@@ -182,7 +182,7 @@ class Suspected:
 Outcome = Done | Failed | Suspected
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerInfo:
     """The place where a worker runs."""
 
@@ -198,7 +198,7 @@ class WorkerInfo:
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerReport:
     """The answer to a poll."""
 
@@ -213,14 +213,14 @@ class WorkerReport:
     """True if the poll said that no further document will come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Begun:
     """A worker has a process: the cluster had room for it."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ready:
     """A worker's models are loaded."""
 
@@ -228,7 +228,7 @@ class Ready:
     info: WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartFailed:
     """A worker's models could not be loaded."""
 
@@ -236,7 +236,7 @@ class StartFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Returned:
     """A lease has its outcome."""
 
@@ -245,7 +245,7 @@ class Returned:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallLost:
     """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
 
@@ -254,7 +254,7 @@ class CallLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Polled:
     """A worker's progress."""
 
@@ -262,14 +262,14 @@ class Polled:
     report: WorkerReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draining:
     """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Died:
     """A worker is gone."""
 

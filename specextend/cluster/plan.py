@@ -42,7 +42,7 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The documents of a start with their estimated tokens."""
 

@@ -51,7 +51,7 @@ class AwakeClock:
         return self._now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """Figures of a run at one moment."""
 

@@ -182,7 +182,7 @@ class Roster:
         return self._seats.pop(worker)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Call:
     """The call whose answer a reference is."""
 

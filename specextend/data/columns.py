@@ -37,7 +37,7 @@ _TEXT_NAMES = re.compile(
 _ID_NAMES = re.compile(r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """The columns of an input by their use, and why."""
 

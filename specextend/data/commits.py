@@ -136,7 +136,7 @@ OPEN, FAILED, DONE = 0, 1, 2
 """States of an input row: without a result, or with one that counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
     """The state of a run, as the commits of its output folder record it."""
 

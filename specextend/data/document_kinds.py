@@ -106,7 +106,7 @@ class UnreadableError(Exception):
     """What follows the name of the file."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
     """Which files become documents, and how."""
 

@@ -44,7 +44,7 @@ class SourceFile:
     modified: datetime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
 

@@ -43,7 +43,7 @@ _COMMIT_S = 60
 """Seconds of reading that a killed process loses at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """Say what a call has done."""
 

@@ -130,7 +130,7 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
     return Counts(source.num_rows, done, failed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stretch:
     """The results of an input file in row order."""
 

@@ -71,7 +71,7 @@ class DocumentError(Exception):
         return f"{self.error_class}: {self.message}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """`input.*`: Where the documents are, and what their columns mean."""
 
@@ -156,7 +156,7 @@ class InputOptions:
         return () if self.filter is None else RowFilter(self.filter).columns
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """`output.*`: Where the results go."""
 

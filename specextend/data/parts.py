@@ -74,7 +74,7 @@ def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A part of a document and its prompt."""
 

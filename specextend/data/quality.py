@@ -47,7 +47,7 @@ _WORD = regex.compile(r"\w+")
 _GAP = regex.compile(r"\W")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class QualityOptions:
     """`quality.*`: What is found out about a summary besides the flags and figures that every summary gets."""
 
@@ -56,7 +56,7 @@ class QualityOptions:
     languages, such as Danish and Norwegian, are sometimes confused."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quality:
     """Holds what is known about a summary's quality: columns of its row."""
 

@@ -18,7 +18,7 @@ ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop"
 """Fields that `input.options_column` may have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """One input row, ready to be rendered into a prompt."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
@@ -19,14 +20,15 @@ SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
 
 
-def records_folder(output: Location) -> Location:
-    """Return the folder of everything that a run needs to go on."""
-    return output.child("_run")
+def _place(*names: str) -> Callable[[Location], Location]:
+    """Return what finds a place in an output folder."""
+    return lambda output: output.child(*names)
 
 
-def manifest_file(output: Location) -> Location:
-    """Return the place of the manifest."""
-    return output.child("_run", "manifest.json")
+records_folder = _place("_run")
+"""The folder of everything that a run needs to go on."""
+manifest_file = _place("_run", "manifest.json")
+"""The place of the manifest."""
 
 
 def lock_file(output: Location) -> Location:
@@ -34,34 +36,18 @@ def lock_file(output: Location) -> Location:
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
-def commits_folder(output: Location) -> Location:
-    """Return the folder of the commits."""
-    return output.child("_run", "parts")
-
-
-def audits_folder(output: Location) -> Location:
-    """Return the folder of the audit's rows."""
-    return output.child("_run", "audits")
-
-
-def starts_folder(output: Location) -> Location:
-    """Return the folder of the records of starts."""
-    return output.child("_run", "attempts")
-
-
-def selection_file(output: Location) -> Location:
-    """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
-    return output.child("_run", "selection.parquet")
-
-
-def summaries_folder(output: Location) -> Location:
-    """Return the folder of the summaries."""
-    return output.child(SUMMARIES)
-
-
-def errors_folder(output: Location) -> Location:
-    """Return the folder of the error rows."""
-    return output.child(ERRORS)
+commits_folder = _place("_run", "parts")
+"""The folder of the commits."""
+audits_folder = _place("_run", "audits")
+"""The folder of the audit's rows."""
+starts_folder = _place("_run", "attempts")
+"""The folder of the records of starts."""
+selection_file = _place("_run", "selection.parquet")
+"""The place of the rows that a run is about, if it leaves out what earlier runs have done."""
+summaries_folder = _place(SUMMARIES)
+"""The folder of the summaries."""
+errors_folder = _place(ERRORS)
+"""The folder of the error rows."""
 
 
 def report_file(output: Location, ending: str) -> Location:
@@ -69,9 +55,8 @@ def report_file(output: Location, ending: str) -> Location:
     return output.child(f"report.{ending}")
 
 
-def success_file(output: Location) -> Location:
-    """Return the place of `_SUCCESS`."""
-    return output.child("_SUCCESS")
+success_file = _place("_SUCCESS")
+"""The place of `_SUCCESS`."""
 
 
 def check_kinds(output: Location) -> None:
@@ -98,7 +83,7 @@ def list_results(folder: Location) -> list[str]:
     return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
     """Rows of the input, which are those done and those that failed."""
 
@@ -150,7 +135,7 @@ RELEASED = "released"
 """The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerRecord:
     """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
 
@@ -176,7 +161,7 @@ class WorkerRecord:
     """The most memory that it had used when a document of it was done; None if none was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     """A sign of life of a driver, as its lock holds it."""
 
@@ -185,7 +170,7 @@ class Heartbeat:
     """Seconds since the epoch, until the year 5138."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Start:
     """One start of a run. A field is None if the record does not contain it."""
 

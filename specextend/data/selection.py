@@ -301,7 +301,7 @@ _ENDED_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EarlierOutput:
     """The output of an earlier run whose rows this run could have made."""
 

@@ -45,7 +45,7 @@ from specextend.data.storage import Location, check_writable, in_order
 _CACHED_GROUPS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChosenRows:
     """The rows that a run is about, where those are not all rows of its input."""
 
@@ -133,9 +133,8 @@ class Source:
         if self._has_bad_id(key):
             value = plain_text(row[self.options.id_column])[0].as_py()
             what = "null" if value is None else f"that of an earlier row: {value!r}"
-            error = DocumentError("BadId", f"the id is {what}", doc_id=self.place(key))
-            error.content_sha256 = self.reader.content(values)
-            raise error
+            place, content = self.place(key), self.reader.content(values)
+            raise DocumentError("BadId", f"the id is {what}", doc_id=place, content_sha256=content)
         return self.reader.read(key, self._id(key, row), values)
 
     @property

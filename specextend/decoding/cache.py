@@ -27,7 +27,7 @@ def aligned(num_rows: int) -> int:
     return -(-num_rows // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Region:
     """Rows `start` to `start + size` of a cache."""
 

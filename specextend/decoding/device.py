@@ -49,7 +49,7 @@ _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
 """Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name, such as `AMD EPYC`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceTraits:
     """Says what the engine does differently on a kind of device."""
 

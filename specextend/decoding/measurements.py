@@ -136,7 +136,7 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MachineLimits:
     """The best of several measurements, with as many threads as torch has."""
 
@@ -146,7 +146,7 @@ class MachineLimits:
     """Of a product like those of prefill, in the target's dtype, with the weight packed as in the engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelWork:
     """The bytes and operations that plain decoding with a model takes at least."""
 

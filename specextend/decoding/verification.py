@@ -23,7 +23,7 @@ from specextend.decoding.speculation import CostTable
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verified:
     """One verification: what it decided, and what later phases need of its forward."""
 

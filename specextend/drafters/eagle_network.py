@@ -32,7 +32,7 @@ _COPIES = f"copy.{'+'.join(_COPY_READS)}"
 """All of them in one, which reads all four tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadShape:
     """A head of one Llama decoder layer, in any format: its shape, and where its tensors are."""
 

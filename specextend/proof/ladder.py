@@ -40,7 +40,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rung:
     """A change of kernels, and the forwards by which it is judged."""
 
@@ -62,7 +62,7 @@ LADDER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Proof:
     """The kernels that a proof chose, and all that it tried."""
 

@@ -18,7 +18,7 @@ from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernels:
     """The kernels of a worker, by name. As they stand here they are torch's own, which need no proof.
 
@@ -59,7 +59,7 @@ def _named(name: str, device: torch.device) -> Attend:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """The shapes that kernels are proven for; all of them are JSON values."""
 

@@ -24,7 +24,7 @@ RARE = 0.1
 """Share of speculative steps below which a run says little about speculation."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finding:
     """Hold what a rule found."""
 

@@ -45,7 +45,7 @@ _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exported:
     """Count what an export has written, in documents."""
 
@@ -166,7 +166,7 @@ def check_place(outputs: Sequence[Location], to: Location) -> None:
         raise ValueError(f"{to.path} is there already; remove it, or choose another name")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Run:
     """The folder of a run."""
 

@@ -41,7 +41,7 @@ KIND_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Section:
     """A table with a title. The first column and those in `text_columns` hold text, the others numbers."""
 

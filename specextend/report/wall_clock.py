@@ -48,7 +48,7 @@ HOUR_S = 3600.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """The documents that one worker finished in one start."""
 
@@ -59,7 +59,7 @@ class Work:
     """When the last of them was finished, in seconds since the epoch; None if that is not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimedStart:
     """A start with its span of time and what its workers did in it. Times are seconds since the epoch."""
 

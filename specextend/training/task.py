@@ -28,7 +28,7 @@ MIN_QUOTE, MAX_QUOTE = 32, 96
 """Tokens of a quote in a sample."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Settings of a whole training. Lengths are in tokens."""
 
@@ -69,7 +69,7 @@ class TrainOptions:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """The training of one round: what is frozen of the target, and what is learned from."""
 
