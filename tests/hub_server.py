@@ -1,7 +1,5 @@
 """A Hugging Face Hub on loopback: the few calls that `huggingface_hub` makes, over files in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Small untrained EAGLE heads, written as the published ones are: file names, keys and tensor names of each format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a decoding step asks of PyTorch: operators, and the moments at which a GPU and its host would wait."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

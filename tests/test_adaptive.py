@@ -1,7 +1,5 @@
 """Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -1,7 +1,5 @@
 """A plain decoding beside the summaries finds a wrong verifier, and is silent on ours."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Captured steps, without a GPU: steps that are recorded once and replayed decide the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

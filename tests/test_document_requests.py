@@ -1,7 +1,5 @@
 """Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +33,7 @@ def engine(config):
 
 
 @pytest.fixture
-def prompts(config, engine) -> Prompts:
+def prompts(config, engine):
     return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
 
 

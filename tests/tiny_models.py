@@ -4,8 +4,6 @@ A random model soon says one token for ever. Here embeddings are large, attentio
 the next token depends on far ones and outputs vary; `contract/test_lossless.py` checks that they do.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

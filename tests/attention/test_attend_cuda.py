@@ -1,7 +1,5 @@
 """What `sdpa` asks of torch's CUDA kernels, without a GPU: their meta kernels, and stand-ins with their contracts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

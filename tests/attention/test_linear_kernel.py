@@ -1,7 +1,5 @@
 """Products of linear layers that numba compiles, against the same in fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

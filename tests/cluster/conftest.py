@@ -1,8 +1,6 @@
 """A small corpus, a run of it through fake engines on a real Ray, and what came out."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +128,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, local_ray: None) -> Iterator[Callable[..., Job]]:
+def job(tmp_path, local_ray):
     """Makes jobs: `job(texts, **job_options)`."""
     with kept_handlers():
         yield lambda texts, **options: Job(tmp_path, texts, options)

@@ -1,7 +1,5 @@
 """An engine without a model: it does what the document tells it to, a token a step."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,10 +1,8 @@
 """The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
 
-from __future__ import annotations
-
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,7 +81,7 @@ class Ended:
 
 
 @pytest.fixture
-def ended(tmp_path: Path) -> Iterator[Ended]:
+def ended(tmp_path):
     ended = Ended(tmp_path)
     yield ended
     for number, handler in ended.handlers.items():
@@ -101,9 +99,7 @@ def remove(ended: Ended) -> None:
 @pytest.mark.parametrize(
     ("happens", "expected", "code"), [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
 )
-def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
-    ended: Ended, happens: Callable[[Ended], None], expected: type[Exception], code: int
-):
+def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(ended, happens, expected, code):
     """Its successor is at work in the folder: `_SUCCESS` beside half of its summaries would be believed."""
     with pytest.raises(expected) as said:
         ended.run(report=lambda *arguments, **options: happens(ended))
@@ -112,7 +108,7 @@ def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b'{"rows": "6", "done": 5, "errors": 1}'])
-def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content: bytes):
+def test_a_success_file_that_says_nothing_is_written_again(ended, content):
     """An empty one, of a tool that touches it or of a full disk, was a traceback, also in `--status`."""
     assert ended.run() == EXIT_DONE
     whole = (ended.output / "_SUCCESS").read_bytes()
@@ -123,7 +119,7 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
+def test_a_part_of_another_run_is_refused(ended, has_manifest):
     """Somebody copied it there; its rows would have passed for ours, also where the manifest had been taken away."""
     ended.commit([done(DocumentKey(0, 0), "a stranger's")], "f00d" * 16)
     if not has_manifest:

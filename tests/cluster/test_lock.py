@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from pyarrow import fs
@@ -26,7 +23,7 @@ from specextend.data.storage import Location, delete, resolve, write_bytes
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Location:
+def output(tmp_path):
     return resolve(str(tmp_path))
 
 
@@ -45,7 +42,7 @@ class Time:
 
 
 @pytest.fixture
-def now() -> Time:
+def now():
     return Time()
 
 
@@ -68,9 +65,7 @@ def dead_pid() -> int:
 
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 61.0])
-def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(
-    output: Location, now: Time, skew: float
-):
+def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(output, now, skew):
     """A host that died cannot release its lock, and its clock may have been fast: it held the folder for days, once.
 
     A slow one would have looked dead while it lived.
@@ -84,7 +79,7 @@ def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clo
     assert read_lock(output).run_id == "00000001"
 
 
-def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location, monkeypatch):
+def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output, monkeypatch):
     """A minute of silence looks like a hang; and a scheduler may give up on it."""
     write_holder(output, elsewhere(time.time()))
     said: list[str] = []
@@ -102,7 +97,7 @@ def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Locat
     assert "is held by run feedbeef" in said[0]
 
 
-def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output: Location):
+def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output):
     """After kill -9 the next start must not wait a minute."""
     with held(OutputLock(output, "00000001")):
         mine = read_lock(output)
@@ -111,7 +106,7 @@ def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output:
     assert read_lock(output).run_id == "00000002"
 
 
-def test_a_pid_of_another_container_says_nothing(output: Location):
+def test_a_pid_of_another_container_says_nothing(output):
     """Two containers may share a host name and a folder; a pid missing here may be alive there."""
     holder = LockHolder("feedbeef", socket.gethostname(), dead_pid(), time.time(), "another boot/pid:[1]")
     write_holder(output, holder)
@@ -119,7 +114,7 @@ def test_a_pid_of_another_container_says_nothing(output: Location):
 
 
 @pytest.mark.parametrize("by", ["steady", "wall"])
-def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output: Location, now: Time, by: str):
+def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output, now, by):
     """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""
     held = now.lock(output)
     assert held.try_take()
@@ -132,9 +127,7 @@ def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(o
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
 
 
-def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(
-    output: Location, now: Time, monkeypatch
-):
+def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(output, now, monkeypatch):
     """The disk was full for a minute: it wrote nothing more, in time for others, but nobody else is there."""
     held = now.lock(output)
     assert held.try_take()
@@ -151,9 +144,7 @@ def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff\xfe", b'{"run_id": 1, "host": 2}'])
-def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_changes(
-    output: Location, now: Time, junk: bytes
-):
+def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_changes(output, now, junk):
     """Another version's driver may hold the folder by it; what nobody changes must not block it for ever."""
     write_lock(output, junk)
     start, other = now.lock(output), now.lock(output)
@@ -169,12 +160,12 @@ def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_change
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Location:
+def store(tmp_path):
     """A file system without local paths, which cannot keep a second writer out."""
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
 
 
-def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store: Location, now: Time):
+def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store, now):
     """Object stores: both write, both wait, one reads its own name."""
     first, second = now.lock(store, "0000000a"), now.lock(store, "0000000b")
     assert not first.try_take()
@@ -214,7 +205,7 @@ def racer(output: Location, number: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_many_that_find_a_stale_lock_one_takes_it(output: Location):
+def test_of_many_that_find_a_stale_lock_one_takes_it(output):
     """Retries of a cluster job start together after an outage. All of them have seen the lock before one may take it:
     who came later would watch the winner's.
     """

@@ -1,7 +1,5 @@
 """The driver over real Ray actors whose engines do what the documents tell them to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +24,7 @@ GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(monkeypatch):
     """Give a run up after two workers that cannot be built, without a pause between them."""
     monkeypatch.setattr(workers, "MAX_FAILED_STARTS", 2)
     monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
@@ -82,7 +80,7 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
 
 
 @pytest.mark.slow
-def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path: Path):
+def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path):
     """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
     run = job([GOOD[0], f"kill:{tmp_path}/killed"])
     run.target = Path(shutil.copytree(run.target, tmp_path / "target"))

@@ -1,9 +1,5 @@
 """What a worker could not read, and whose fault it is."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,7 +10,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 
 
-def test_a_file_that_does_not_open_makes_no_error_rows(tmp_path: Path, monkeypatch):
+def test_a_file_that_does_not_open_makes_no_error_rows(tmp_path, monkeypatch):
     """S3 whose key was taken away answers HEAD and not GET: that is no fault of a hundred thousand documents."""
 
     def denied(*arguments: object) -> None:

@@ -1,7 +1,5 @@
 """moto's S3 server on loopback, which keeps a list of the requests that it got."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

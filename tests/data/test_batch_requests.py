@@ -1,7 +1,5 @@
 """Requests of OpenAI's Batch API as documents."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -30,7 +28,7 @@ def requests(folder: Path, *lines: Any) -> BatchRequests:
     return BatchRequests(folder / "in.jsonl")
 
 
-def test_requests_become_documents_and_the_settings_of_their_run(tmp_path: Path):
+def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     """The settings are a shell's arguments: what they give a run must be what the requests say."""
     shared = {"temperature": 0.5, "stop": "END", "seed": 7}
     parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
@@ -72,7 +70,7 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path: Path)
         (line("b", user("\ud83d")), "half of a surrogate pair"),
     ],
 )
-def test_what_a_run_cannot_do_is_refused_by_line(second: Any, message: str, tmp_path: Path):
+def test_what_a_run_cannot_do_is_refused_by_line(second, message, tmp_path):
     """A request that is silently answered otherwise than asked is worse than none."""
     with pytest.raises(InputError) as refused:
         list(requests(tmp_path, line("a", user("fine")), second))

@@ -1,7 +1,5 @@
 """The filter's grammar: what it matches, and that nothing else gets through."""
 
-from __future__ import annotations
-
 import datetime
 import re
 
@@ -42,7 +40,7 @@ TABLE = pa.table(
         ("col('meta').at.page in [1, 2] or meta.land == 'it'", [0, 1]),
     ],
 )
-def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
+def test_rows_match_as_in_sql(text, rows):
     """A comparison with null is neither true nor false, so neither it nor its opposite matches."""
     assert RowFilter(text).mask(TABLE).nonzero()[0].tolist() == rows
 
@@ -62,7 +60,7 @@ def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
         ("lang == null", "which is not allowed"),
     ],
 )
-def test_what_is_not_of_the_grammar_is_refused(text: str, message: str) -> None:
+def test_what_is_not_of_the_grammar_is_refused(text, message):
     """A configuration may come from somebody who must not run code here."""
     with pytest.raises(ValueError, match=message) as refused:
         RowFilter(text)
@@ -80,7 +78,7 @@ def test_what_is_not_of_the_grammar_is_refused(text: str, message: str) -> None:
         ("at >= '2026-11-23T22:00:00'", "at is timestamp[us, tz=UTC]: write .* a time as '2026-11-23T22:00:00Z'"),
     ],
 )
-def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text: str, types: str) -> None:
+def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text, types):
     """Arrow speaks of kernels; a number beyond 64 bits ended in a traceback."""
     with pytest.raises(
         ValueError, match=rf"does not fit its columns \(.*\); {re.escape(types).replace(re.escape('.*'), '.*')}"

@@ -1,7 +1,5 @@
 """Scored answers: the log probabilities are those of plain transformers, whatever runs beside them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -105,7 +103,7 @@ def test_an_audit_compares_values(pair):
 
 
 @pytest.mark.parametrize("most", [1, 12])
-def test_an_answer_without_room_breaks_off(pair, most: int):
+def test_an_answer_without_room_breaks_off(pair, most):
     engine = tiny_engine(pair, "good")
     [found] = engine.generate([replace(asked(40), max_new_tokens=most)])
     assert found.finish_reason == "length"

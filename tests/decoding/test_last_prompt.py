@@ -1,7 +1,5 @@
 """A prompt that begins as the one before it is read from where they differ, and nothing of its output tells."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

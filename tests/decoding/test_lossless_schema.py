@@ -1,7 +1,5 @@
 """Under a schema, output equals transformers' own with the library's masks, and sampled output plain sampling."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Measuring at the start: what is measured, how it is kept, and that nothing of it can stop a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Weights with NaN or infinity: a document becomes an error, never a text; a draft with them costs time alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -69,7 +67,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [("norm", nan), ("norm", inf), ("lm_head", nan), ("lm_head", -inf)])
-def test_a_broken_target_answers_nothing(tmp_path: Path, name: str, value: float):
+def test_a_broken_target_answers_nothing(tmp_path, name, value):
     """Also where a grammar leaves the broken token out, or where the values of a choice are scored."""
     pair = write_pair(tmp_path, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)
     file = Path(pair.target, "model.safetensors")
@@ -85,7 +83,7 @@ def test_a_broken_target_answers_nothing(tmp_path: Path, name: str, value: float
 
 @pytest.mark.parametrize("draft", ["good", "eagle", "merged-good", "merged-eagle"])
 @pytest.mark.parametrize("nodes", [8, "auto"])
-def test_a_broken_draft_changes_no_text(pairs, tmp_path: Path, draft, nodes):
+def test_a_broken_draft_changes_no_text(pairs, tmp_path, draft, nodes):
     """NaN sorts before every number: a tree without its root gave other tokens, and one in a mean never leaves it."""
     pair = pairs("llama")
     folder = Path(pair.drafts[draft.removeprefix("merged-")])

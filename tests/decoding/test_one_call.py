@@ -1,7 +1,5 @@
 """All layers in one compiled call: what they compute one after the other."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The target's choice: the right distribution, by noise that is a function of seed, position and token id alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When to speculate and how much, in plain numbers: no model, no clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

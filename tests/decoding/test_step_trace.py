@@ -1,7 +1,5 @@
 """A GPU waits for its host at each upload and download, and 7 to 10 us for each operator: a step may have few."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

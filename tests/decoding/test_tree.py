@@ -1,7 +1,5 @@
 """OPT-Tree against brute force on lookup-table models, whose next-token probabilities depend on the whole path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,5 @@
 """A prompt is read in turns with the steps of those that run: nobody waits for more than a chunk, no token changes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,7 +27,7 @@ DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 
 
 @pytest.fixture
-def in_turns(pairs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def in_turns(pairs, monkeypatch):
     """Makes engines whose chunks are short; without a `share` a prompt is read while all others wait."""
 
     def make(draft: str | None, batch: int, share: float = 0.5, **changes) -> Engine:
@@ -53,7 +50,7 @@ def run(engine: Engine, sampling: dict, on_error=None) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def alone(in_turns) -> dict[str, list[int]]:
+def alone(in_turns):
     """What each prompt gives by itself, greedily and without a draft."""
     return run(in_turns(None, 1), GREEDY)
 

@@ -1,7 +1,5 @@
 """What the folder of a head is told, before a tensor is loaded or a document touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

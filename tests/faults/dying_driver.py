@@ -4,8 +4,6 @@ Its process gets the signal before or after the NUMBERth file that matches PATTE
 `HANG` in place of a signal, the thread that renames never goes on, and the run has one second to end.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """The real engine with a death at a moment of choice, and the fake one with much to say."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The real engine on a machine that fails on purpose: too little memory for a forward, a dead device, a hang."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,5 @@
 """Memory that runs out, and a device that is beyond use."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
@@ -170,7 +166,7 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
 
 
 @pytest.mark.slow
-def test_a_dead_device_ends_its_process_and_another_takes_over(real_job, undisturbed, tmp_path: Path):
+def test_a_dead_device_ends_its_process_and_another_takes_over(real_job, undisturbed, tmp_path):
     """After a device error every later call fails: the worker must go, and is not asked again."""
     assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed

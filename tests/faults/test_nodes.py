@@ -1,7 +1,5 @@
 """Machines that go away, and machines that come back."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -13,8 +11,7 @@ import pytest
 from specextend.cluster.exits import EXIT_DONE
 from tests.cluster.conftest import Job
 from tests.contract.conftest import committed
-from tests.faults.conftest import RealJob
-from tests.faults.nodes import CPUS, Nodes, thaw
+from tests.faults.nodes import CPUS, thaw
 from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
@@ -54,7 +51,7 @@ def all_done_once(run: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes):
+def test_a_node_that_is_removed_charges_no_document(job, nodes):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
@@ -74,7 +71,7 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
+def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
     first = nodes.add()
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
@@ -99,7 +96,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
 
 
 @pytest.mark.slow
-def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes):
+def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
@@ -141,7 +138,7 @@ def other_cluster():
 
 
 @pytest.mark.slow
-def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster):
+def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job, undisturbed, other_cluster):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
     moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")

@@ -1,7 +1,5 @@
 """What cannot be read: at one worker, at all of them for a while, or at all."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress
@@ -53,7 +51,7 @@ class LacksTheMount:
 
 @needs_root
 @pytest.mark.slow
-def test_what_most_workers_cannot_read_another_one_does(job, tmp_path: Path):
+def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
     """They fail at once and ask for more: the whole corpus could become error rows in a second.
 
     The others decode nothing until one of them has failed: the worker that reads would be done with all.
@@ -120,7 +118,7 @@ def answers_nothing(source: Source, number: int) -> None:
 
 @needs_root
 @pytest.mark.slow
-def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_path: Path):
+def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_path):
     """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)

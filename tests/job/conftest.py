@@ -1,7 +1,5 @@
 """The job as its users start it: a process with arguments, an exit code, and an output folder."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy
@@ -95,7 +93,7 @@ def summarize(*arguments: str, config: Path = CONFIG) -> Ended:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start():
     """Start the job and go on; what is left of it is ended after the test."""
     processes: list[subprocess.Popen[str]] = []
 
@@ -147,7 +145,7 @@ def _as_main(run: Callable[[], object], *argv: str) -> Ended:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+def call(monkeypatch):
     """Call the job with arguments. It must not get as far as to start a Ray."""
     monkeypatch.setattr("ray.init", None)
     return partial(in_process, "summarize.py")

@@ -1,9 +1,6 @@
 """Tiny random checkpoints, written as a user would have them: with `save_pretrained`."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,7 @@ def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def write_model(tmp_path: Path) -> Callable[..., Path]:
+def write_model(tmp_path):
     """Writes a checkpoint and returns its folder; keywords go into its config."""
 
     def write(name: str = "target", model_type: str = "llama", **values: Any) -> Path:
@@ -54,7 +51,7 @@ def write_model(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def edit_json() -> Callable[..., None]:
+def edit_json():
     """Changes keys of a JSON file; a value of None removes the key."""
 
     def edit(path: Path, **values: Any) -> None:

@@ -1,7 +1,5 @@
 """GGUF files: unpacked once, to a folder that holds the same model."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a proof chose is what an engine runs, once the loaded target has confirmed it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

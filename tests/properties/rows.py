@@ -1,7 +1,5 @@
 """Rows of parts, and inputs to which they belong."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real driver, scheduler, roster, commits and finalize, over workers and a clock that are made up."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path
@@ -30,7 +28,7 @@ MAX_STARTS = 60
 
 
 @pytest.fixture(autouse=True)
-def _no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_silence(monkeypatch):
     """Hours of the made-up clock may pass between two signs of life."""
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1e9)
 
@@ -91,7 +89,7 @@ class Night:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed: int, interrupt: Interrupt) -> None:
+def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed, interrupt):
     """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail; files are
     out of reach.
     """

@@ -245,9 +245,7 @@ def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("where", [local, object_store])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
-    seed: int, where: Callable[[Path], Location]
-) -> None:
+def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(seed, where):
     """Nobody does: its own dead and its own suspension were taken for another driver, and the retry ended with 4."""
     [codes] = play(seed, where, 1)
     assert EXIT_LOCKED not in codes
@@ -257,9 +255,7 @@ def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
 @pytest.mark.parametrize("where", [local, object_store])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_told(
-    seed: int, where: Callable[[Path], Location]
-) -> None:
+def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_told(seed, where):
     """Exit 4 is a promise: somebody lives who goes on, or who is started again."""
     codes = play(seed, where, 2)
     assert EXIT_DONE in [each[-1] for each in codes]

@@ -1,7 +1,5 @@
 """Starts that end anywhere, and what a run is at its end."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -95,7 +93,7 @@ def killed(*arguments: Any) -> None:
 
 @settings(max_examples=20)
 @given(st.data(), st.lists(st.booleans(), max_size=4))
-def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
+def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data, starts):
     """Killed between commits or inside one, with error rows done again or not: nothing lost, nothing twice."""
 
     def check(folder: Path) -> None:
@@ -113,7 +111,7 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
 
 @settings(max_examples=12)
 @given(st.data(), st.integers(0, 9))
-def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.DataObject, num_files: int) -> None:
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data, num_files):
     """Each file is whole or not there, so a second finalize only adds what is missing."""
 
     def check(folder: Path) -> None:

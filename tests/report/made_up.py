@@ -1,7 +1,5 @@
 """A run of two nights: the first driver is killed, the second one ends the run. Each event has a time that we chose."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

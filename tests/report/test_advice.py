@@ -1,7 +1,5 @@
 """Findings: each rule speaks up when it should, with the figures on which it rests, and advises what can be changed."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -114,7 +112,7 @@ BELOW = [
 
 
 @pytest.mark.parametrize(("rule", "report", "said"), CASES, ids=[case[0] for case in CASES])
-def test_a_rule_says_what_it_found_with_its_figures(rule: str, report: dict[str, Any], said: str):
+def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     """A finding without figures cannot be checked."""
     [advice] = give_advice(report)
     assert advice["rule"] == rule
@@ -124,7 +122,7 @@ def test_a_rule_says_what_it_found_with_its_figures(rule: str, report: dict[str,
 
 
 @pytest.mark.parametrize("report", BELOW, ids=range(len(BELOW)))
-def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
+def test_what_is_as_usual_is_not_mentioned(report):
     """Findings that are always there are not read."""
     assert give_advice(report) == []
 

@@ -1,7 +1,5 @@
 """What is trained must be what runs: the trainable head against the network that drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
