@@ -130,7 +130,7 @@ def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
     """Reversible: dear at first, free from then on."""
     steps = []
 
-    def drafting() -> float:
+    def drafting():
         steps.append(None)
         return 5.0 if len(steps) < 12 else 0.0
 

@@ -57,7 +57,7 @@ def said(request: Request, words: int = 18, **stats: Any) -> Completion:
 def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):
     """Beside a short one and in batches, with the counts of all requests in its row and all of its text read."""
 
-    def alone(step: Round) -> Outcomes:
+    def alone(step):
         return [completion for request in step for completion in engine.generate([request])]
 
     summary, rounds = follow(summarize(config, prompts, row(), "book"), alone)

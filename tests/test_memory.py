@@ -47,7 +47,7 @@ def caches(monkeypatch):
     made: list[KVCache] = []
     build = KVCache.__init__
 
-    def build_and_note(cache: KVCache, *shape: object) -> None:
+    def build_and_note(cache, *shape):
         build(cache, *shape)
         made.append(cache)
 
@@ -135,7 +135,7 @@ def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch
     engine = tiny_engine(pairs("llama"), "ngram")
     assert engine.limits()
 
-    def fail(error: Exception) -> None:
+    def fail(error):
         raise error
 
     monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(torch.OutOfMemoryError("no room")))

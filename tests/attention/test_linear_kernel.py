@@ -63,7 +63,7 @@ def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
         patch.setattr(products, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
         assert not can_multiply()
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("no compiler for this processor")
 
     monkeypatch.setattr(products, "kernel", fail)

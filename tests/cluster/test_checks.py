@@ -2,8 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +16,6 @@ from specextend.data.prompts import CLOCK, Prompts
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
 
-Configure = Callable[..., RunConfig]
 TARGET, DRAFT = "owner/target", "owner/draft"
 
 
@@ -27,7 +24,7 @@ def configure(tmp_path):
     """Makes configurations of one corpus and one output folder; keywords are sections."""
     pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "input.parquet")
 
-    def configure(**sections: dict[str, Any]) -> RunConfig:
+    def configure(**sections):
         values = {
             "input": {"path": str(tmp_path / "input.parquet")},
             "output": {"path": str(tmp_path / "out")},

@@ -84,7 +84,7 @@ def test_a_notebook_gets_one_bar_that_changes(monkeypatch):
     cell: list[dict[str, str]] = []
 
     class Output:
-        def update(self, data: dict[str, str], *, raw: bool) -> None:
+        def update(self, data, *, raw):
             cell[0] = data
 
     module = types.ModuleType("IPython.display")

@@ -85,7 +85,7 @@ def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output, monke
     said: list[str] = []
     looks = iter(range(3))
 
-    def checkpoint() -> None:
+    def checkpoint():
         if next(looks, None) is None:
             raise InterruptedRunError("SIGTERM received")
 
@@ -132,7 +132,7 @@ def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again
     held = now.lock(output)
     assert held.try_take()
 
-    def full(location: Location, data: bytes) -> None:
+    def full(location, data):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(lock, "write_bytes", full)

@@ -99,7 +99,7 @@ def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every
     run = job(["kill"], max_attempts=3)
     interrupt = Interrupt(600.0)
 
-    def look(name: str, facts: dict[str, Any]) -> None:
+    def look(name, facts):
         if name == "document_leased" and facts["attempt"] == 3:
             interrupt.tell("SIGTERM received")
             interrupt.check()  # now, before the worker can die of it once more
@@ -121,7 +121,7 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     run = job([*GOOD, "crawl"], commit_every_s=3600)
     lock = run.output / "_run" / "lock"
 
-    def steal(snapshot) -> None:
+    def steal(snapshot):
         if snapshot.num_done >= 1:
             thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
             own = lock.with_name("feedbeef")

@@ -66,7 +66,7 @@ def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path):
     """A worker kept every one until a batch failed: 100 KB a document of 16K tokens, for as long as it lived."""
     config = Job(tmp_path, ["crawl", "one", "two"], {}).config()
 
-    async def lease_and_cancel(worker: Worker) -> None:
+    async def lease_and_cancel(worker):
         late = asyncio.create_task(worker.run("late", DocumentKey(0, 0), 1))
         while "late" not in (await worker.progress()).outputs:
             await asyncio.sleep(0)

@@ -1,8 +1,5 @@
 """Inputs on disk and an in-memory tokenizer."""
 
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,9 +20,7 @@ CHAT_TEMPLATE = (
 def write(tmp_path):
     """Write columns as `<tmp_path>/<name>`, in row groups of `group_rows`."""
 
-    def write(
-        name: str, columns: dict[str, Any], group_rows: int = 2, types: dict[str, pa.DataType] | None = None
-    ) -> Path:
+    def write(name, columns, group_rows=2, types=None):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         kinds = types or {}
@@ -47,7 +42,7 @@ def output(tmp_path):
 def done():
     """A row of a document done."""
 
-    def done(file: int, row: int, text: str = "a summary") -> dict[str, Any]:
+    def done(file, row, text="a summary"):
         return row_done(DocumentKey(file, row), text) | {"doc_id": f"id-{file}-{row}"}
 
     return done
@@ -57,7 +52,7 @@ def done():
 def failed():
     """A row of a document given up."""
 
-    def failed(file: int, row: int, error_class: str = "NullText") -> dict[str, Any]:
+    def failed(file, row, error_class="NullText"):
         told = {"error_class": error_class, "message": "why", "stage": "read", "retryable": False, "attempts": 1}
         return {"file": file, "row": row, "doc_id": f"id-{file}-{row}", **told}
 

@@ -1,8 +1,6 @@
 """The parts are the only record of what is done."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,8 +20,6 @@ from specextend.data.commits import (
 )
 from specextend.data.schema import COMMIT_SCHEMA
 from tests.damage import DAMAGES, damage
-
-MakeRow = Callable[..., dict[str, Any]]
 
 
 def test_parts_are_named_by_run_and_counted_on_over_runs(output, done):

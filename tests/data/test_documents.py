@@ -16,7 +16,7 @@ import pytest
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from specextend.data.document_kinds import DocumentOptions, check_packages
-from specextend.data.documents import ERRORS, Prepared, prepare_documents
+from specextend.data.documents import ERRORS, prepare_documents
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.s3_server import s3_server
@@ -78,7 +78,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def prepare(folder):
-    def call(*sources: str, output: str = "", **options: Any) -> Prepared:
+    def call(*sources, output="", **options):
         wanted = DocumentOptions(workers=2, **options)
         return prepare_documents(sources or [str(folder)], output or f"{folder}.out", wanted, lambda done, total: None)
 

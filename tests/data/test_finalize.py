@@ -1,9 +1,7 @@
 """An input row ends in exactly one output row, in its place."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +18,6 @@ from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
-
-MakeRow = Callable[..., dict[str, Any]]
-Write = Callable[..., Path]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
-
-Write = Callable[..., Path]
 
 HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
 CONFIG: dict[str, Any] = {
@@ -36,7 +33,7 @@ def manifest(tmp_path, write):
     write("in/a.parquet", {"text": ["x", "y"]})
     write("in/sub/b.parquet", {"text": ["z"]})
 
-    def build(config: dict[str, Any] = CONFIG, hashes: dict[str, str] = HASHES, folder: str = "in") -> dict[str, Any]:
+    def build(config=CONFIG, hashes=HASHES, folder="in"):
         return build_manifest(open_source(InputOptions(path=str(tmp_path / folder))), config, hashes)
 
     return build
@@ -76,7 +73,7 @@ def test_another_value_is_another_run_and_the_difference_is_said(manifest):
 def test_of_two_schemas_what_differs_in_them_is_said(manifest):
     """Two lines of a thousand characters hide it. Another order of fields is another run, too."""
 
-    def of(fields: dict[str, Any]) -> dict[str, Any]:
+    def of(fields):
         return manifest(changed("output", "schema", json.dumps({"type": "object", "properties": fields})))
 
     before, longer = of({"a": {"type": "string", "maxLength": 8}, "b": {}}), of({"a": {"type": "string"}, "b": {}})

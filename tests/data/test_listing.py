@@ -1,15 +1,10 @@
 """Which files the input is, and that the output is apart from it."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
-
-Write = Callable[..., Path]
 
 
 def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path, write):

@@ -66,7 +66,7 @@ def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(plain
     content = "{{ messages[-1].content }}"
     tokenizer.chat_template = {"default": content, "begun": content + begin, "quiet": content + begin + end}
 
-    def told(output: str, template: str = "default") -> tuple[str, str | None]:
+    def told(output, template="default"):
         options = PromptOptions(template_options={"chat_template": template})
         token_ids = tokenizer(output)["input_ids"]
         text = tokenizer.decode(token_ids, skip_special_tokens=True)

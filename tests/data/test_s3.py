@@ -34,8 +34,6 @@ from specextend.data.storage import (
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
 
-MakeRow = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -152,7 +150,7 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused
     write_bytes(location, b"yesterday's")
     s3.refuses = REFUSALS[refused]
 
-    def rewrite() -> None:
+    def rewrite():
         with atomic_output(location) as path:
             Path(path).write_bytes(os.urandom(1 << 20) * (1 if refused == "a small file" else 25))
 

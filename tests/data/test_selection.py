@@ -1,7 +1,6 @@
 """Which rows of its input a run is about: filter, sample, limit, and what earlier runs have done."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,6 @@ from specextend.data.selection import find_earlier, recall_selection, select_row
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from tests.properties.rows import done
-
-Write = Callable[..., Path]
-Corpus = Callable[..., InputOptions]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What may be wrong with an input, and who pays for it: the run before it starts, or one row."""
 
 import pickle
-from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from itertools import product
@@ -19,8 +18,6 @@ from specextend.data.instructions import Instruction
 from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
-
-Write = Callable[..., Path]
 
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
@@ -111,7 +108,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
     """It was an error row of each document, after the models were loaded. A field of a null struct is an empty text."""
     path = write("a.parquet", {"text": ["x", "y"], "meta": [{"land": "fr", "at": {"page": 1}}, None]})
 
-    def ask(instruction: str) -> Source:
+    def ask(instruction):
         return open_source(InputOptions(path=str(path)), template=Instruction("prompt.instruction", instruction))
 
     missing = {"meta.lnd": "'lnd'; it has land, at; did you mean land?", "meta['at'].p": "'p'; it has page"}

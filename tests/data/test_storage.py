@@ -47,7 +47,7 @@ def test_a_failure_while_writing_leaves_what_was_there(folder):
     location = folder.child("summary")
     write_bytes(location, b"old")
 
-    def write_half() -> None:
+    def write_half():
         with atomic_output(location) as path:
             Path(path).write_bytes(b"half")
             raise ZeroDivisionError
@@ -136,7 +136,7 @@ def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(monkeypatc
 
     class FileSystem(fs.FileSystem):
         @staticmethod
-        def from_uri(uri: str) -> None:
+        def from_uri(uri):
             raise OSError(answer)
 
     monkeypatch.setattr(fs, "FileSystem", FileSystem)

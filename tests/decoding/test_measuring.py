@@ -121,7 +121,7 @@ def test_a_measurement_that_shares_its_core_is_disturbed():
     cores, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
     busy = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
 
-    def spin() -> None:
+    def spin():
         end = time.thread_time() + 0.2
         while time.thread_time() < end:
             pass

@@ -113,7 +113,7 @@ def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
     draft_loads = sorted(draft_loads)
     chosen = who_speculates(states, verify_s, lambda count: draft_loads[count - 1], in_credit=True)
 
-    def rate(size: int) -> float:
+    def rate(size):
         best = sorted((state.gain for state in states), reverse=True)[:size]
         return (len(states) + sum(best)) / (LOAD + draft_loads[size - 1])
 

@@ -72,7 +72,7 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
     drafter, steps = engine.drafter, list[set[str]]()
     propose, absorb = drafter.propose, drafter.absorb
 
-    def note(frame, event, arg) -> None:
+    def note(frame, event, arg):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")
         steps[-1].add(module)
 
@@ -81,7 +81,7 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
         sys.setprofile(note)
         return propose(slots, num_nodes)
 
-    def end(slots, decided) -> None:
+    def end(slots, decided):
         absorb(slots, decided)
         sys.setprofile(None)
 

@@ -8,7 +8,7 @@ from specextend.decoding import device
 from specextend.decoding.engine import Engine
 from tests.alive import fresh
 from tests.covering import covering
-from tests.faults.scarce import Forward, before_forwards, run_out
+from tests.faults.scarce import before_forwards, run_out
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHUNK = 64
@@ -30,7 +30,7 @@ DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 def in_turns(pairs, monkeypatch):
     """Makes engines whose chunks are short; without a `share` a prompt is read while all others wait."""
 
-    def make(draft: str | None, batch: int, share: float = 0.5, **changes) -> Engine:
+    def make(draft, batch, share=0.5, **changes):
         monkeypatch.setattr(device, "CPU", replace(device.CPU, prefill_chunk=CHUNK))
         mode = {} if draft else {"decoding__mode": "autoregressive"}
         engine = tiny_engine(pairs("llama"), draft or "good", decoding__max_batch_size=batch, **mode, **changes)
@@ -97,7 +97,7 @@ def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
     acts = {"cancelled": lambda: engine.cancel("1"), "failed": fail}
     half_read, done = [False], [False]
 
-    def look(forward: Forward) -> None:
+    def look(forward):
         half_read[0] |= not forward.is_step and forward.longest == 4 * CHUNK
         if half_read[0] and not done[0] and forward.is_step == (how == "neighbour lacks memory"):
             done[0] = True

@@ -40,7 +40,7 @@ def target(tmp_path_factory):
 def write(tmp_path):
     """A head's folder; keywords go into its config, None removes a key."""
 
-    def write(variant: str, **values) -> Path:
+    def write(variant, **values):
         ALL[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
         edit_config(tmp_path / "head", **values)
         return tmp_path / "head"

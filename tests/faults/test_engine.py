@@ -111,7 +111,7 @@ def test_after_some_documents_everything_is_tried_again(pair):
     ran = watched(engine)
     failures = iter([True])
 
-    def fail_once(forward: Forward) -> None:
+    def fail_once(forward):
         if forward.is_step and next(failures, False):
             run_out()
 
@@ -128,7 +128,7 @@ def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     engine = tiny_engine(pair, decoding__max_batch_size=2)
     before = fresh(engine)
 
-    def cancel_and_run_out(forward: Forward) -> None:
+    def cancel_and_run_out(forward):
         if forward.is_step and forward.num_sequences > 1:
             engine.cancel("300")
             run_out()

@@ -56,7 +56,7 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes):
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def remove(snapshot) -> bool:
+    def remove(snapshot):
         if snapshot.num_done < 3:
             return False
         first.kill()
@@ -77,7 +77,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
     run: Job = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def drain(snapshot) -> bool:
+    def drain(snapshot):
         if snapshot.num_done < 3:
             return False
         first.drain(seconds=3000)
@@ -102,13 +102,13 @@ def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes)
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
     frozen: list[psutil.Process] = []
 
-    def hang(snapshot) -> bool:
+    def hang(snapshot):
         if snapshot.num_done < 3:
             return False
         frozen.extend(first.freeze())
         return True
 
-    def come_back(snapshot) -> bool:
+    def come_back(snapshot):
         if first.is_alive or not noted(run, "died"):
             return False
         thaw(frozen)

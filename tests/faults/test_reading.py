@@ -5,7 +5,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +19,6 @@ from specextend.cluster.exits import (
     StoreError,
     exit_code,
 )
-from specextend.cluster.progress import Snapshot
 from specextend.config import RunConfig
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
@@ -59,7 +57,7 @@ def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
     (tmp_path / "held").touch()
     run: Job = job([f"crawl@{tmp_path}/held {text}" for text in TEXTS], workers=3)
 
-    def let_go(name: str, facts: dict[str, Any]) -> None:
+    def let_go(name, facts):
         if name == "document_unread":
             (tmp_path / "held").unlink(missing_ok=True)
 
@@ -96,7 +94,7 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, 
     begin = texts.dictionary_page_offset or texts.data_page_offset
     end = begin + texts.total_compressed_size
 
-    def after_planning(snapshot: Snapshot) -> None:
+    def after_planning(snapshot):
         write_unnoticed(path, whole[:begin] + b"\xff" * (end - begin) + whole[end:])
         run.screen.on_show = lambda snapshot: None
 
@@ -124,7 +122,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run: Job = job(TEXTS)
 
-    def after_planning(snapshot: Snapshot) -> None:
+    def after_planning(snapshot):
         patch.setattr(Source, "check_unchanged", answers_nothing)
         run.screen.on_show = lambda snapshot: None
         wait_for((tmp_path / "empty-0").exists, "engine")  # of this the driver's clock counts ten seconds at most
@@ -144,7 +142,7 @@ def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeyp
     """Exit 2 would tell a scheduler that running again changes nothing."""
     run: Job = job(TEXTS)
 
-    def at_the_end(snapshot: Snapshot) -> None:
+    def at_the_end(snapshot):
         if snapshot.num_done == len(TEXTS):
             patch.setattr(Source, "check_unchanged", answers_nothing)
 

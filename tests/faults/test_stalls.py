@@ -80,7 +80,7 @@ def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, n
     run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 
-    def grow(snapshot) -> None:
+    def grow(snapshot):
         if time.monotonic() - began > 12:
             run.screen.on_show = lambda snapshot: None
             assert not any("could not be built" in note for note in run.screen.notes)

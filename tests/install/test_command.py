@@ -153,7 +153,7 @@ def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
 def test_a_shell_completes_commands_and_names_of_configurations():
     """By the variable that `--help` names."""
 
-    def complete(line: str) -> set[str]:
+    def complete(line):
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split())), "_SPECEXTEND_COMPLETE": "bash_complete"}
         code = "import sys; sys.argv = ['specextend']; from specextend.cli.main import main; main()"
         found = subprocess.run(

@@ -97,7 +97,7 @@ def start():
     """Start the job and go on; what is left of it is ended after the test."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, command: Callable[..., list[str]] = command) -> subprocess.Popen[str]:
+    def start(*arguments, command=command):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command("--config", str(CONFIG), *arguments), env=environment(), cwd=ROOT, **pipes)
         processes.append(process)

@@ -164,7 +164,7 @@ def convert(write_model, tmp_path):
     folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
 
-    def convert(**changes) -> int:
+    def convert(**changes):
         write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
         return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
 

@@ -100,7 +100,7 @@ def counted(tmp_path, monkeypatch):
     """Count the proofs, which find nothing."""
     calls = []
 
-    def prove_nothing(subject: Subject, *_: object) -> Proof:
+    def prove_nothing(subject, *_):
         calls.append(subject)
         is_late = subject.batch == BUSY and len(calls) == 1
         return Proof(Kernels(prompts="flash"), (Trial(name="any", taken=False, why="", is_late=is_late),))

@@ -94,7 +94,7 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
     out of reach.
     """
 
-    def check(folder: Path) -> None:
+    def check(folder):
         night = Night(folder, seed, interrupt)
         night.pass_by()
         counts = finalize(night.source, night.output)

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def killed(*arguments: Any) -> None:
 def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data, starts):
     """Killed between commits or inside one, with error rows done again or not: nothing lost, nothing twice."""
 
-    def check(folder: Path) -> None:
+    def check(folder):
         history = History(folder, data)
         for retry_errors in starts:
             history.start(retry_errors=retry_errors, to_its_end=False)
@@ -114,12 +113,12 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data, starts)
 def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data, num_files):
     """Each file is whole or not there, so a second finalize only adds what is missing."""
 
-    def check(folder: Path) -> None:
+    def check(folder):
         history = History(folder, data)
         history.start(retry_errors=False, to_its_end=True)
         left = iter(range(num_files))
 
-        def replace(source: str, target: str, rename: Callable[[str, str], None] = os.replace) -> None:
+        def replace(source, target, rename=os.replace):
             if next(left, None) is None:
                 raise Killed
             rename(source, target)

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -87,14 +86,11 @@ def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
     assert "which is no commit of this run; name another folder" in ended.stderr
 
 
-Night = Callable[..., Path]
-
-
 @pytest.fixture
 def night(tmp_path):
     """Make the folder of a run that has ended: answers and failures by id, and when it began."""
 
-    def night(day: int, answers: dict[str, str], failed: tuple[str, ...] = (), **more: Any) -> Path:
+    def night(day, answers, failed=(), **more):
         output = tmp_path / "nights" / f"{9 - day}"  # its name says nothing
         values = config_of(str(output)).model_dump(mode="json", exclude_unset=True)
         values["input"]["id_column"], values["output"]["column"] = "id", more.pop("column", "summary")
