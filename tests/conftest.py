@@ -82,6 +82,21 @@ def pairs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def pair(pairs):
+    """The pair that most tests take."""
+    return pairs("llama")
+
+
+@pytest.fixture(scope="session")
+def spelling_pair(tmp_path_factory):
+    """One whose tokens are bytes and runs of JSON."""
+    from tests.tiny_models import FAMILIES, spelling_tokenizer, write_pair
+
+    folder = tmp_path_factory.mktemp("spelling")
+    return write_pair(folder, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)
+
+
+@pytest.fixture(scope="session")
 def references(pairs):
     """(family, prompt length, new tokens) -> transformers' greedy output for `random_prompt`, made once a process."""
     from tests import reference_outputs, tiny_models

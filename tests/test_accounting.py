@@ -14,11 +14,6 @@ SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", 
 LENGTHS = (200, 90, 41, 15, 300)
 
 
-@pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
 def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
     requests = [request(str(length), random_prompt(length), max_new_tokens) for length in lengths]
     completions = list(engine.generate(requests))

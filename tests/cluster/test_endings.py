@@ -1,7 +1,6 @@
 """The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
 from tests.cluster.fakes import NeverLoads
+from tests.job.conftest import kept_handlers
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -44,7 +44,6 @@ class Ended:
         for number in range(2):
             pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
         self.output, self.screen = folder / "output", Screen()
-        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         prepared = prepare(self.config())
         self.fingerprint: str = prepared.manifest["fingerprint"]
         write_manifest(prepared.output, prepared.manifest)
@@ -82,10 +81,8 @@ class Ended:
 
 @pytest.fixture
 def ended(tmp_path):
-    ended = Ended(tmp_path)
-    yield ended
-    for number, handler in ended.handlers.items():
-        signal.signal(number, handler)
+    with kept_handlers():
+        yield Ended(tmp_path)
 
 
 def steal(ended: Ended) -> None:

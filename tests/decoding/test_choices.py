@@ -9,13 +9,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specextend.data.answers import choices_of, schema_of
 from tests.tiny_models import (
-    FAMILIES,
     load_reference,
     random_prompt,
     request,
-    spelling_tokenizer,
     tiny_engine,
-    write_pair,
 )
 
 FIELDS = {
@@ -30,9 +27,8 @@ LENGTHS = (40, 71, 150)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    family = FAMILIES["llama"]
-    return write_pair(tmp_path_factory.mktemp("choices"), family, vocab_size=320, tokenizer=spelling_tokenizer)
+def pair(spelling_pair):
+    return spelling_pair
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,13 @@ from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs
 from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
 from specextend.decoding.model import CachedModel
-from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    pair = write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+def engine(pair):
     return tiny_engine(pair, attention__tree="hybrid")
 
 

@@ -44,9 +44,9 @@ def traced_steps(pair, batch: int, calls_before_capture: int, monkeypatch) -> li
 
 
 @pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
-def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pairs, monkeypatch):
+def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pair, monkeypatch):
     """Eight nodes, four levels. `docs/log.md` says what the figures were before."""
-    steps = traced_steps(pairs("llama"), batch, sys.maxsize, monkeypatch)
+    steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)
     assert len(steps) >= 4
     for step in steps:
         assert step.operators.total() <= operators, step.operators
@@ -55,9 +55,9 @@ def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, upload
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
+def test_a_captured_step_is_three_launches(batch, pair, monkeypatch):
     """Drafting, verification and absorption. What is left copies their inputs, and files the new roots."""
-    *_, step = traced_steps(pairs("llama"), batch, 1, monkeypatch)
+    *_, step = traced_steps(pair, batch, 1, monkeypatch)
     assert step.operators["launch"] == 3
     assert step.operators.total() <= 13, step.operators
     assert step.num_downloads == 1
@@ -65,10 +65,10 @@ def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["eagle", "good"])
-def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
+def test_a_step_crosses_at_most_fifteen_modules(draft, pair, monkeypatch):
     """Who follows one through the code holds as many pages in the head; options that it reads do not count."""
     changes = {"cache__refresh_every": 1, "tree__nodes": "auto", "attention__backend": "sdpa"}
-    engine = tiny_engine(pairs("llama"), draft, **changes)
+    engine = tiny_engine(pair, draft, **changes)
     drafter, steps = engine.drafter, list[set[str]]()
     propose, absorb = drafter.propose, drafter.absorb
 

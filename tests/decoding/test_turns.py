@@ -27,13 +27,13 @@ DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 
 
 @pytest.fixture
-def in_turns(pairs, monkeypatch):
+def in_turns(pair, monkeypatch):
     """Makes engines whose chunks are short; without a `share` a prompt is read while all others wait."""
 
     def make(draft, batch, share=0.5, **changes):
         monkeypatch.setattr(device, "CPU", replace(device.CPU, prefill_chunk=CHUNK))
         mode = {} if draft else {"decoding__mode": "autoregressive"}
-        engine = tiny_engine(pairs("llama"), draft or "good", decoding__max_batch_size=batch, **mode, **changes)
+        engine = tiny_engine(pair, draft or "good", decoding__max_batch_size=batch, **mode, **changes)
         engine.decode_share = share
         return engine
 

@@ -100,8 +100,6 @@ class DiesOnce:
 class WordyEngine(FakeEngine):
     """Its summaries are a MiB and more."""
 
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        for completion in super().generate(source, on_error):
-            yield replace(completion, text=completion.text + "." * (1 << 20))
+    def completion(self, running: Any) -> Completion:
+        completion = running.completion()
+        return replace(completion, text=completion.text + "." * (1 << 20))

@@ -44,11 +44,6 @@ def source_of(folder: Path, sizes: list[int], text_of: Callable[[DocumentKey], s
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Rows of all Parquet files of a folder, in the order of their names."""
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
 def in_a_folder(check: Callable[[Path], None]) -> None:
     """Hypothesis calls a test many times: each in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,8 @@ from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
-from tests.properties.rows import in_a_folder, name_of, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import in_a_folder, name_of, source_of
 from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPool, driver_of
 
 MAX_STARTS = 60

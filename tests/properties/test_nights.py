@@ -24,7 +24,8 @@ from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
-from tests.properties.rows import done, in_a_folder, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import done, in_a_folder, source_of
 
 KILLED = 137
 RETRIED = (EXIT_FAILED, KILLED)

@@ -15,7 +15,8 @@ from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
-from tests.properties.rows import done, failed, in_a_folder, name_of, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import done, failed, in_a_folder, name_of, source_of
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 

@@ -16,7 +16,8 @@ from specextend.core import DocumentKey
 from specextend.data.commits import read_commits
 from specextend.data.storage import resolve
 from tests.cluster.conftest import Screen
-from tests.properties.rows import rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import source_of
 from tests.properties.simulated import Clock, SimulatedPool, driver_of
 
 GPUS = 8
