@@ -78,7 +78,7 @@ def record(name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], Non
     with recorder:
         outputs = function()
 
-    def replay() -> None:
+    def replay():
         for call in recorder.calls:
             call.replay()
 

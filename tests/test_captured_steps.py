@@ -36,7 +36,7 @@ class Counting:
         replay, outputs = record(name, function)
         self.num_captured += 1
 
-        def counted() -> None:
+        def counted():
             self.num_replays += 1
             replay()
 

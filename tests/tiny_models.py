@@ -310,7 +310,7 @@ def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
     """Do something within the target's `call`-th attention from now: 3 a prefill chunk, 6 a verification."""
     attend, numbers = engine.target.attend, itertools.count(1)
 
-    def attend_and_act(*arguments: Any) -> Any:
+    def attend_and_act(*arguments):
         if next(numbers) == call:
             action()
         return attend(*arguments)

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.commits import DamagedCommitError
-from specextend.data.parquet import CHECKED, damaged_as, write_table
+from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import audits_folder
 from specextend.data.schema import rows_table
-from specextend.data.storage import Location, in_order, list_files
+from specextend.data.storage import Location, file_sizes, in_order
 
 AUDIT_SCHEMA = pa.schema(
     [
@@ -94,13 +94,18 @@ class AuditWriter:
 
 
 def read_audits(output: Location) -> pa.Table:
-    """Read the rows of all starts; none if nothing was audited. Raises DamagedCommitError."""
+    """Read the rows of all starts; none if nothing was audited. Raises DamagedCommitError, and OSError."""
     folder = audits_folder(output)
-    files = [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
-    return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *in_order(_read, files)])
+    sizes = file_sizes(folder)
 
+    def table(file: pa.NativeFile) -> pa.Table:
+        return pq.read_table(file, **CHECKED).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
 
-def _read(file: Location) -> pa.Table:
-    with damaged_as(DamagedCommitError, file, "delete it to do without its rows"):
-        table = pq.read_table(file.path, filesystem=file.filesystem, **CHECKED)
-        return table.select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
+    def read(name: str) -> pa.Table:
+        file = folder.child(name)
+        return read_file(
+            file, table, damaged_as(DamagedCommitError, file, "move it away to do without its rows"), sizes[name]
+        )
+
+    names = sorted(name for name in sizes if name.endswith(".parquet"))
+    return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *in_order(read, names)])

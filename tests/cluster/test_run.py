@@ -61,7 +61,7 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
 def interrupt_after(run, num_done: int) -> Interrupt:
     interrupt = Interrupt(600.0)
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if snapshot.num_done >= num_done:
             interrupt.tell("SIGTERM received")
 

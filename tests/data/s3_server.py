@@ -26,6 +26,8 @@ class Endpoint:
     """Whether it answers every request with 503."""
     refuses: Callable[[str, str], bool] = lambda method, path: False
     """Which requests (method, path with query) it answers with 403, which no client tries again."""
+    empties: Callable[[str, str], bool] = lambda method, path: False
+    """Which requests it answers with 200 and nothing."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -78,7 +80,7 @@ def s3_server() -> Iterator[Endpoint]:
     endpoint = Endpoint("")
     moto = DomainDispatcherApplication(create_backend_app)
 
-    def counted(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+    def counted(environ, start_response):
         query = environ["QUERY_STRING"]
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
         endpoint.requests.append(request)
@@ -88,6 +90,9 @@ def s3_server() -> Iterator[Endpoint]:
         if endpoint.refuses(*request):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Length", "0")])
+            return []
+        if endpoint.empties(*request):
+            start_response("200 OK", [("Content-Length", "0")])
             return []
         return moto(environ, start_response)
 

@@ -29,7 +29,7 @@ def decode(engine, *requests) -> tuple[dict[str, list[int]], set[str]]:
     """Return the completions' tokens by request, and the requests that ended for logits that are not finite."""
     broken: set[str] = set()
 
-    def note(name: str, error: Exception) -> None:
+    def note(name, error):
         assert type(error).__name__ == "NonFiniteLogits", error
         broken.add(name)
 

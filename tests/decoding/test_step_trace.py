@@ -25,7 +25,7 @@ class Capturing:
     def __call__(self, name, function):
         replay, outputs = record(name, function)
 
-        def launch() -> None:
+        def launch():
             self.tracer.steps[-1].operators["launch"] += 1
             self.tracer.leaving_out(replay)()
 

@@ -24,7 +24,7 @@ Rename = Callable[[str, str], None]
 def mortal(rename: Rename, death: str, when: str, pattern: str, number: int) -> Rename:
     seen = []
 
-    def renames(source: str, target: str) -> None:
+    def renames(source, target):
         matches = fnmatch(target, pattern)
         seen.extend([target] * matches)
         is_due = matches and len(seen) == number

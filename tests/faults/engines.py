@@ -74,7 +74,7 @@ def note_received(screen: Screen, marker: Path) -> None:
     received = received_beside(marker)
     received.touch()
 
-    def note(name: str, facts: dict[str, Any]) -> None:
+    def note(name, facts):
         if name == "document_done":
             with received.open("a") as file:
                 file.write(".")

@@ -80,7 +80,7 @@ FAULTS = {"full": Full, "read-only": ReadOnly}
 def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
     """Do something once that many rows are done."""
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if snapshot.num_done >= number:
             run.screen.on_show = lambda snapshot: None
             action()

@@ -21,7 +21,7 @@ def during(run: Job, *actions) -> None:
     """Do one after the other, each when the driver next looks and the one before is done; False: not yet."""
     waiting = list(actions)
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if waiting and waiting[0](snapshot) is not False:
             waiting.pop(0)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -131,7 +131,7 @@ def specextend(*arguments: str) -> Ended:
 
 
 def _as_main(run: Callable[[], object], *argv: str) -> Ended:
-    def leave(code: int) -> NoReturn:
+    def leave(code):
         raise SystemExit(code)
 
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]

@@ -150,7 +150,7 @@ def divided(**changes: float):
 def scaled(kind: str, also=lambda writer: None):
     """Adds the keys of a scaling by four."""
 
-    def add(writer: gguf.GGUFWriter) -> None:
+    def add(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(4.0)
         also(writer)

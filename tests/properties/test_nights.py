@@ -217,7 +217,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
     """A night; checks what holds for each, and returns the exit codes of each scheduler."""
     codes: list[list[int]] = []
 
-    def check(folder: Path) -> None:
+    def check(folder):
         night = Night(folder, random.Random(seed), where(folder), num_schedulers)
         with pytest.MonkeyPatch.context() as patch:
             for module, name, call in ((lock, "read_bytes", read_bytes), (lock, "write_bytes", write_bytes)):
@@ -236,7 +236,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
 
 
 def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(*arguments: Any) -> Any:
+    def ask(*arguments):
         world.request()
         return call(*arguments)
 

@@ -86,7 +86,7 @@ def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:
     """A prompt of 24 tokens and two answers, with states that no target has made."""
     generator = torch.Generator().manual_seed(0)
 
-    def span(length: int) -> Span:
+    def span(length):
         token_ids = torch.randint(vocab_size, (length,), generator=generator)
         return Span(token_ids, torch.randn(length, hidden_size, generator=generator), torch.ones(length))
 
