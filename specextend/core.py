@@ -1,7 +1,5 @@
 """Documents, requests and completions, which hold no tensors; loops of tokens; functions that show text safely."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 import json

@@ -1,7 +1,5 @@
 """A run as a call, for notebooks and orchestrators: `specextend.run`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models by transformers: what their configs say, whether they can be served, and loading them and their tokenizers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

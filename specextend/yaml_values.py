@@ -1,7 +1,5 @@
 """YAML of people: files, and the values of `--set`. What is wrong is said in one line, which shows no secret."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

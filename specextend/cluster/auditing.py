@@ -4,8 +4,6 @@ Plain decoding is timed, too, so its sequences run in batches of their own, as l
 speculating neighbours they would pay for rows that are not theirs. Pure, apart from the lock of `Auditor`.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Displays of a run's progress and events: a bar on a terminal or in a notebook, plain lines, or JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

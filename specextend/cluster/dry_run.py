@@ -1,7 +1,5 @@
 """The dry run: what a start would do, which memory and time it would take, and with how many workers."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 import time

@@ -5,8 +5,6 @@ output token, and how much documents differ. `Outlook` makes of them the time of
 `docs/planning-and-report.md` describes the method. Nothing is written, and nothing is kept for a later start.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

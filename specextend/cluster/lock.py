@@ -1,7 +1,5 @@
 """The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its heartbeat goes on."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -5,8 +5,6 @@ may be its fault; after `job.max_attempts` of these it is given up. Times are se
 caller passes in.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

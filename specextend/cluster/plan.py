@@ -1,7 +1,5 @@
 """The plan of a start: its documents with their tokens, estimated from a sample, and the memory that a worker takes."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter

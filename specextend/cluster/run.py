@@ -1,7 +1,5 @@
 """A run from its configuration to its exit code: check, lock, plan, decode, finalize."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors (`Pool`)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

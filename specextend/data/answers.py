@@ -1,7 +1,5 @@
 """Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 They are commits of the driver in `_run/audits/`, beside those of the results, and not needed to resume a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

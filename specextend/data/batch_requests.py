@@ -4,8 +4,6 @@ A line names its request, and holds the body that `/v1/chat/completions` takes. 
 document. What a run can have only once, such as a system message, must be the same in all lines.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping

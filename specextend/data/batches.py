@@ -1,7 +1,5 @@
 """Documents and results as Arrow tables, for a pipeline that hands over batches instead of files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

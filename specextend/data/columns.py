@@ -1,7 +1,5 @@
 """Which columns of a Parquet file hold the text and the id: a guess with its reason, to begin a configuration with."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import partial

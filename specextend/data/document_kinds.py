@@ -1,7 +1,5 @@
 """The text of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one in each row."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import ctypes

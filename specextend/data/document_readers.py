@@ -1,7 +1,5 @@
 """Files that are read in processes of their own: one that hangs its reader, or ends it, fails alone."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import resource

@@ -3,8 +3,6 @@
 A row names its file with size and time of modification, so that the data set itself says which files it has.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import tempfile

@@ -3,8 +3,6 @@
 Another call reads only the files that are new, that have changed or that have failed.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Where the strings of an answer stand in its document: the first check against invention."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The end of a run: commits become summaries and errors in input order, and every row is accounted for."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The manifest of a run, which describes what it is made of, and the provenance that its files hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping

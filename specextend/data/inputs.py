@@ -1,7 +1,5 @@
 """The options of the input and output, the errors of input files and documents, and what is known of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Instructions: templates over the columns of a row, with a place for its document."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping

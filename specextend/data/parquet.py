@@ -1,7 +1,5 @@
 """Reading Parquet files in bounded memory, and writing them with checksums."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A document that is too long for one prompt: split where sections, paragraphs or sentences end, and merged again."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Words are lower-case runs of letters, marks and digits; each character of a script without spaces is a word.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A filter in text: a small grammar of comparisons over columns, which is parsed and never executed as Python."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping

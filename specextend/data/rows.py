@@ -1,7 +1,5 @@
 """A row of the input: its document, and what it says itself about its prompt and its sampling."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

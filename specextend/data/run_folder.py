@@ -1,7 +1,5 @@
 """The output folder of a run: where each file is, the records of the run's starts, and the record of its end."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -142,20 +140,20 @@ def parse_time(text: Any) -> float | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _FileFacts:
     size: NonNegativeInt
     rows: NonNegativeInt
     footer_sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Selected:
     rows: NonNegativeInt
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Identity:
     files: dict[str, _FileFacts]
     hashes: dict[str, str]
@@ -163,7 +161,7 @@ class _Identity:
     selection: _Selected | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Manifest:
     """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may hold anything."""
 
@@ -183,7 +181,7 @@ RELEASED = "released"
 """The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kernel:
     """What came of a kernel that a worker has tried."""
 
@@ -192,7 +190,7 @@ class Kernel:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerRecord:
     """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
 

@@ -1,7 +1,5 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime

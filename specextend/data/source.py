@@ -1,7 +1,5 @@
 """The input of a run: opened and checked once, then streamed column by column, or read row by row."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence

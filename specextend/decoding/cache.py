@@ -12,8 +12,6 @@ Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` n
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ sum is what the target says of them.
 Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

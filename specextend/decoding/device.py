@@ -5,8 +5,6 @@ than its host can ask for it: an eager step of small models is mostly asking. A 
 memory, so whatever differs between two steps must be a tensor on the device, and nothing may be asked of it on the way.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import resource

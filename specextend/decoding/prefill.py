@@ -8,8 +8,6 @@ Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F`
 heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ A text is cut into chunks of `cache.chunk_size` tokens, the last of which may be
 Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C` chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

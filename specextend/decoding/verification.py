@@ -4,8 +4,6 @@ Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` feat
 nodes of a path, `H` query heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of th
 heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

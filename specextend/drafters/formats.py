@@ -11,8 +11,6 @@ Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers,
 head may hold an embedding and an LM head of its own; if it lacks one, the target's is used.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 

@@ -3,8 +3,6 @@
 Shapes: `B` sequences, `T` rows of each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

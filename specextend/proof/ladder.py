@@ -4,8 +4,6 @@ Each rung is tried in a process of its own, so that one which crashes, hangs or 
 node proves once, under a lock, and keeps the result until the driver, a library, our code or a shape changes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

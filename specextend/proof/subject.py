@@ -1,7 +1,5 @@
 """What a proof is about, and the kernels that it chooses from, as values that go from one process to another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name

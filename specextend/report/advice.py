@@ -3,8 +3,6 @@
 A rule advises only what the run's configuration leaves open, and what its figures do not show to be of no use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

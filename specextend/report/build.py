@@ -1,7 +1,5 @@
 """Building the report of a run folder from its rows and records, and writing it to files."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

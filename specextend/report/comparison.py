@@ -1,7 +1,5 @@
 """Two runs side by side: their figures, how many of their texts differ, and what of their configuration does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from hashlib import blake2b

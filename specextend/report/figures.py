@@ -1,7 +1,5 @@
 """Figures of the documents of a run, beside plain decoding (the audit), and beside the limits of its devices."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

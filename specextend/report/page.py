@@ -1,7 +1,5 @@
 """The report as one page of HTML that needs nothing else: no network, no script, no other file."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping

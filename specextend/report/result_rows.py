@@ -1,7 +1,5 @@
 """The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's Batch API."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The sections of a report: tables of texts, which the page shows as HTML and the commands print."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

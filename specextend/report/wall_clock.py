@@ -4,8 +4,6 @@ A worker is paid for from the moment it has a process until it is released. What
 they add up to the worker-seconds that were paid.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

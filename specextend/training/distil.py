@@ -5,8 +5,6 @@ new draft brings on held-out documents in the engine. Rounds end when that rises
 out. The output folder holds the best draft; its subfolder `work` holds what an interrupted training needs to resume.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

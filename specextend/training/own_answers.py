@@ -3,8 +3,6 @@
 The answers lie in Parquet files of a folder, with the columns `number`, `prompt_token_ids` and `output_token_ids`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
