@@ -32,6 +32,12 @@ MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
 
 
+Values = dict[str, Any]
+"""Values by name: a row, an object of JSON, a section of a configuration or of a report."""
+ReadOnly = Mapping[str, Any]
+"""The same, which whoever gets it does not change."""
+
+
 class DocumentKey(NamedTuple):
     """The place of a row in the input. Inside a job a row is identified by its key, never by its `doc_id`."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from specextend.core import counted, first_line, without_collections
+from specextend.core import Values, counted, first_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -248,7 +248,7 @@ def context_length(config: PreTrainedConfig) -> int:
     return max(longest, int(before * (rope.get("factor") or 1.0)))
 
 
-def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple[torch.Tensor, float]:
+def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
     """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines and cosines.
 
     Raises ModelError if that RoPE is not served.
@@ -289,7 +289,7 @@ def _reading(what: str) -> Iterator[None]:
         raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
 
 
-def _check_raw_config(raw: dict[str, Any], model: str) -> None:
+def _check_raw_config(raw: Values, model: str) -> None:
     """Raise ModelError for a config that must not reach transformers: unknown architecture, quantized weights."""
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
@@ -422,7 +422,7 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
         raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
 
 
-def _gguf_rope(fields: dict[str, Any], divisors: Any, config: PreTrainedConfig, file: str) -> dict[str, Any]:
+def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:
     """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which frequencies are divided."""
     scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
     rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}

@@ -27,7 +27,7 @@ from transformers import (
 
 from specextend.attention.backends import cpu_kernels
 from specextend.config import RunConfig
-from specextend.core import Request, SamplingParams
+from specextend.core import Request, SamplingParams, Values
 from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.tree import Drafter
@@ -70,7 +70,7 @@ class Family:
     config: type
     heads: tuple[int, int] = (4, 2)
     tied: bool = False
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: Values = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     head_dim: int = 16
 
 
@@ -244,7 +244,7 @@ def load_reference(pair: Pair) -> Any:
     return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
 
 
-SECTIONS: dict[str, dict[str, Any]] = {
+SECTIONS: dict[str, Values] = {
     "input": {"path": "unused"},
     "output": {"path": "unused"},
     "decoding": {"mode": "specextend", "cache_gib": 0.05},
@@ -261,7 +261,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
+def draft_section(pair: Pair, draft: str) -> Values:
     """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
     if draft == "ngram":
         return {"kind": draft}

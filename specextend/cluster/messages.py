@@ -7,9 +7,9 @@ caller passes in.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.stats import DecodingStats
@@ -139,7 +139,7 @@ class Holder:
 class Done:
     """The result of a document: a row of a commit, and its counts."""
 
-    row: dict[str, Any]
+    row: Values
     stats: DecodingStats
     used_gib: float
     """The most memory that its worker had used by then."""
@@ -192,7 +192,7 @@ class WorkerInfo:
     """Accelerators that Ray has assigned to it, such as `GPU 3`."""
     limits: dict[str, float] | None = None
     """What its device can do and what its target asks of it (`Engine.limits`); None if that is not known."""
-    kernels: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[Values] = field(default_factory=list)
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
@@ -203,7 +203,7 @@ class WorkerReport:
     num_steps: int
     outputs: dict[str, int]
     """Output tokens so far by lease id, for leases whose prefill has begun."""
-    audits: tuple[dict[str, Any], ...] = ()
+    audits: tuple[Values, ...] = ()
     """Rows of the audit behind those that the driver has seen."""
     num_audits_open: int = 0
     """Documents whose audit is not done yet."""

@@ -21,7 +21,7 @@ from pathlib import PurePath
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.document_set import COLUMNS, COUNTS
 from specextend.data.inputs import InputError
 
@@ -159,7 +159,7 @@ def check_packages(kinds: Iterable[str]) -> None:
             raise InputError(f"{need}: install specextend with its extra `documents`, or leave them out (--pattern)")
 
 
-def read_document(kind: str, data: bytes, options: DocumentOptions) -> dict[str, Any]:
+def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
     """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises UnreadableError."""
     try:
         title, text, *counts = _READERS[kind](data, options)
@@ -470,7 +470,7 @@ def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[tup
     return _csv_rows(file, options) if kind == "csv" else _json_rows(file, options)
 
 
-def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> dict[str, Any]:
+def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
     """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for what is missing."""
     if isinstance(values, UnreadableError):
         raise values
@@ -512,7 +512,7 @@ def json_value(text: str) -> Any:
     return value
 
 
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(fields: list[tuple[str, Any]]) -> Values:
     """Return an object of JSON. Raises ValueError if it would lose a field."""
     values = dict(fields)
     if len(values) < len(fields):

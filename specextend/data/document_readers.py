@@ -16,7 +16,7 @@ from pathlib import PurePath
 from queue import LifoQueue
 from typing import Any
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
 from specextend.data.storage import Location, is_readable
@@ -46,7 +46,7 @@ class SourceFile:
 class Reading:
     """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
 
-    rows: tuple[dict[str, Any], ...] = ()
+    rows: tuple[Values, ...] = ()
     pending: str | None = None
     failures: tuple[Failure, ...] = ()
 
@@ -70,7 +70,7 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> 
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
 
 
-def _columns(file: SourceFile) -> dict[str, Any]:
+def _columns(file: SourceFile) -> Values:
     return {"source_path": file.path, "source_size": file.size, "source_modified": file.modified}
 
 
@@ -90,7 +90,7 @@ def read_table(
 
 def _good_rows(
     file: SourceFile, lines: Iterable[tuple[int, Any]], options: DocumentOptions, failures: list[Failure]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Values]:
     for number, (line, values) in enumerate(lines, start=1):
         try:
             yield as_row(values, f"{file.doc_id}:{line}", line, options) | _columns(file)

@@ -1,9 +1,9 @@
 """The options of the input and output, the errors of input files and documents, and what is known of a file."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
-from specextend.core import one_line, printable
+from specextend.core import Values, one_line, printable
 from specextend.data.answers import schema_of, string_fields
 from specextend.data.row_filter import RowFilter
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
@@ -167,7 +167,7 @@ class OutputOptions:
     """The folder of the run, a local path or a URI; created if it does not exist."""
     column: str = "summary"
     """The column with the texts that the model wrote."""
-    schema: str | dict[str, Any] | None = None
+    schema: str | Values | None = None
     """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
     names with types, such as `{agency: string, sum: number, topics: [string], kind: audit | budget, date: "string?"}`.
     Only what keeps to it is decoded. A schema of values alone, such as `{kind: audit | budget}`, is scored."""

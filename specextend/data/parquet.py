@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
 BATCH_BYTES = 16 << 20
@@ -329,7 +328,7 @@ def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
     return [leaf for each in inner for leaf in _leaf_types(each)] or [kind]
 
 
-def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
     arrays = (table[name].cast(_with_leaves(table[name].type, _stored)) for name in columns)
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):

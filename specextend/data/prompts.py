@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import first_line, mended
+from specextend.core import Values, first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -75,7 +75,7 @@ class PromptOptions:
     is not there; any other name is a column of the row."""
     examples: tuple[Example, ...] = ()
     """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
-    template_options: dict[str, Any] = field(default_factory=dict)
+    template_options: Values = field(default_factory=dict)
     """Variables for the model's chat template, such as `enable_thinking: false`."""
     system: str = ""
     """The system message; empty sends none."""

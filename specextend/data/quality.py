@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
 import regex
 from rapidfuzz.distance import LCSseq
 
-from specextend.core import Completion, how_to_install, is_loop, printable
+from specextend.core import Completion, Values, how_to_install, is_loop, printable
 from specextend.data.evidence import find_evidence
 
 REPEATED_WORDS = 4
@@ -65,7 +64,7 @@ class Quality:
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None  # noqa: N815 (the name of the column)
-    evidence: list[dict[str, Any]] | None = None
+    evidence: list[Values] | None = None
     """Where an answer's strings stand in the document (`find_evidence`)."""
 
 

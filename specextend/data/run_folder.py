@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pyarrow.fs import FileType
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
 
 Record = TypeVar("Record")
@@ -157,7 +157,7 @@ class _Selected:
 class _Identity:
     files: dict[str, _FileFacts]
     hashes: dict[str, str]
-    config: dict[str, Any]
+    config: Values
     selection: _Selected | None = None
 
 
@@ -168,7 +168,7 @@ class _Manifest:
     version: int
     fingerprint: str
     identity: _Identity
-    config: dict[str, dict[str, Any] | None]
+    config: dict[str, Values | None]
     models: dict[str, dict[str, str | None]] = field(default_factory=dict)
     modified_ns: dict[str, int | None] = field(default_factory=dict)
     selection: dict[str, NonNegativeInt] | None = None
@@ -234,7 +234,7 @@ class Start:
     end: str | None = None
     exit_code: int | None = None
     versions: dict[str, str] | None = None
-    charges: dict[str, Any] = field(default_factory=dict)
+    charges: Values = field(default_factory=dict)
     """Documents that the start had charged with an attempt, as the driver wrote them."""
     seen: _Time | None = None
     """When the record was last written, in seconds since the epoch."""
@@ -280,11 +280,11 @@ def _parse(content: bytes, name: str) -> Start:
         raise ValueError(_wrong_with(error)) from error
 
 
-def parse_manifest(content: bytes) -> dict[str, Any]:
+def parse_manifest(content: bytes) -> Values:
     """Parse a manifest. Raises ValueError, in one line, for what has another shape."""
     try:
         _MANIFEST.validate_json(content, strict=True)
-        manifest: dict[str, Any] = json.loads(content)
+        manifest: Values = json.loads(content)
         return manifest
     except (ValueError, RecursionError) as error:
         raise ValueError(_wrong_with(error)) from error
@@ -298,7 +298,7 @@ def _wrong_with(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def parse_start(record: dict[str, Any], name: str) -> Start:
+def parse_start(record: Values, name: str) -> Start:
     """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among others, for no such."""
     job, report = record.get("job") or {}, record.get("report") or {}
     known = {

@@ -1,13 +1,12 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Completion, DocumentKey, mended
+from specextend.core import Completion, DocumentKey, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -102,10 +101,10 @@ def result_row(
     started_at: float,
     worker: str,
     attempts: int,
-    part_summaries: list[dict[str, Any]] | None = None,
+    part_summaries: list[Values] | None = None,
     num_requests: int = 1,
     reasoning: str | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
     return {
@@ -132,7 +131,7 @@ def result_row(
     }
 
 
-def rows_table(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
     """Make a table of rows, with U+FFFD where a text has half of a surrogate pair."""
     rows = list(rows)
     try:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from specextend.core import counted
+from specextend.core import ReadOnly, counted
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
@@ -273,7 +273,7 @@ def write_selection(source: Source, output: Location) -> None:
     write_table(selection_file(output), pa.table(columns))
 
 
-def recall_selection(source: Source, output: Location, manifest: Mapping[str, Any]) -> Source:
+def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
     """Return the source with the rows that `write_selection` wrote down; without those of files that are gone.
 
     source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
@@ -305,7 +305,7 @@ class EarlierOutput:
     """The output of an earlier run whose rows this run could have made."""
 
     location: Location
-    manifest: Mapping[str, Any]
+    manifest: ReadOnly
 
     def ended_rows(self) -> pa.Table:
         """Read the rows of its summaries, whose `retryable` is null, and of its errors that would fail again."""
@@ -336,7 +336,7 @@ class EarlierOutput:
 def find_earlier(
     paths: Sequence[str],
     own: Location,
-    manifest: Mapping[str, Any],
+    manifest: ReadOnly,
     checkpoint: Callable[[], object] = lambda: None,
 ) -> tuple[list[EarlierOutput], tuple[str, ...]]:
     """Find the outputs of `input.except_done_in` whose rows count as done; return notes about the others, too.

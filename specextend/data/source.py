@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey, counted, one_line
+from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
@@ -315,7 +315,7 @@ class Source:
         wanted = [*counts, options.text_column] if reads_text else counts
         return list(dict.fromkeys(name for name in wanted if name is not None))
 
-    def _scanned(self, key: DocumentKey, values: Mapping[str, Any]) -> ScannedRow:
+    def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
         """Collect what the plan needs of a row; its text was not read if its number of tokens is known."""
         options, error_class = self.options, None
         num_tokens = _usable(values[options.num_tokens_column]) if options.num_tokens_column else None

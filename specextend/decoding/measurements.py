@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.core import ReadOnly
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs, device_name, synchronise, traits_of
 from specextend.decoding.layers import linear, pack_if_faster
@@ -60,7 +61,7 @@ _LONG_S = 0.05
 
 
 def kept_or_measured(
-    kind: str, key: Mapping[str, Any], measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
+    kind: str, key: ReadOnly, measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
 ) -> Any:
     """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it.
 
@@ -120,7 +121,7 @@ def code_sha256() -> str:
     return found.hexdigest()
 
 
-def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+def _path(kind: str, key: ReadOnly) -> Path | None:
     folder = cache_folder()
     text = json.dumps(dict(key), sort_keys=True)
     return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
-from specextend.core import counted
+from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack_if_faster
 from specextend.decoding.model import CachedModel
@@ -50,7 +50,7 @@ class HeadShape:
     """Epsilon of the norms inside the layer."""
     head_eps: float
     """Epsilon of the other norms."""
-    rope: dict[str, Any]
+    rope: Values
     """The RoPE keys of a Llama config."""
     draft_vocab_size: int
     """Tokens that the head can propose."""

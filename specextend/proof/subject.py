@@ -1,6 +1,5 @@
 """What a proof is about, and the kernels that it chooses from, as values that go from one process to another."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -12,6 +11,7 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.trials import Heads
+from specextend.core import ReadOnly
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme
 
@@ -64,7 +64,7 @@ class Subject:
     device: str
     dtype: str
     """As torch calls it, such as `bfloat16`."""
-    model: Mapping[str, Any]
+    model: ReadOnly
     """The target's config, as transformers writes it."""
     num_nodes: int
     """Draft tokens of a tree, at most."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from specextend.core import Values
 from specextend.data.audit_rows import read_audits
 from specextend.data.commits import list_commits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
@@ -46,7 +47,7 @@ def write_report(
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Write report.json and report.html into a run folder (a path or URI), each whole or not at all.
 
     Returns the report; its arguments are those of `build_report`. The run may still be going. Raises ValueError if the
@@ -71,7 +72,7 @@ def build_report(
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if there is no value.
 
     The run may still be going. folder: the location of `output`, if it is open already. ending: a start whose record in
@@ -113,11 +114,11 @@ def build_report(
     return report | {"advice": give_advice(report)}
 
 
-def read_report(output: str) -> dict[str, Any]:
+def read_report(output: str) -> Values:
     """Read the report that a run has written last; build one if there is none. Raises ValueError."""
     location = resolve(output)
     content = read_bytes(report_file(location, "json"))
-    report: dict[str, Any] = build_report(output, location) if content is None else json.loads(content)
+    report: Values = build_report(output, location) if content is None else json.loads(content)
     return report
 
 
@@ -129,7 +130,7 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
     return figures
 
 
-def _run(manifest: dict[str, Any]) -> dict[str, Any]:
+def _run(manifest: Values) -> Values:
     """Select from the manifest what a reader of the figures must know."""
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
@@ -138,13 +139,13 @@ def _run(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
 
 
-def _dtype(manifest: dict[str, Any] | None) -> str:
+def _dtype(manifest: Values | None) -> str:
     """Return the target's dtype; float32, the strictest, if it is not recorded."""
     target = {} if manifest is None else manifest["config"].get("target", {})
     return str(target.get("dtype", "float32"))
 
 
-def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
+def _row_counts(manifest: Values | None, done: int, errors: int) -> dict[str, int | None]:
     """Return the rows by outcome."""
     rows = None if manifest is None else num_input_rows(manifest)
     pending = None if rows is None else rows - done - errors

@@ -19,6 +19,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specextend.core import Values
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
@@ -172,7 +173,7 @@ class _Run:
     """The folder of a run."""
 
     path: str
-    manifest: dict[str, Any]
+    manifest: Values
     """Empty if there is none."""
     begin: float | None
     """When its first start began, in seconds since the epoch, as its record says."""

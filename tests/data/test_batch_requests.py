@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from specextend.config import RunConfig
+from specextend.core import Values
 from specextend.data.batch_requests import BatchRequests
 from specextend.data.inputs import InputError
 
 SYSTEM = {"role": "system", "content": "You write one sentence: {short}."}
 
 
-def line(custom_id: Any, *messages: dict[str, Any], **body: Any) -> dict[str, Any]:
+def line(custom_id: Any, *messages: Values, **body: Any) -> Values:
     values = {"model": "gpt-4o-mini", "messages": list(messages), **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": values}
 
 
-def user(content: Any) -> dict[str, Any]:
+def user(content: Any) -> Values:
     return {"role": "user", "content": content}
 
 

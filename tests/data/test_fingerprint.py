@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from specextend.core import Values
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 
 HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
-CONFIG: dict[str, Any] = {
+CONFIG: Values = {
     "input": {"path": "in", "text_column": "text", "passthrough": ["n"]},
     "output": {"path": "out"},
     "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
@@ -24,7 +25,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def changed(section: str, key: str, value: Any) -> dict[str, Any]:
+def changed(section: str, key: str, value: Any) -> Values:
     return CONFIG | {section: CONFIG[section] | {key: value}}
 
 

@@ -3,13 +3,12 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
@@ -96,7 +95,7 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
 
 
-def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
+def manifest_of(source: Source, max_new_tokens: int = 5) -> Values:
     config = {"input": {"filter": source.options.filter}, "decoding": {"max_new_tokens": max_new_tokens}}
     return build_manifest(source, config, {"target": "t"})
 
@@ -117,7 +116,7 @@ def night(
     return source
 
 
-def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> dict[str, Any]:
+def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> Values:
     row = source.read(key)
     own = {"doc_id": row.document.doc_id, "content_sha256": row.content_sha256}
     if own["doc_id"] == failing:

@@ -11,6 +11,7 @@ import yaml
 
 from specextend.cluster import exits
 from specextend.config import RunConfig
+from specextend.core import Values
 from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT, parse
 
@@ -45,11 +46,11 @@ def constant(name: str) -> Any:
     return ast.literal_eval(node.value)
 
 
-def cron_job() -> dict[str, Any]:
+def cron_job() -> Values:
     return yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
 
 
-def container() -> dict[str, Any]:
+def container() -> Values:
     [found] = cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     return found
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from specextend.core import Values
 from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
-QUIET: dict[str, Any] = {
+QUIET: Values = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
@@ -34,7 +35,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-def changed(**values: Any) -> dict[str, Any]:
+def changed(**values: Any) -> Values:
     """A report that gives no advice, with values at dotted paths replaced (`a__b` is `a.b`)."""
     report = copy.deepcopy(QUIET)
     for path, value in values.items():
@@ -46,7 +47,7 @@ def changed(**values: Any) -> dict[str, Any]:
     return report
 
 
-def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> dict[str, Any]:
+def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> Values:
     return {"bucket": name, "documents": documents, "mean_acceptance_length": length, "retrieval_coverage": seen}
 
 

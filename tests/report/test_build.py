@@ -5,7 +5,6 @@ import math
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +12,7 @@ import pytest
 
 from specextend.cli.command import call
 from specextend.cli.report import report
+from specextend.core import Values
 from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
@@ -22,7 +22,7 @@ from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_
 DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
 
 
-def commit(folder: Path, rows: list[dict[str, Any]]) -> str:
+def commit(folder: Path, rows: list[Values]) -> str:
     CommitWriter(resolve(str(folder)), FIRST).commit(rows)
     return str(folder)
 
@@ -33,7 +33,7 @@ def run(tmp_path):
     return commit(tmp_path / "run", [*DONE, failed_row(2)])
 
 
-def summaries(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema = SUMMARY_SCHEMA) -> str:
+def summaries(folder: Path, rows: list[Values], schema: pa.Schema = SUMMARY_SCHEMA) -> str:
     (folder / "summaries").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "summaries" / "part-00000.parquet")
     return str(folder)

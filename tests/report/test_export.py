@@ -6,7 +6,6 @@ import json
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ import pytest
 
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.commits import CommitWriter
 from specextend.data.parquet import write_table
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
@@ -25,7 +24,7 @@ from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
 
 
-def answer(row: int, text: str, doc_id: str = "") -> dict[str, Any]:
+def answer(row: int, text: str, doc_id: str = "") -> Values:
     return done(DocumentKey(0, row), text) | {"doc_id": doc_id or f"doc-{row}"}
 
 
@@ -43,7 +42,7 @@ def stopped(tmp_path):
     return output
 
 
-def commit(output: Path, run_id: str, *made: dict[str, Any]) -> None:
+def commit(output: Path, run_id: str, *made: Values) -> None:
     CommitWriter(resolve(str(output)), run_id).commit(made)
 
 
