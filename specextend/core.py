@@ -5,7 +5,7 @@ import gc
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,6 +36,8 @@ Values = dict[str, Any]
 """Values by name: a row, an object of JSON, a section of a configuration or of a report."""
 ReadOnly = Mapping[str, Any]
 """The same, which whoever gets it does not change."""
+Checkpoint = Callable[[], object]
+"""Called between the steps of long work; may raise."""
 
 
 class DocumentKey(NamedTuple):

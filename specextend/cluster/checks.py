@@ -1,6 +1,6 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,7 @@ from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
-from specextend.core import ReadOnly, Values, counted, first_line
+from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
@@ -50,7 +50,7 @@ class Prepared:
     """Lines for the user about the models' revisions."""
 
 
-def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) -> Prepared:
+def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
-from specextend.core import first_line
+from specextend.core import Checkpoint, first_line
 from specextend.data.run_folder import lock_file, parse_record, records_folder
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
@@ -217,7 +217,7 @@ class OutputLock:
 def held(
     lock: OutputLock,
     say: Callable[[str], object] = lambda line: None,
-    checkpoint: Callable[[], object] = lambda: None,
+    checkpoint: Checkpoint = lambda: None,
 ) -> Iterator[None]:
     """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
@@ -243,7 +243,7 @@ def held(
         lock.release()
 
 
-def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Callable[[], object]) -> None:
+def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Checkpoint) -> None:
     said = ""
     while True:
         with writing(lock.output):

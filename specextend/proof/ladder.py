@@ -68,7 +68,7 @@ class Proof:
     trials: tuple[Trial, ...] = ()
 
 
-def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S) -> Proof:
+def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
     """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time.
 
     A proof in which time ran out is not kept: something else may have used the GPU meanwhile.
@@ -76,11 +76,11 @@ def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float
     key = identity(subject, ladder)
     folder = cache_folder()
     if folder is None:
-        proof = prove(subject, ladder, limit_s)
+        proof = prove(subject, ladder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "proof.lock"):
-            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder, limit_s)), is_whole)
+            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder)), is_whole)
         proof = Proof(Kernels(**kept["kernels"]), tuple(Trial(**each) for each in kept["trials"]))
     for each in proof.trials:
         _log.info("%s", each)

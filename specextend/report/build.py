@@ -3,12 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Values
+from specextend.core import Checkpoint, Values
 from specextend.data.audit_rows import read_audits
 from specextend.data.commits import list_commits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
@@ -37,7 +36,6 @@ from specextend.report.wall_clock import (
 
 SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is added."""
-Checkpoint = Callable[[], object]
 
 
 def write_report(
