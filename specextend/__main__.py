@@ -1,7 +1,5 @@
 """`python -m specextend`: the command where its script is not on the path."""
 
-from __future__ import annotations
-
 from specextend.cli.main import main
 
 if __name__ == "__main__":

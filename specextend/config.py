@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from specextend.core import did_you_mean, first_line, mended
+from specextend.core import ReadOnly, Values, did_you_mean, first_line, mended
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
@@ -38,7 +38,7 @@ LEAST_SILENCE_S = 3600.0
 """Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is abandoned.
 
@@ -108,7 +108,7 @@ class JobOptions:
         return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """`report.*`: What reports and dry runs cannot know by themselves. No summary depends on it."""
 
@@ -208,7 +208,7 @@ class RunConfig(BaseModel):
         return cls.from_values(values)
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> RunConfig:
+    def from_values(cls, values: Values) -> RunConfig:
         """Make a configuration from nested values as YAML gives them. Raises ConfigError."""
         try:
             return cls.model_validate_json(_as_json(values))
@@ -216,7 +216,7 @@ class RunConfig(BaseModel):
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
 
 
-OneConfig = RunConfig | Mapping[str, Any] | str | Path
+OneConfig = RunConfig | ReadOnly | str | Path
 """A configuration, its values, a YAML file, or the name of a shipped one."""
 Configs = OneConfig | Sequence[OneConfig]
 """One, or several of which a later one wins key by key."""
@@ -229,12 +229,12 @@ class Origin(NamedTuple):
     folder: str
 
 
-def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Origin]]:
+def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[Values, dict[str, Origin]]:
     """Return the values of configurations and overrides, later ones above earlier ones, and the origin of each key.
 
     Raises ConfigError.
     """
-    merged: dict[str, Any] = {}
+    merged: Values = {}
     origins: dict[str, Origin] = {}
     for each in [config] if isinstance(config, RunConfig | Mapping | str | Path) else config:
         values, origin = _read(each)
@@ -252,13 +252,13 @@ def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[dict[str, Any
     return merged, origins
 
 
-def _keys(values: dict[str, Any], section: str) -> dict[str, Any]:
+def _keys(values: Values, section: str) -> Values:
     """Return the keys of a section with their values; none if it is no section."""
     options = values.get(section)
     return options if isinstance(options, dict) else {}
 
 
-def _read(config: OneConfig) -> tuple[dict[str, Any], Origin]:
+def _read(config: OneConfig) -> tuple[Values, Origin]:
     """Return the values of a configuration, and where they come from. Raises ConfigError."""
     if isinstance(config, RunConfig):
         return config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
@@ -269,7 +269,7 @@ def _read(config: OneConfig) -> tuple[dict[str, Any], Origin]:
     return read_yaml(path), Origin(str(config), os.getcwd() if is_shipped else os.path.abspath(path.parent))
 
 
-def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
+def _apply(values: Values, override: str) -> tuple[str, str]:
     """Apply one `key.path=value` to nested values. Returns its section and key; no key if it is the whole section."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
@@ -294,7 +294,7 @@ _OF_OTHER_DRAFTS = {"eagle": ("revision",), "ngram": ("model", "revision", "ngra
 """By kind of draft: the keys that it does not take."""
 
 
-def _drop_other_draft(values: dict[str, Any], kind: object) -> None:
+def _drop_other_draft(values: Values, kind: object) -> None:
     """Take out of the draft's section what the kind that comes in its place does not take; None: none comes."""
     draft = _keys(values, "draft")
     if kind is not None and draft and draft.get("kind") != kind:
@@ -381,7 +381,7 @@ def _known_keys(section: str) -> list[str]:
     return [each.name for each in fields(owners[0])]
 
 
-def _as_json(values: dict[str, Any]) -> str:
+def _as_json(values: Values) -> str:
     """Write values of YAML as JSON. Raises ConfigError for a number of thousands of digits, or endless nesting."""
     try:
         return json.dumps(mended(values), default=str)

@@ -1,13 +1,11 @@
 """Documents, requests and completions, which hold no tensors; loops of tokens; functions that show text safely."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -34,6 +32,14 @@ MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
 
 
+Values = dict[str, Any]
+"""Values by name: a row, an object of JSON, a section of a configuration or of a report."""
+ReadOnly = Mapping[str, Any]
+"""The same, which whoever gets it does not change."""
+Checkpoint = Callable[[], object]
+"""Called between the steps of long work; may raise."""
+
+
 class DocumentKey(NamedTuple):
     """The place of a row in the input. Inside a job a row is identified by its key, never by its `doc_id`."""
 
@@ -43,7 +49,7 @@ class DocumentKey(NamedTuple):
     """Row number in that file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Document:
     """One input row."""
 
@@ -52,7 +58,7 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options for choosing the next token from the target's distribution."""
 
@@ -113,7 +119,7 @@ class Scored(NamedTuple):
     """Given that it is one of the field's values."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt for the engine."""
 
@@ -135,7 +141,7 @@ class Request:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Agreement:
     """Says how far a plain decoding chose the tokens of an earlier one."""
 
@@ -145,7 +151,7 @@ class Agreement:
     """How far apart the two tokens were at the first difference, in logits; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """The output of the engine for one request.
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from specextend.config import RunConfig
-from specextend.core import Completion, Request, first_line
+from specextend.core import Completion, Request, Values, first_line
 from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
@@ -30,7 +30,7 @@ INCOMPLETE = "IncompleteAnswer"
 """Error class of an answer that broke off before its object ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Summary:
     """The summary of a document, with the counts of all that was decoded for it."""
 
@@ -41,7 +41,7 @@ class Summary:
     """Says how much of the document was read: all of it, in parts."""
     last: Completion
     """With the counts of that request alone."""
-    part_rows: list[dict[str, Any]] | None = None
+    part_rows: list[Values] | None = None
     """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
@@ -101,7 +101,7 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
 
 def finished_row(
     config: RunConfig, row: Row, summary: Summary, *, received: float, ended: float, worker: str, attempts: int
-) -> dict[str, Any]:
+) -> Values:
     """Assess a summary, which may take 0.1 s, and make the row of its document.
 
     received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
@@ -157,7 +157,7 @@ class _InParts:
         by_rules = has_rules(schema)
         step = self._round([part.prompt for part in parts], is_last=by_rules)
         outcomes = yield step
-        part_rows: list[dict[str, Any]] = []
+        part_rows: list[Values] = []
         for part, outcome in zip(parts, outcomes, strict=True):
             which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
             summary = self._counted(outcome, which)
@@ -179,7 +179,7 @@ class _InParts:
                 return self._summary(request, whole, last, part_rows)
             texts = [completion.text for completion in merged]
 
-    def _summary(self, request: Request, whole: Completion, last: Any, part_rows: list[dict[str, Any]]) -> Summary:
+    def _summary(self, request: Request, whole: Completion, last: Any, part_rows: list[Values]) -> Summary:
         prompt = Prompt(request.prompt_token_ids, 0, "parts")
         return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
 
@@ -234,14 +234,13 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
     advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
-    error = DocumentError(
+    raise DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "
         f"object did: {advice}, or limit the fields in output.schema (maxLength, maxItems)",
         "decode",
+        summary=answer.text,
     )
-    error.summary = answer.text
-    raise error
 
 
 def as_document_error(error: Exception) -> DocumentError:

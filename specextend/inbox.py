@@ -1,7 +1,5 @@
 """Requests that wait for an engine, and the order in which it gets them."""
 
-from __future__ import annotations
-
 import bisect
 import threading
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A run as a call, for notebooks and orchestrators: `specextend.run`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,17 +11,17 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from specextend.cluster.display import Display, open_display
 from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError, RefusedError
 from specextend.config import Configs, RunConfig
+from specextend.core import ReadOnly
 from specextend.data.commits import Retry
 from specextend.report import RunFigures, build_report, read_report, write_report
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunResult:
     """Say what a run has come to."""
 
@@ -31,7 +29,7 @@ class RunResult:
     """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again to resume."""
     output: str
     """The folder of the run."""
-    report: Mapping[str, Any] | None = field(repr=False)
+    report: ReadOnly | None = field(repr=False)
     """The contents of report.json; None if the run was cancelled before it had begun."""
 
     @property
@@ -60,7 +58,7 @@ def run(
     *,
     input: str | Path | None = None,  # noqa: A002 - as on the command line
     output: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: ReadOnly | None = None,
     run_date: date | None = None,
     retry_errors: Retry = "none",
     cancel: threading.Event | None = None,
@@ -113,7 +111,7 @@ def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_e
         display.close()
 
 
-def _report(output: str, *, is_over: bool) -> Mapping[str, Any] | None:
+def _report(output: str, *, is_over: bool) -> ReadOnly | None:
     if is_over:
         return read_report(output)
     with suppress(ValueError):  # there is no run yet

@@ -1,7 +1,5 @@
 """From a configuration to an engine: the target, its cache, and the engine around both models."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

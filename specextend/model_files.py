@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 
-from specextend.core import first_line
+from specextend.core import Values, first_line
 from specextend.shipped import DEFAULT_TARGET, models_folder
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class HubUnreachableError(ModelError):
     """The Hub does not answer, and its cache on this machine lacks what is asked for; another try may help."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a safetensors file."""
 
@@ -222,7 +222,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         raise ModelError(f"{path} is not a whole safetensors file: {first_line(error)}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Values:
     """Read a JSON object from a file. Raises ModelError if it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,5 @@
 """Models by transformers: what their configs say, whether they can be served, and loading them and their tokenizers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings
@@ -14,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from specextend.core import counted, first_line, without_collections
+from specextend.core import Values, counted, first_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -62,7 +60,7 @@ _GGUF_ROPE = {
 """Fields of GGUF files, and what they are called in a config."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
@@ -90,7 +88,7 @@ class TargetOptions:
             raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """The facts about a model that its files contain, without its weights."""
 
@@ -148,20 +146,18 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     """
     facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
     if (tensors := read_tensors(model, revision)) is not None:
-        _check_tensors(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
+        _check_tensors(_config_of(model, revision), model, tensors)
     return facts
 
 
 def num_parameters(model: str, revision: str | None = None) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
-    config = _read_config(find_folder(model, revision, weights=False), model)
-    return sum(parameter.numel() for parameter in _without_weights(config).parameters())
+    return sum(parameter.numel() for parameter in _without_weights(_config_of(model, revision)).parameters())
 
 
 def target_bytes(options: TargetOptions) -> int:
     """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises ModelError."""
-    config = _read_config(find_folder(options.model, options.revision, weights=False), options.model)
-    model, dtype = _without_weights(config), DTYPES[options.dtype]
+    model, dtype = _without_weights(_config_of(options.model, options.revision)), DTYPES[options.dtype]
     in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
@@ -170,8 +166,7 @@ def check_target(options: TargetOptions) -> ModelFacts:
     """Check the target as `check_model` does, and that its layers can be quantized as the options say."""
     facts = check_model(options.model, options.revision)
     if options.quantize is not None:
-        folder = find_folder(options.model, options.revision, weights=False)
-        check_quantizable(_without_weights(_read_config(folder, options.model)), options.quantize)
+        check_quantizable(_without_weights(_config_of(options.model, options.revision)), options.quantize)
     return facts
 
 
@@ -253,7 +248,7 @@ def context_length(config: PreTrainedConfig) -> int:
     return max(longest, int(before * (rope.get("factor") or 1.0)))
 
 
-def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple[torch.Tensor, float]:
+def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
     """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines and cosines.
 
     Raises ModelError if that RoPE is not served.
@@ -263,6 +258,10 @@ def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple
         check_supported(config, model)
         rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, rotary.attention_scaling
+
+
+def _config_of(model: str, revision: str | None) -> PreTrainedConfig:
+    return _read_config(find_folder(model, revision, weights=False), model)
 
 
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:
@@ -290,7 +289,7 @@ def _reading(what: str) -> Iterator[None]:
         raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
 
 
-def _check_raw_config(raw: dict[str, Any], model: str) -> None:
+def _check_raw_config(raw: Values, model: str) -> None:
     """Raise ModelError for a config that must not reach transformers: unknown architecture, quantized weights."""
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
@@ -423,7 +422,7 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
         raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
 
 
-def _gguf_rope(fields: dict[str, Any], divisors: Any, config: PreTrainedConfig, file: str) -> dict[str, Any]:
+def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:
     """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which frequencies are divided."""
     scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
     rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}

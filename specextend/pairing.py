@@ -160,7 +160,7 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
     return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * draft_facts.kv_numbers_per_token)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftSize:
     """The numbers, each of the target's dtype, that a draft holds in memory."""
 

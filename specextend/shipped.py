@@ -4,8 +4,6 @@ Those are the configurations, the draft of the default pair and the documents of
 package, in a checkout beside it. Needs the standard library alone, for shell completion.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specextend.config import Configs, RunConfig
-from specextend.core import Completion, Request
+from specextend.core import Completion, Request, Values
 from specextend.data.batches import as_table, check_batch_options, read_batch, result_table
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
@@ -108,7 +108,7 @@ class Summarizer:
                 groups += [[each] for each in open_ones if each.request_id in error.request_ids]
         return outcomes
 
-    def _result(self, row: Row, document: _OnItsWay, received: float) -> dict[str, Any]:
+    def _result(self, row: Row, document: _OnItsWay, received: float) -> Values:
         """Make the row of a document."""
         summary = document.state
         if isinstance(summary, DocumentError):
@@ -146,6 +146,6 @@ class _OnItsWay:
             self.state = step.timed(self.ended - self.began) if isinstance(step, Summary) else step
 
 
-def _failed(doc_id: str, error: DocumentError) -> dict[str, Any]:
+def _failed(doc_id: str, error: DocumentError) -> Values:
     details = {name: getattr(error, name) for name in ("error_class", "message", "stage", "retryable", "summary")}
     return {"doc_id": doc_id, **details, "attempts": 1}

@@ -1,7 +1,5 @@
 """Standard streams that are safe to write any text to, in any encoding, even after their reader has gone."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

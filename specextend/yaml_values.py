@@ -1,7 +1,5 @@
 """YAML of people: files, and the values of `--set`. What is wrong is said in one line, which shows no secret."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -10,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from specextend.core import did_you_mean, first_line
+from specextend.core import Values, did_you_mean, first_line
 from specextend.shipped import shipped_configs
 
 MOST_SHOWN = 200
@@ -21,7 +19,7 @@ class ConfigError(ValueError):
     """A key or value is not allowed; the message is one line that names the key and what is allowed."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Values:
     """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
     try:
         text = path.read_text(encoding="utf-8")

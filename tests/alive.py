@@ -1,7 +1,5 @@
 """What is alive in this process, so that a test can tell that a request left nothing behind."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from dataclasses import dataclass

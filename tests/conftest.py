@@ -1,18 +1,14 @@
 """The environment of every test: set before anything imports ray."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.hub_server import Hub, serving
+from tests.hub_server import serving
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # despite its name: listen on loopback only, on Linux too
@@ -31,7 +27,7 @@ settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _fast_collection() -> Iterator[None]:
+def _fast_collection():
     """Leave what is there before a module's tests out of the garbage collections that `tests.alive` makes."""
     gc.freeze()
     yield
@@ -53,7 +49,7 @@ def _own_cache_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
+def local_ray():
     """One Ray for all tests of a process: starting one takes five seconds."""
     import ray
 
@@ -64,7 +60,7 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     """A Hugging Face Hub on loopback, and an empty cache in front of it."""
     from huggingface_hub import constants  # it reads the environment when it is imported
 
@@ -83,6 +79,21 @@ def pairs(tmp_path_factory):
     from tests.tiny_models import FAMILIES, write_pair
 
     return cache(lambda name: write_pair(tmp_path_factory.mktemp(name), FAMILIES[name]))
+
+
+@pytest.fixture(scope="session")
+def pair(pairs):
+    """The pair that most tests take."""
+    return pairs("llama")
+
+
+@pytest.fixture(scope="session")
+def spelling_pair(tmp_path_factory):
+    """One whose tokens are bytes and runs of JSON."""
+    from tests.tiny_models import FAMILIES, spelling_tokenizer, write_pair
+
+    folder = tmp_path_factory.mktemp("spelling")
+    return write_pair(folder, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)
 
 
 @pytest.fixture(scope="session")

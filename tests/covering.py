@@ -1,7 +1,5 @@
 """Covering arrays: a few cases of a big product in which any two values of two axes still meet."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

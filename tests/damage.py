@@ -1,7 +1,5 @@
 """Ways in which a Parquet file comes to harm: pyarrow raises another class of exception for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 DAMAGES = ("end", "footer", "pages", "byte")

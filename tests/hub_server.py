@@ -1,7 +1,5 @@
 """A Hugging Face Hub on loopback: the few calls that `huggingface_hub` makes, over files in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -12,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from specextend.core import Values
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Hub:
         found = self.branches.get((name, revision), revision)
         return found if found in self.commits.get(name, {}) else None
 
-    def entry(self, name: str, data: bytes) -> dict[str, Any]:
+    def entry(self, name: str, data: bytes) -> Values:
         """A file in a listing."""
-        found: dict[str, Any] = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
+        found: Values = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
         found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
         if name.endswith(".safetensors"):  # kept as a repository keeps large files: with their SHA-256 on record
             sha256 = hashlib.sha256(data).hexdigest()

@@ -1,7 +1,5 @@
 """Small untrained EAGLE heads, written as the published ones are: file names, keys and tensor names of each format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from specextend.core import Values
 
 HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
@@ -39,7 +39,7 @@ def layer(prefix: str, hidden: int, width: int, *, qkv_bias: bool = False) -> Te
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def llama_config(vocab_size: int, hidden: int, **values: Any) -> dict[str, Any]:
+def llama_config(vocab_size: int, hidden: int, **values: Any) -> Values:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +76,7 @@ def eagle3_tensors(prefix: str, hidden: int, target_hidden: int, draft_vocab_siz
     }
 
 
-def save(folder: Path, config: dict[str, Any], tensors: Tensors) -> str:
+def save(folder: Path, config: Values, tensors: Tensors) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

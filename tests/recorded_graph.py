@@ -4,8 +4,6 @@ What a capture bakes in, such as numbers of the host, stays as it was; what it m
 on the host, make a tensor of the host's numbers, or have shapes that depend on values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +78,7 @@ def record(name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], Non
     with recorder:
         outputs = function()
 
-    def replay() -> None:
+    def replay():
         for call in recorder.calls:
             call.replay()
 

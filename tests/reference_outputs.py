@@ -1,7 +1,5 @@
 """What transformers' own `generate` says, and the comparison that knows ties."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,9 +1,7 @@
 """What a decoding step asks of PyTorch: operators, and the moments at which a GPU and its host would wait."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +60,7 @@ class Tracer(TorchDispatchMode):
     def leaving_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of a model, whose operators do not count."""
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def called(*args, **kwargs):
             before, self.in_model = self.in_model, True
             result = function(*args, **kwargs)
             self.in_model = before
@@ -73,7 +71,7 @@ class Tracer(TorchDispatchMode):
     def beginning_steps(self, propose: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a drafter's `propose`, with which a step begins."""
 
-        def proposing(slots: Sequence[int], *num_nodes: int) -> Any:
+        def proposing(slots, *num_nodes):
             self.steps.append(StepTrace(len(slots)))
             return propose(slots, *num_nodes)
 
@@ -82,7 +80,7 @@ class Tracer(TorchDispatchMode):
     def downloading(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `Tensor.tolist`, which reads a tensor of a CPU without an operator."""
 
-        def called(tensor: torch.Tensor) -> Any:
+        def called(tensor):
             self.steps[-1].num_downloads += 1
             return tolist(tensor)
 

@@ -1,9 +1,6 @@
 """Seconds of a row add up, and the draft sees what its policy says."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -15,11 +12,6 @@ from tests.tiny_models import random_prompt, request, tiny_engine
 NEW = 30
 SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s")
 LENGTHS = (200, 90, 41, 15, 300)
-
-
-@pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
 
 
 def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
@@ -45,14 +37,14 @@ def test_plain_steps_are_counted_as_such(pair):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+def clock(monkeypatch):
     """The engine's clock, which stands still while another process has the core."""
     monkeypatch.setattr(sequence, "perf_counter", time.thread_time)
     return time.thread_time
 
 
 @pytest.mark.parametrize("decode_share", [0.0, 0.5])
-def test_seconds_of_a_batch_add_up_to_the_engines_time(decode_share, pair, clock: Callable[[], float]):
+def test_seconds_of_a_batch_add_up_to_the_engines_time(decode_share, pair, clock):
     """A batched step is divided among its sequences, so rows sum to busy time and not to three times as much.
 
     A chunk of a prompt is its own document's, whoever waits for it.

@@ -1,7 +1,5 @@
 """Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 
@@ -20,11 +18,6 @@ NEW = 50
 SAMPLING = {"temperature": 0.8, "top_p": 0.9}
 NUM_NODES = 8
 SIZES = (1, 2, 4, 9)
-
-
-@pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +90,15 @@ def check_counts(stats: DecodingStats, depth: int = 4) -> None:
     assert stats.num_hybrid_steps <= stats.num_spec_steps
 
 
+def checked(engine: Engine, references, **options):
+    """What `run` gives, which is the target's own."""
+    completions = run(engine, **options)
+    for completion in completions:
+        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
+        check_counts(completion.stats)
+    return completions
+
+
 @pytest.mark.parametrize(
     ("draft", "policy", "batch"),
     [("same", "full", 3), ("bad", "streaming", 1), ("eagle", "retrieval", 3), ("eagle3", "retrieval", 1)],
@@ -122,9 +124,7 @@ def test_trees_that_always_lose_are_given_up(pair, references):
     """Drafting costs five plain steps: two tries at the start, then plain decoding to the end."""
     for batch in (1, 3):
         engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0), batch)
-        for completion in run(engine):
-            assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
-            check_counts(completion.stats)
+        for completion in checked(engine, references):
             assert (completion.stats.num_spec_steps, completion.stats.num_fallbacks) == (2, 1)
 
 
@@ -132,13 +132,12 @@ def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
     """Reversible: dear at first, free from then on."""
     steps = []
 
-    def drafting() -> float:
+    def drafting():
         steps.append(None)
         return 5.0 if len(steps) < 12 else 0.0
 
     engine = adaptive_engine(pair, "same", scripted(lambda rows: 1.0, drafting), cache__policy="full")
-    [completion] = run(engine, lengths=(300,))
-    assert completion.token_ids == references("llama", 300, NEW).token_ids
+    [completion] = checked(engine, references, lengths=(300,))
     assert completion.stats.num_fallbacks == 1
     assert completion.stats.num_spec_steps > 5
 
@@ -150,9 +149,7 @@ def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, referenc
     adaptive = PausesAtRandom(costs, NUM_NODES, seed=0, reads_late=True)
     engine = captured_engine(pair, "eagle", device.Graphs(record), adaptive, decoding__max_batch_size=3)
     total = DecodingStats()
-    for completion in run(engine):
-        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
-        check_counts(completion.stats)
+    for completion in checked(engine, references):
         total.add(completion.stats)
     assert min(total.num_plain_steps, total.num_spec_steps) > 10
     assert total.num_spec_steps < total.num_draft_tokens < 0.8 * NUM_NODES * total.num_spec_steps
@@ -166,9 +163,7 @@ def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these times
     monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, *_: 0.001 * size)
     engine = tiny_engine(pair, "bad", tree__nodes="auto", tree__max_nodes=8, attention__tree="auto")
-    for completion in run(engine):
-        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
-        check_counts(completion.stats)
+    for completion in checked(engine, references):
         assert completion.stats.num_fallbacks >= 1
         assert completion.stats.num_plain_steps >= 1
 
@@ -177,9 +172,8 @@ def test_auto_attention_follows_the_length(pair, references):
     """Crossover at 100 tokens: the short prompt's first steps are dense, the long prompt's all hybrid."""
     dense, hybrid = {1: (1.0, 0.0), 9: (1.0, 0.01)}, {1: (1.0, 0.0), 9: (2.0, 0.0)}
     engine = engine_with(tiny_config(pair), tree_attention=CostTable({"dense": dense, "hybrid": hybrid}))
-    for completion in run(engine):
+    for completion in checked(engine, references):
         stats = completion.stats
-        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
         if completion.request_id == "41":
             assert stats.num_hybrid_steps < stats.num_spec_steps
         else:

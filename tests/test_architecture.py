@@ -1,7 +1,5 @@
 """What we would say in every review, written once. The messages say what to do instead."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """A plain decoding beside the summaries finds a wrong verifier, and is silent on ours."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -53,8 +51,8 @@ def audited(engine, **sampling):
 @pytest.mark.parametrize(
     ("draft", "batch", "temperature", "policy"), covering(DRAFTS, [1, 3], [0.0, 0.8], ["full", "retrieval"])
 )
-def test_ours_is_the_targets_own_token_for_token(draft, batch, temperature, policy, pairs):
-    engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, cache__policy=policy)
+def test_ours_is_the_targets_own_token_for_token(draft, batch, temperature, policy, pair):
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=batch, cache__policy=policy)
     for num_tokens, agreement in audited(engine, temperature=temperature, seed=5, top_p=0.9):
         assert agreement.num_equal_tokens == num_tokens
         assert agreement.gap is None
@@ -72,10 +70,10 @@ def accept_the_first_child(token_ids, parents, chosen, max_depth):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_wrong_verifier_is_found(temperature, pairs, monkeypatch):
+def test_a_wrong_verifier_is_found(temperature, pair, monkeypatch):
     """The gaps are those of another token, not of rounding."""
     monkeypatch.setattr(verification_module, "verify", accept_the_first_child)
-    found = audited(tiny_engine(pairs("llama"), "bad"), temperature=temperature, seed=5)
+    found = audited(tiny_engine(pair, "bad"), temperature=temperature, seed=5)
     assert all(agreement.num_equal_tokens < num_tokens for num_tokens, agreement in found)
     assert max(agreement.gap for _, agreement in found) > 0.5
 

@@ -1,7 +1,5 @@
 """Captured steps, without a GPU: steps that are recorded once and replayed decide the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -38,7 +36,7 @@ class Counting:
         replay, outputs = record(name, function)
         self.num_captured += 1
 
-        def counted() -> None:
+        def counted():
             self.num_replays += 1
             replay()
 
@@ -52,31 +50,31 @@ def requests(temperature: float):
 
 
 @pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
-def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pairs):
+def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
     capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}
-    captured = captured_engine(pairs("llama"), draft, Graphs(capture), **changes)
+    captured = captured_engine(pair, draft, Graphs(capture), **changes)
     captured.decode_share = device.GPU.decode_share
-    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
+    plain = tiny_engine(pair, decoding__mode="autoregressive")
     outputs = {each.request_id: each.token_ids for each in captured.generate(requests(temperature))}
     assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(temperature))}
     assert capture.num_replays > 2 * capture.num_captured > 4
 
 
-def test_captured_steps_that_were_not_used_for_longest_make_room(pairs, monkeypatch):
+def test_captured_steps_that_were_not_used_for_longest_make_room(pair, monkeypatch):
     """Batches of 32 have steps of hundreds of shapes. What is forgotten is captured again, and decides the same."""
     monkeypatch.setattr(device, "MOST_GRAPHS", 3)
     capture = Counting()
-    engine = captured_engine(pairs("llama"), "eagle", Graphs(capture), decoding__max_batch_size=3)
+    engine = captured_engine(pair, "eagle", Graphs(capture), decoding__max_batch_size=3)
     outputs = {each.request_id: each.token_ids for each in engine.generate(requests(0.0))}
-    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
+    plain = tiny_engine(pair, decoding__mode="autoregressive")
     assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(0.0))}
     assert capture.num_captured > 3
     assert capture.num_replays > capture.num_captured
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("out of memory")])
-def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pairs, caplog):
+def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pair, caplog):
     """Chosen once, and said: a job on a driver that lacks something is slower, not dead.
 
     The allocator may go on as if it were captured, so another try is not safe in this process.
@@ -88,8 +86,8 @@ def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pairs, caplog):
         raise error
 
     graphs = Graphs(failing)
-    outputs = [each.token_ids for each in captured_engine(pairs("llama"), "good", graphs).generate(requests(0.0))]
-    expected = tiny_engine(pairs("llama"), decoding__mode="autoregressive").generate(requests(0.0))
+    outputs = [each.token_ids for each in captured_engine(pair, "good", graphs).generate(requests(0.0))]
+    expected = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
     assert outputs == [each.token_ids for each in expected]
     assert (len(tries), graphs.enabled) == (1, False)
     [said] = [each.message for each in caplog.records if "without graphs" in each.message]
@@ -97,7 +95,7 @@ def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pairs, caplog):
 
 
 @pytest.mark.parametrize(("nodes", "depth", "least_captured"), [(130, 3, 1), (50, 10, 3), (31, 8, 3)])
-def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pairs):
+def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pair):
     """Masks of more than 128 rows go to a kernel that reads lengths on the host, which a replay would find unchanged.
 
     Replayed all the same, 130 nodes gave other tokens than plain decoding from the first on, and levels of 50 x 10
@@ -106,10 +104,10 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
     changes = {"cache__policy": "full", "tree__threshold": 0.0, "tree__nodes": nodes, "tree__depth": depth}
     capture, trees, outputs = Counting(), {}, {}
     for graphs in (Graphs(capture), Graphs()):
-        engine = captured_engine(pairs("llama"), "good", graphs, **changes)
+        engine = captured_engine(pair, "good", graphs, **changes)
         trees[graphs.enabled] = noting_trees(engine)
         outputs[graphs.enabled] = [each.token_ids for each in engine.generate(requests(0.0))]
-    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive").generate(requests(0.0))
+    plain = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
     assert outputs[True] == outputs[False] == [each.token_ids for each in plain]
     assert trees[True] == trees[False]
     assert capture.num_captured >= least_captured
@@ -128,7 +126,7 @@ def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
     return trees
 
 
-def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pairs):
+def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pair):
     """Hybrid attention divides rows on the host; with `auto` a proof decides."""
     for backend, tree, kind, expected in (
         ("triton", "auto", "cuda", True),
@@ -138,5 +136,5 @@ def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pai
         ("auto", "hybrid", "cuda", False),
         ("sdpa", "auto", "cuda", False),
     ):
-        config = tiny_config(pairs("llama"), attention__backend=backend, attention__tree=tree)
+        config = tiny_config(pair, attention__backend=backend, attention__tree=tree)
         assert can_capture(config, torch.device(kind)) is expected

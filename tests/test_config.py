@@ -1,7 +1,5 @@
 """The configuration: what is read, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from specextend.config import RunConfig

@@ -1,7 +1,5 @@
 """The page of configuration keys is the code's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

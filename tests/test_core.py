@@ -1,7 +1,5 @@
 """What the nouns promise by themselves."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest
@@ -37,14 +35,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("text", "shown"), [*((text, text) for text in ORDINARY), *HOSTILE.items()], ids=ascii)
-def test_what_drives_a_terminal_or_reorders_a_line_is_shown_as_its_code(text: str, shown: str):
+def test_what_drives_a_terminal_or_reorders_a_line_is_shown_as_its_code(text, shown):
     """A name that reads `exe.jpg` and is `gpj.exe` passes as something else. Text of any language is shown as it is."""
     assert printable(text) == shown
     assert printable(f"{text}\n\x1b", keep="\n").endswith("\n\\x1b"), "a caller may keep line ends"
 
 
 @given(st.text(st.characters(codec=None)))
-def test_whatever_the_text_it_is_one_line_that_any_stream_can_write(text: str):
+def test_whatever_the_text_it_is_one_line_that_any_stream_can_write(text):
     """Log collectors split at every kind of line end, and halves of characters cannot be encoded at all."""
     shown = printable(text)
     assert len(shown.splitlines()) <= 1

@@ -1,7 +1,5 @@
 """Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,8 +23,8 @@ Outcomes = Sequence[Completion | DocumentError]
 
 
 @pytest.fixture(scope="module")
-def config(pairs):
-    return tiny_config(pairs("llama"), decoding__max_batch_size=3, input__id_column="name", **OPTIONS)
+def config(pair):
+    return tiny_config(pair, decoding__max_batch_size=3, input__id_column="name", **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def engine(config):
 
 
 @pytest.fixture
-def prompts(config, engine) -> Prompts:
+def prompts(config, engine):
     return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
 
 
@@ -59,7 +57,7 @@ def said(request: Request, words: int = 18, **stats: Any) -> Completion:
 def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):
     """Beside a short one and in batches, with the counts of all requests in its row and all of its text read."""
 
-    def alone(step: Round) -> Outcomes:
+    def alone(step):
         return [completion for request in step for completion in engine.generate([request])]
 
     summary, rounds = follow(summarize(config, prompts, row(), "book"), alone)
@@ -92,9 +90,9 @@ def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(conf
     assert len(summary.part_rows) == sizes[0]
 
 
-def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pairs, engine, monkeypatch):
+def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pair, engine, monkeypatch):
     """What it thinks is no part of the object. A template that closes the thought leaves room for it."""
-    config = tiny_config(pairs("llama"), output__schema={"kind": "a | b", "why": "string"})
+    config = tiny_config(pair, output__schema={"kind": "a | b", "why": "string"})
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think></think>' if quiet else '<think>' }}"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     thinking, quiet = (
@@ -109,9 +107,9 @@ def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pairs, engine
 @pytest.mark.parametrize(
     ("reason", "advice"), [("length", "raise decoding.max_new_tokens"), ("repetition", "decoding.repetition_penalty")]
 )
-def test_an_answer_that_broke_off_says_what_helps(pairs, prompts, reason, advice):
+def test_an_answer_that_broke_off_says_what_helps(pair, prompts, reason, advice):
     """More tokens do not end an answer that repeats itself."""
-    config = tiny_config(pairs("llama"), output__schema={"why": "string"})
+    config = tiny_config(pair, output__schema={"why": "string"})
     rounds = summarize(config, prompts, row("t1 t2"), "book")
     with pytest.raises(DocumentError, match=rf"\({reason}\) after .* tokens, before its object did: .*{advice}"):
         follow(rounds, lambda step: [replace(said(step[0]), finish_reason=reason)])

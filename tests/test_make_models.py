@@ -1,7 +1,5 @@
 """`make models`: whole folders or none, and nothing twice."""
 
-from __future__ import annotations
-
 import zipfile
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that a dry run plans, against what an engine of the same configuration holds."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 
@@ -44,12 +42,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
+def caches(monkeypatch):
     """Every cache that is made from now on."""
     made: list[KVCache] = []
     build = KVCache.__init__
 
-    def build_and_note(cache: KVCache, *shape: object) -> None:
+    def build_and_note(cache, *shape):
         build(cache, *shape)
         made.append(cache)
 
@@ -58,7 +56,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 
 
 @pytest.mark.parametrize("draft", ["good", "eagle", "reduced", "copy", "ngram", "merged-eagle", PUBLISHED[0]])
-def test_planned_caches_are_those_of_the_engine(pairs, draft: str, caches: list[KVCache]):
+def test_planned_caches_are_those_of_the_engine(pairs, draft, caches):
     """Nobody learns in the night that the draft's caches did not fit beside the target's."""
     pair = pairs("llama")
     config = tiny_config(pair, draft)
@@ -137,7 +135,7 @@ def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch
     engine = tiny_engine(pairs("llama"), "ngram")
     assert engine.limits()
 
-    def fail(error: Exception) -> None:
+    def fail(error):
         raise error
 
     monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(torch.OutOfMemoryError("no room")))

@@ -1,7 +1,5 @@
 """The tables of the pages are those of the committed figures."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

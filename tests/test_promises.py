@@ -1,7 +1,5 @@
 """The table of promises in SECURITY.md: each row names its tests, and they exist. Without that a promise is a wish."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,13 +1,11 @@
 """With `stop_repetition` a loop ends an output at the same token in every mode, with every draft and batch size."""
 
-from __future__ import annotations
-
 import pytest
 
 from specextend.core import MIN_STOP_TOKENS, Completion, ends_in_loop
 from specextend.data.quality import QualityOptions, assess
 from tests.covering import covering
-from tests.tiny_models import Pair, random_prompt, request, tiny_engine, write_looping_pair
+from tests.tiny_models import random_prompt, request, tiny_engine, write_looping_pair
 
 LENGTHS = (40, 90, 15)
 MAX_NEW_TOKENS = 160
@@ -16,7 +14,7 @@ DRAFTS = ("good", "bad", "ngram", "merged-good")
 
 
 @pytest.fixture(scope="module")
-def looping(tmp_path_factory) -> Pair:
+def looping(tmp_path_factory):
     return write_looping_pair(tmp_path_factory.mktemp("looping"))
 
 
@@ -26,7 +24,7 @@ def outputs(engine, **sampling) -> dict:
 
 
 @pytest.fixture(scope="module")
-def unstopped(looping) -> dict:
+def unstopped(looping):
     """What plain decoding gives without the option."""
     return outputs(tiny_engine(looping, decoding__mode="autoregressive"))
 

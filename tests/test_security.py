@@ -1,7 +1,5 @@
 """What SECURITY.md promises; `test_promises.py` holds its list to these tests."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -97,7 +95,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+def ran(tmp_path_factory):
     """Hostile names and texts through the tiny pair; Ray as the job makes it, not as tests have it."""
     with tempfile.TemporaryDirectory(prefix="sx", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         yield run_hostile(tmp_path_factory.mktemp("hostile"), Path(temporary))
@@ -187,7 +185,7 @@ def pickled_target(folder: Path, name: str, canary: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "name"), [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
-def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path: Path, key: str, name: str):  # noqa: F811
+def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path, key, name):  # noqa: F811
     """Unpickling runs code; under the name of safetensors, too."""
     pickled_target(tmp_path / "model", name, tmp_path / "canary")
     output = tmp_path / "out"
@@ -198,7 +196,7 @@ def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path: Path, key: str,
     assert not output.exists()
 
 
-def test_code_inside_a_models_folder_is_not_run(call, tmp_path: Path):  # noqa: F811
+def test_code_inside_a_models_folder_is_not_run(call, tmp_path):  # noqa: F811
     """`auto_map` asks for it; a model is data."""
     folder = tmp_path / "model"
     shutil.copytree(MODELS / "target", folder)
@@ -215,7 +213,7 @@ def test_code_inside_a_models_folder_is_not_run(call, tmp_path: Path):  # noqa: 
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_configuration_runs_nothing(call, tmp_path: Path):  # noqa: F811
+def test_a_configuration_runs_nothing(call, tmp_path):  # noqa: F811
     """YAML knows tags that call functions; ours does not."""
     path = tmp_path / "run.yaml"
     path.write_text(f"input: !!python/object/apply:os.system ['touch {tmp_path / 'canary'}']\n")
@@ -248,7 +246,7 @@ def test_the_code_has_no_way_to_run_what_it_reads():
 
 
 @pytest.mark.slow
-def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
+def test_no_name_from_the_data_becomes_a_file_name(ran):
     """Ids, paths and columns are values: every file has a name of ours, and nothing lies outside the output folder."""
     hexes = r"[0-9a-f]{8}"
     ours = rf"""_SUCCESS|report\.(json|md|html)|(summaries|errors)/part-\d{{5}}\.parquet|_run/manifest\.json
@@ -264,7 +262,7 @@ def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
 
 
 @pytest.mark.slow
-def test_no_secret_of_the_environment_is_written(ran: Ran):
+def test_no_secret_of_the_environment_is_written(ran):
     """Not into summaries, manifest, attempts or report, not to the terminal, not into Ray's logs."""
     written = [*contents(ran.output), *contents(ran.logs), *contents(ran.home)]
     written += [(Path("stdout"), ran.stdout.encode()), (Path("stderr"), ran.stderr.encode())]
@@ -275,7 +273,7 @@ def test_no_secret_of_the_environment_is_written(ran: Ran):
 
 
 @pytest.mark.slow
-def test_a_local_run_is_reached_from_this_machine_alone_and_with_a_token(ran: Ran):
+def test_a_local_run_is_reached_from_this_machine_alone_and_with_a_token(ran):
     """Ray runs what reaches its ports: loopback, and a token of this run that lies in no file."""
     assert ran.addresses
     assert ran.addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -289,7 +287,7 @@ def unsafe(text: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
+def test_names_and_texts_cannot_drive_a_terminal(ran):
     """A document that is shown is not a document that clears the screen, or writes a line of the log."""
     shown = ran.stdout + ran.stderr
     assert "Summary of " in shown
@@ -300,7 +298,7 @@ def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
 
 
 @pytest.mark.slow
-def test_nothing_in_the_report_is_more_than_text(ran: Ran):
+def test_nothing_in_the_report_is_more_than_text(ran):
     """Reports are read in browsers: an id that is an image would tell its author who reads it."""
     html = (ran.output / "report.html").read_text(encoding="utf-8")
     assert unsafe(html) == set()
@@ -311,7 +309,7 @@ def test_nothing_in_the_report_is_more_than_text(ran: Ran):
     assert {error["example_doc_id"] for error in report["errors"]} <= set(FAILED), "and programs get ids as they are"
 
 
-def test_an_id_that_is_refused_cannot_either(call, tmp_path: Path):  # noqa: F811
+def test_an_id_that_is_refused_cannot_either(call, tmp_path):  # noqa: F811
     """An error names what is wrong, which comes from the data."""
     pq.write_table(pa.table({"text": ["a", "b"], "name": [NAMES[0]] * 2}), tmp_path / "in.parquet")
     where = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out")]
@@ -335,7 +333,7 @@ def test_an_id_that_is_refused_cannot_either(call, tmp_path: Path):  # noqa: F81
     ids=range(7),
 )
 @pytest.mark.parametrize("log", ["text", "json"])
-def test_no_value_of_the_command_line_can(call, tmp_path: Path, arguments: list[str], log: str):  # noqa: F811
+def test_no_value_of_the_command_line_can(call, tmp_path, arguments, log):  # noqa: F811
     """Scripts build commands out of file names; whatever is wrong with one is said in one line."""
     where = ["--input", str(ROOT / "examples" / "demo"), "--output", str(tmp_path / "out")]
     ended = call("--config", str(CONFIG), *where, *arguments, "--log", log)

@@ -4,8 +4,6 @@ The figures are those of each model's `config.json` on the Hugging Face Hub, as 
 memory follows from the shapes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -57,7 +55,7 @@ MEAN_TOKENS = {"qwen2.5-7b-24gb": 8_000, "llama3.2-3b-24gb": 8_000}
 
 
 @pytest.fixture
-def shipped(request, tmp_path) -> tuple[RunConfig, str]:
+def shipped(request, tmp_path):
     """A configuration with folders for its models that hold the published config, and the file's text."""
     file = CONFIGS / f"{request.param}.yaml"
     config = RunConfig.load(file)

@@ -1,7 +1,5 @@
 """Standard streams of the jobs: any text, any encoding, and a reader that goes away."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A run of a hostile id and message, and figures that name a hostile device."""
     folder = tmp_path_factory.mktemp("streams")
     failed = {"error_class": "NullText", "message": HOSTILE, "stage": "read", "retryable": False, "attempts": 1}
@@ -42,7 +40,7 @@ CODES = {"status": 2, "prepare": 2, "train_draft": 2, "arguments": 2}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_job_lets_a_text_drive_the_terminal(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_job_lets_a_text_drive_the_terminal(name, folder, monkeypatch):
     """Ids, messages, file names and arguments come from elsewhere."""
     monkeypatch.chdir(folder)
     script, *arguments = COMMANDS[name]
@@ -57,7 +55,7 @@ def test_no_job_lets_a_text_drive_the_terminal(name: str, folder: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["report", "summarize"])
-def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
+def test_a_reader_that_goes_away_ends_no_job(name, folder):
     """`jobs/report.py out | head -1`: the rest is not read, and nobody wants a traceback instead."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -68,7 +66,7 @@ def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_closed_streams_end_no_job(folder: Path):
+def test_closed_streams_end_no_job(folder):
     """`>&- 2>&-`, as some daemons start their children: Python has no such streams then."""
     script, *arguments = COMMANDS["report"]
     line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, str(ROOT / script), *arguments]
@@ -76,7 +74,7 @@ def test_closed_streams_end_no_job(folder: Path):
     assert ended.returncode == 0
 
 
-def test_a_traceback_is_plain_too(folder: Path):
+def test_a_traceback_is_plain_too(folder):
     """The one message that nobody foresaw is the likeliest to quote what was read."""
     code = "from specextend.terminal import guard_streams; guard_streams(); raise RuntimeError('\\x1b[2J\\u202e')"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)

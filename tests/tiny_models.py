@@ -4,8 +4,6 @@ A random model soon says one token for ever. Here embeddings are large, attentio
 the next token depends on far ones and outputs vary; `contract/test_lossless.py` checks that they do.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from transformers import (
 )
 
 from specextend.config import RunConfig
-from specextend.core import Request, SamplingParams
+from specextend.core import Request, SamplingParams, Values
 from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.tree import Drafter
@@ -71,7 +69,7 @@ class Family:
     config: type
     heads: tuple[int, int] = (4, 2)
     tied: bool = False
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: Values = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     head_dim: int = 16
 
 
@@ -245,7 +243,7 @@ def load_reference(pair: Pair) -> Any:
     return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
 
 
-SECTIONS: dict[str, dict[str, Any]] = {
+SECTIONS: dict[str, Values] = {
     "input": {"path": "unused"},
     "output": {"path": "unused"},
     "decoding": {"mode": "specextend", "cache_gib": 0.05},
@@ -262,7 +260,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
+def draft_section(pair: Pair, draft: str) -> Values:
     """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
     if draft == "ngram":
         return {"kind": draft}
@@ -311,7 +309,7 @@ def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
     """Do something within the target's `call`-th attention from now: 3 a prefill chunk, 6 a verification."""
     attend, numbers = engine.target.attend, itertools.count(1)
 
-    def attend_and_act(*arguments: Any) -> Any:
+    def attend_and_act(*arguments):
         if next(numbers) == call:
             action()
         return attend(*arguments)

@@ -1,7 +1,5 @@
 """What all commands share: options, how a command is called, and how its process ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The command `demo`: the default pair on the example documents, from an empty folder."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show, write_json
+from specextend.core import Values
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -52,7 +53,7 @@ def check(config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, jso
     return 2 if found.get("worker", {}).get("problem") else 0
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Values:
     """Describe this machine as JSON values; sizes are in GiB."""
     import torch
 
@@ -72,7 +73,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _worker(config: RunConfig) -> dict[str, Any]:
+def _worker(config: RunConfig) -> Values:
     """Return the memory that a worker takes, in GiB, and the problem with running all of them here; None if none."""
     import torch
 
@@ -100,7 +101,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "ends": ends, "problem": problem}
 
 
-def _kernels(config: RunConfig) -> list[dict[str, Any]]:
+def _kernels(config: RunConfig) -> list[Values]:
     """Try the kernels of a worker; return what came of each, with two lines that say so."""
     import torch
 
@@ -116,7 +117,7 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _describe(found: dict[str, Any]) -> str:
+def _describe(found: Values) -> str:
     from specextend.cluster.dry_run import describe_memory
 
     gpus = [f"{gpu['name']}, {gpu['memory_gib']:.1f} GiB" for gpu in found["gpus"]] or ["none"]

@@ -1,7 +1,5 @@
 """The command `specextend`. Its modules import what takes long when they are called, so that `--help` takes no time."""
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

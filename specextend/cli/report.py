@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from specextend.cli.command import OUTPUT, in_one_line, show, takes, write_json
-from specextend.core import counted, first_line, printable
+from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.storage import Location
@@ -77,7 +77,7 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
     return EXIT_OVER_LIMIT if over else 0
 
 
-def over_limits(found: dict[str, Any], max_differing: float | None, max_slower: float | None) -> list[str]:
+def over_limits(found: Values, max_differing: float | None, max_slower: float | None) -> list[str]:
     """Say in one line for each limit that is exceeded what was measured. Raises ValueError if nothing was."""
     texts, (candidate, baseline) = found["texts"], found["outputs"]
     differing, common, lines = texts["differing"], texts["common"], []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from specextend.cli.command import OUTPUT, SET, config_option, in_one_line, show, takes, write_json
-from specextend.core import first_line, printable
+from specextend.core import Values, first_line, printable
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -28,7 +28,7 @@ SHOWN = 8
 _QUALITY = ["quality_flags", "rougeL", "copied_fraction"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of a run or its plan."""
 
@@ -245,7 +245,7 @@ def conclude(output: str) -> None:
         _show_texts(rows, text_column, examples, is_all=report["rows"]["done"] == len(rows))
 
 
-def _show_texts(rows: list[dict[str, Any]], column: str, examples: set[str], *, is_all: bool) -> None:
+def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: bool) -> None:
     """Print the text that reads best by the figures of its row, and the first line of each other.
 
     examples: the answers in the prompt; a text that only repeats one comes last.
@@ -264,12 +264,12 @@ def _show_texts(rows: list[dict[str, Any]], column: str, examples: set[str], *, 
         print(line.plain)
 
 
-def _by_quality(row: dict[str, Any]) -> tuple[float, ...]:
+def _by_quality(row: Values) -> tuple[float, ...]:
     """Return what is less for a text that reads better: flags, then unlike its reference, then copied."""
     return len(row["quality_flags"]), -(row["rougeL"] or 0.0), row["copied_fraction"] or 0.0
 
 
-def _name_of(row: dict[str, Any]) -> str:
+def _name_of(row: Values) -> str:
     return printable(str(row.get("title") or row["doc_id"]))
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show
-from specextend.core import printable
+from specextend.core import Values, printable
 from specextend.shipped import TASKS, find_config, shipped_configs
 
 if TYPE_CHECKING:  # it imports torch
@@ -67,7 +67,7 @@ def schema() -> int:
     return 0
 
 
-def described_schema(config: type[RunConfig]) -> dict[str, Any]:
+def described_schema(config: type[RunConfig]) -> Values:
     """Return the JSON Schema of the configuration, with the meaning of each key: the docstring below its field."""
 
     class Described(config):  # type: ignore[misc, valid-type]

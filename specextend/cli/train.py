@@ -1,7 +1,5 @@
 """The command `train`: distil a draft for a target from text in Parquet files."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -4,15 +4,12 @@ Plain decoding is timed, too, so its sequences run in batches of their own, as l
 speculating neighbours they would pay for rows that are not theirs. Pure, apart from the lock of `Auditor`.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 from specextend.cluster.messages import Suspected
-from specextend.core import Completion, DocumentKey, Request
+from specextend.core import Completion, DocumentKey, Request, Values
 from specextend.data.audit_rows import audit_row
 from specextend.data.inputs import DocumentError
 
@@ -45,7 +42,7 @@ class Auditor:
         self._lock = threading.Lock()
         self._waiting: list[_Case] = []
         self._running: dict[str, _Case] = {}
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Values] = []
         self.is_ending = False
         """True once no further document will come, so that batches need not be full."""
 
@@ -90,12 +87,12 @@ class Auditor:
         for name in list(self._running):
             self.settle(name, failure)
 
-    def rows(self, num_seen: int) -> tuple[dict[str, Any], ...]:
+    def rows(self, num_seen: int) -> tuple[Values, ...]:
         """Return the rows that follow the first `num_seen`: a poll may be lost, so each is shown until it was seen."""
         with self._lock:
             return tuple(self._rows[num_seen:])
 
-    def _row(self, case: _Case, outcome: Completion | DocumentError | Suspected) -> dict[str, Any]:
+    def _row(self, case: _Case, outcome: Completion | DocumentError | Suspected) -> Values:
         if isinstance(outcome, Completion):
             row = audit_row(case.key, case.doc_id, case.completion, outcome)
         else:

@@ -1,8 +1,6 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +10,7 @@ from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
-from specextend.core import counted, first_line
+from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
@@ -35,7 +33,7 @@ Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this names on the Hub."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """A run that may begin: it has passed every check that needs no model."""
 
@@ -45,14 +43,14 @@ class Prepared:
     source: Source
     facts: ModelFacts
     prompts: Prompts
-    manifest: dict[str, Any]
+    manifest: Values
     """The one in the output folder if it holds this run already."""
     models: Models
     notes: tuple[str, ...]
     """Lines for the user about the models' revisions."""
 
 
-def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) -> Prepared:
+def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
@@ -113,7 +111,7 @@ def check_machine(config: RunConfig) -> None:
             load_backend(config.attention.backend, target_device(config.target))
 
 
-def _begun_selection(config: RunConfig, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
+def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:
     """Return the manifest of a run that has chosen its rows once and for all, because earlier outputs may grow."""
     has_chosen = recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
     return recorded if has_chosen and config.input.except_done_in else None
@@ -139,7 +137,7 @@ def _run_again(error: OSError) -> str:
     return f"{first_line(error).removesuffix('; run again')}; run again"
 
 
-def read_recorded(output: Location) -> dict[str, Any] | None:
+def read_recorded(output: Location) -> Values | None:
     """Read the manifest in the output folder, if there is one. Raises OtherRunError if it is not ours, StoreError."""
     try:
         return read_manifest(output)
@@ -151,7 +149,7 @@ def read_recorded(output: Location) -> dict[str, Any] | None:
         raise StoreError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
 
-def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfig, Models, tuple[str, ...]]:
+def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models, tuple[str, ...]]:
     """Put commits in the place of branches and tags, so that every worker loads the same files.
 
     A name that the run's manifest has `recorded` keeps the commit that it stood for then. Returns the configuration,
@@ -159,7 +157,7 @@ def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfi
     """
     models: Models = {}
     notes: list[str] = []
-    changed: dict[str, Any] = {}
+    changed: Values = {}
     for name, options in (("target", config.target), ("draft", config.active_draft)):
         if options is None or not options.model:
             continue

@@ -1,13 +1,11 @@
 """Displays of a run's progress and events: a bar on a terminal or in a notebook, plain lines, or JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TextIO, cast
@@ -46,16 +44,16 @@ def describe(snapshot: Snapshot) -> str:
     return ", ".join(part for part in parts if part)
 
 
+@dataclass
 class Pace:
     """Limits how often something is done."""
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._last: float | None = None
+    _every_s: float
+    _last: float = -math.inf
 
     def is_due(self, now: float) -> bool:
         """Return True if `every_s` have passed since the last True, and the first time."""
-        if self._last is not None and now - self._last < self._every_s:
+        if now - self._last < self._every_s:
             return False
         self._last = now
         return True

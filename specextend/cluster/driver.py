@@ -1,7 +1,5 @@
 """The driver: a loop that hands leases out, takes outcomes in and commits finished rows. Nothing else writes them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

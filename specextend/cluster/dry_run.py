@@ -1,7 +1,5 @@
 """The dry run: what a start would do, which memory and time it would take, and with how many workers."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 import time
@@ -9,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from datetime import time as clock_time
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +26,7 @@ from specextend.cluster.exits import RefusedError, reading
 from specextend.cluster.forecast import Forecast, Outlook, Rates
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import describe_duration
-from specextend.core import counted
+from specextend.core import Values, counted
 from specextend.data.commits import Retry
 from specextend.data.listing import describe_skipped
 
@@ -51,7 +48,7 @@ Calibrate = Callable[[Prepared, Estimates], Rates]
 
 def dry_run(
     prepared: Prepared, *, retry_errors: Retry = "none", by: datetime | None = None, calibrate: Calibrate | None = None
-) -> dict[str, Any]:
+) -> Values:
     """Plan a start and return what it would do as JSON values, without writing anything into the output folder.
 
     by: time at which the run must be done; the plan says with how many workers it is. calibrate: measures the pair's
@@ -111,7 +108,7 @@ def parse_time(text: str, now: datetime) -> datetime:
     return found
 
 
-def describe_dry_run(plan: dict[str, Any]) -> str:
+def describe_dry_run(plan: Values) -> str:
     """Describe the plan for people."""
     checks = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
@@ -141,7 +138,7 @@ def _say_of_machine(prepared: Prepared) -> str | None:
     return say_room(prepared.config.job) if is_local() else None
 
 
-def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> dict[str, Any]:
+def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> Values:
     """Return the parts of the plan that need rates; all None without."""
     if rates is None:
         return dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
@@ -171,7 +168,7 @@ def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
     return {"worker_hours": hours, "cost": price * hours, "cost_low": price * low, "cost_high": price * high}
 
 
-def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
+def _by(outlook: Outlook, by: datetime) -> Values:
     """Return with how many workers the run is done at a time, if it starts now; None if with none."""
     left_s = by.timestamp() - time.time()
     return {
@@ -181,7 +178,7 @@ def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
     }
 
 
-def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
+def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
     is_read = prepared.source.options.num_tokens_column is None
@@ -201,7 +198,7 @@ def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
-def describe_memory(plan: dict[str, Any]) -> list[str]:
+def describe_memory(plan: Values) -> list[str]:
     """Describe `memory_gib` and `cache` of a plan in lines."""
     sizes = plan["memory_gib"]
     rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005]
@@ -214,7 +211,7 @@ def describe_memory(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _describe_time(plan: dict[str, Any]) -> list[str]:
+def _describe_time(plan: Values) -> list[str]:
     if plan["forecast"] is None:
         return ["time and cost: not measured; --calibrate N measures them on N documents"]
     forecast = Forecast(**plan["forecast"])
@@ -232,7 +229,7 @@ def _describe_time(plan: dict[str, Any]) -> list[str]:
     return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}")]
 
 
-def _describe_by(by: dict[str, Any] | None) -> list[str]:
+def _describe_by(by: Values | None) -> list[str]:
     if by is None:
         return []
     when = f"done by {_say_time(datetime.fromisoformat(by['time']))}"

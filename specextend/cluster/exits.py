@@ -3,8 +3,6 @@
 SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits with 75.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

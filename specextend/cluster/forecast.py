@@ -5,8 +5,6 @@ output token, and how much documents differ. `Outlook` makes of them the time of
 `docs/planning-and-report.md` describes the method. Nothing is written, and nothing is kept for a later start.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -64,7 +62,7 @@ def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
     return DocumentCost(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Cost of documents on a worker whose batch is full."""
 
@@ -107,7 +105,7 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """The wall-clock seconds from the begin of a start until its last document is done."""
 

@@ -1,7 +1,5 @@
 """The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its heartbeat goes on."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -11,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
-from specextend.core import first_line
-from specextend.data.run_folder import lock_file, records_folder
+from specextend.core import Checkpoint, first_line
+from specextend.data.run_folder import lock_file, parse_record, records_folder
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
@@ -35,7 +33,7 @@ LAST_S = 10.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LockHolder:
     """The driver that holds an output folder, as the lock names it."""
 
@@ -76,15 +74,8 @@ def _read(output: Location) -> bytes | None:
 
 def parse_lock(data: bytes) -> LockHolder | None:
     """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are ignored."""
-    known = {field.name for field in fields(LockHolder)}
-    try:
-        holder = LockHolder(**{name: value for name, value in json.loads(data).items() if name in known})
-        is_a_time = isinstance(holder.heartbeat, int | float) and math.isfinite(holder.heartbeat)
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
-    texts = (holder.run_id, holder.host, holder.pid_namespace)
-    is_sound = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
-    return holder if is_sound and is_a_time else None
+    holder = parse_record(LockHolder, data)
+    return holder if holder is not None and math.isfinite(holder.heartbeat) else None
 
 
 class OutputLock:
@@ -226,7 +217,7 @@ class OutputLock:
 def held(
     lock: OutputLock,
     say: Callable[[str], object] = lambda line: None,
-    checkpoint: Callable[[], object] = lambda: None,
+    checkpoint: Checkpoint = lambda: None,
 ) -> Iterator[None]:
     """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
@@ -252,7 +243,7 @@ def held(
         lock.release()
 
 
-def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Callable[[], object]) -> None:
+def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Checkpoint) -> None:
     said = ""
     while True:
         with writing(lock.output):

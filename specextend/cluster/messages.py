@@ -5,13 +5,11 @@ may be its fault; after `job.max_attempts` of these it is given up. Times are se
 caller passes in.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.stats import DecodingStats
@@ -30,7 +28,7 @@ class Place(NamedTuple):
     """Its accelerators, or its seat if there are none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lease:
     """One document handed to one worker, once."""
 
@@ -44,7 +42,7 @@ class Lease:
     """True if the document may be at fault for a failure, so that nothing else runs beside it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GivenUp:
     """A document that becomes an error row."""
 
@@ -137,17 +135,17 @@ class Holder:
         return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Done:
     """The result of a document: a row of a commit, and its counts."""
 
-    row: dict[str, Any]
+    row: Values
     stats: DecodingStats
     used_gib: float
     """The most memory that its worker had used by then."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failed:
     """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be able to read it."""
 
@@ -171,7 +169,7 @@ def failed_row(error: DocumentError, row: Row | None) -> Failed:
     return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content, error.summary)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Suspected:
     """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
 
@@ -182,7 +180,7 @@ class Suspected:
 Outcome = Done | Failed | Suspected
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerInfo:
     """The place where a worker runs."""
 
@@ -194,18 +192,18 @@ class WorkerInfo:
     """Accelerators that Ray has assigned to it, such as `GPU 3`."""
     limits: dict[str, float] | None = None
     """What its device can do and what its target asks of it (`Engine.limits`); None if that is not known."""
-    kernels: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[Values] = field(default_factory=list)
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerReport:
     """The answer to a poll."""
 
     num_steps: int
     outputs: dict[str, int]
     """Output tokens so far by lease id, for leases whose prefill has begun."""
-    audits: tuple[dict[str, Any], ...] = ()
+    audits: tuple[Values, ...] = ()
     """Rows of the audit behind those that the driver has seen."""
     num_audits_open: int = 0
     """Documents whose audit is not done yet."""
@@ -213,14 +211,14 @@ class WorkerReport:
     """True if the poll said that no further document will come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Begun:
     """A worker has a process: the cluster had room for it."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ready:
     """A worker's models are loaded."""
 
@@ -228,7 +226,7 @@ class Ready:
     info: WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartFailed:
     """A worker's models could not be loaded."""
 
@@ -236,7 +234,7 @@ class StartFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Returned:
     """A lease has its outcome."""
 
@@ -245,7 +243,7 @@ class Returned:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallLost:
     """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
 
@@ -254,7 +252,7 @@ class CallLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Polled:
     """A worker's progress."""
 
@@ -262,14 +260,14 @@ class Polled:
     report: WorkerReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draining:
     """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Died:
     """A worker is gone."""
 

@@ -4,8 +4,6 @@ Ray adds the prefix `ray_` and keeps the counts of runs that have ended, so ever
 disappear once they are not set any more. The sum of a histogram is not exact: Ray rebuilds it from the buckets.
 """
 
-from __future__ import annotations
-
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from specextend.cluster.messages import Done

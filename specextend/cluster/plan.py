@@ -1,14 +1,11 @@
 """The plan of a start: its documents with their tokens, estimated from a sample, and the memory that a worker takes."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +14,7 @@ from numpy.typing import NDArray
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
@@ -42,7 +39,7 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The documents of a start with their estimated tokens."""
 
@@ -137,7 +134,7 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
     return None
 
 
-def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
+def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
     """Plan a worker's memory, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
 
     `cache` is what the longest document takes of the target's cache, and how many such documents fit, and how many as

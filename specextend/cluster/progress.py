@@ -1,7 +1,5 @@
 """Progress of a run: its clock, the work done and left, and what ends a run most of whose documents fail. Pure."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque
@@ -51,7 +49,7 @@ class AwakeClock:
         return self._now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """Figures of a run at one moment."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
 from specextend.cluster.lock import LockHolder, OutputLock, read_lock
 from specextend.cluster.messages import Failed, Place, Tried, WorkerInfo
-from specextend.core import DocumentKey, counted, printable
+from specextend.core import DocumentKey, ReadOnly, Values, counted, printable
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, read_commits
 from specextend.data.fingerprint import num_input_rows, read_manifest
@@ -69,10 +69,10 @@ class StartRecord:
         """
         self._file = starts_folder(output).child(f"{run_id}.json")
         self._clock = clock
-        self._workers: dict[str, dict[str, Any]] = {}
+        self._workers: dict[str, Values] = {}
         self.is_changed = False
         """True if workers have come or gone since the record was last written."""
-        self._record: dict[str, Any] = {
+        self._record: Values = {
             "run_id": run_id,
             "begin": self._now(),
             "end": None,
@@ -138,7 +138,7 @@ class StartRecord:
         """Return the memory that a worker was planned to take; 0 if nothing was planned."""
         return self._record["planned_gib"] or 0.0
 
-    def plan(self, memory: Mapping[str, Any]) -> None:
+    def plan(self, memory: ReadOnly) -> None:
         """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""
         self._record |= {"memory": dict(memory), "planned_gib": sum(memory["memory_gib"].values())}
         self.is_changed = True
@@ -165,7 +165,7 @@ class StartRecord:
         self._workers[worker] |= facts
         self.is_changed = True
 
-    def _contents(self) -> dict[str, Any]:
+    def _contents(self) -> Values:
         return self._record | {"seen": self._now(), "workers": list(self._workers.values())}
 
     def _now(self) -> str:
@@ -188,16 +188,16 @@ class Committer:
     lock: OutputLock
     every_rows: int
     every_s: float
-    _rows: list[dict[str, Any]] = field(default_factory=list)
-    _audits: list[dict[str, Any]] = field(default_factory=list)
+    _rows: list[Values] = field(default_factory=list)
+    _audits: list[Values] = field(default_factory=list)
     _committed_at: float = 0.0
     """By the clock that `commit_if_due` is called with."""
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Values) -> None:
         """Add a row."""
         self._rows.append(row)
 
-    def audited(self, rows: Iterable[dict[str, Any]]) -> None:
+    def audited(self, rows: Iterable[Values]) -> None:
         """Add rows of the audit."""
         self._audits += rows
 
@@ -224,7 +224,7 @@ class Committer:
             self.record.charged(charges)
 
 
-def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = "") -> dict[str, Any]:
+def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = "") -> Values:
     """Say that a document has failed, and return its error row."""
     facts = key._asdict() | {"document": failed.doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
     message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
@@ -258,7 +258,7 @@ def library_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **installed}
 
 
-def read_status(output: Location) -> dict[str, Any]:
+def read_status(output: Location) -> Values:
     """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows cannot be counted.
 
     Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the `warnings`.
@@ -300,7 +300,7 @@ def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
     return "finished with errors" if is_finished else "stopped, run again to resume"
 
 
-def describe_status(status: dict[str, Any]) -> str:
+def describe_status(status: Values) -> str:
     """Describe the status for people. No text from a record can add a line of its own."""
     lines = [
         f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, {status['errors']:,} failed, "

@@ -1,7 +1,5 @@
 """A run from its configuration to its exit code: check, lock, plan, decode, finalize."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
@@ -51,7 +49,7 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
-from specextend.core import DocumentKey, counted, first_line
+from specextend.core import DocumentKey, Values, counted, first_line
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, unfinished
@@ -235,7 +233,7 @@ class _LockedRun:
 
     def _refuse(self, plan: Plan, progress: Progress) -> None:
         """Commit the error rows of the rows that no model has to see."""
-        writer, rows = self._commit_writer(), list[dict[str, Any]]()
+        writer, rows = self._commit_writer(), list[Values]()
         for i, (file, row) in enumerate(plan.refused, 1):
             self.interrupt.check()
             key = DocumentKey(int(file), int(row))

@@ -1,7 +1,5 @@
 """The worker: a Ray actor with one engine. Leases come in as calls, and one thread decodes them in batches."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math

@@ -1,7 +1,5 @@
 """The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors (`Pool`)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -182,7 +180,7 @@ class Roster:
         return self._seats.pop(worker)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Call:
     """The call whose answer a reference is."""
 

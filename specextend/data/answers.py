@@ -1,7 +1,5 @@
 """Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -10,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Choice, did_you_mean, one_line, read_json
+from specextend.core import Choice, ReadOnly, Values, did_you_mean, one_line, read_json
 
 _ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
@@ -32,7 +30,7 @@ _EXACT = 1 << 53
 """Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
 
 
-def schema_of(given: str | Mapping[str, Any]) -> str:
+def schema_of(given: str | ReadOnly) -> str:
     """Return the JSON Schema that was given: as the name of a file, as a mapping of names to types, or as its text.
 
     Objects get no other fields than the schema names, and integers a range that fits a column. Raises ValueError, which
@@ -90,7 +88,7 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
     return tuple(choices) if any(len(choice.values) > 1 for choice in choices) else ()
 
 
-def _values(field: Any, whole: Mapping[str, Any]) -> list[Any]:
+def _values(field: Any, whole: ReadOnly) -> list[Any]:
     """Return all values of a field, each once; none if they are not known."""
     match field:
         case {"$ref": str(place)}:
@@ -169,7 +167,7 @@ def shortest_answer(schema: str) -> str:
     return _text(_shortest(whole, whole))
 
 
-def _shortest(field: Any, whole: Mapping[str, Any]) -> Any:
+def _shortest(field: Any, whole: ReadOnly) -> Any:
     properties = _properties(field) if isinstance(field, Mapping) else {}
     match field:
         case {"$ref": str(place)}:
@@ -226,7 +224,7 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.concat_arrays(held)
 
 
-def _parsed(text: str | None) -> dict[str, Any] | None:
+def _parsed(text: str | None) -> Values | None:
     try:
         value = read_json(text or "", parse_int=_number)
     except ValueError:
@@ -240,7 +238,7 @@ def _number(digits: str) -> int | float:
     return int(digits) if abs(number) <= _EXACT else number
 
 
-def _read(given: str) -> dict[str, Any]:
+def _read(given: str) -> Values:
     """Read a schema from its text, or from the file of that name. Raises ValueError."""
     where = "output.schema" if given.startswith('{"') else f"output.schema {given}"
     try:
@@ -256,12 +254,12 @@ def _is_object(schema: Any) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "object" and bool(_properties(schema))
 
 
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _properties(schema: ReadOnly) -> ReadOnly:
     found = schema.get("properties")
     return found if isinstance(found, Mapping) else {}
 
 
-def _field(name: str, kind: Any) -> Mapping[str, Any]:
+def _field(name: str, kind: Any) -> ReadOnly:
     """Return the JSON Schema of a type in short. Raises ValueError."""
     match kind:
         case {} if (_LIMITING | _NOTES | {"enum", "const", "$ref"}) & {*kind} or not any(
@@ -308,7 +306,7 @@ def _bounded(schema: Any) -> Any:
     return bounded
 
 
-def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, ...] = ()) -> pa.DataType:
+def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()) -> pa.DataType:
     """Return the type of a field's column. `within`: the references that led there. Raises ValueError."""
     match schema:
         case {"$ref": str(place)}:
@@ -367,7 +365,7 @@ def _check_keywords(name: str, field: Any) -> None:
         _check_keywords(name, field.get(keyword))
 
 
-def _string_fields(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
+def _string_fields(name: str, schema: Any, whole: ReadOnly) -> Iterator[str]:
     match schema:
         case {"enum": _} | {"const": _}:
             return
@@ -397,7 +395,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _at(place: str, whole: Mapping[str, Any]) -> Any:
+def _at(place: str, whole: ReadOnly) -> Any:
     """Return the part of a schema to which a reference such as `#/$defs/date` points; None if there is none."""
     found: Any = whole
     for key in place.removeprefix("#").split("/")[1:]:
@@ -405,7 +403,7 @@ def _at(place: str, whole: Mapping[str, Any]) -> Any:
     return found
 
 
-def _check(what: str, schema: Mapping[str, Any]) -> None:
+def _check(what: str, schema: ReadOnly) -> None:
     """Raise ValueError for a schema that the library cannot follow."""
     from llguidance import LLMatcher
 

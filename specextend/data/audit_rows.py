@@ -3,15 +3,12 @@
 They are commits of the driver in `_run/audits/`, beside those of the results, and not needed to resume a run.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion, DocumentKey, ReadOnly, Values
 from specextend.data.commits import DamagedCommitError
 from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import audits_folder
@@ -47,12 +44,12 @@ after prefill, the draft's prefill included; `plain_s` the same without a draft.
 
 def audit_row(
     key: DocumentKey, doc_id: str, completion: Completion, plain: Completion | None, error: str = ""
-) -> dict[str, Any]:
+) -> Values:
     """Make the row of a document, its batch left out, from its result and from the plain decoding.
 
     plain: None if it failed.
     """
-    row: dict[str, Any] = {
+    row: Values = {
         "file": key.file,
         "row": key.row,
         "doc_id": doc_id,
@@ -85,7 +82,7 @@ class AuditWriter:
     def __init__(self, output: Location, run_id: str) -> None:
         self._folder, self._run_id, self._next_seq = audits_folder(output), run_id, 0
 
-    def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def commit(self, rows: Sequence[ReadOnly]) -> None:
         """Write rows, whole or not at all; the column `run_id` is filled in."""
         if rows:
             table = rows_table([{**row, "run_id": self._run_id} for row in rows], AUDIT_SCHEMA)

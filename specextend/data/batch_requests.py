@@ -4,8 +4,6 @@ A line names its request, and holds the body that `/v1/chat/completions` takes. 
 document. What a run can have only once, such as a system message, must be the same in all lines.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specextend.core import Values
 from specextend.data.document_kinds import UnreadableError, json_value
 from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
@@ -31,7 +30,7 @@ _SHARED = {
     "stop": "decoding.stop",
 }
 _OWN = ("model", "messages", "max_tokens", "max_completion_tokens")
-_ALWAYS: dict[str, Any] = {
+_ALWAYS: Values = {
     "input.id_column": "id",
     "input.passthrough": [],
     "input.max_new_tokens_column": "max_new_tokens",
@@ -45,10 +44,10 @@ class BatchRequests:
     def __init__(self, path: Path) -> None:
         """Take the file; nothing is read before the iteration."""
         self._path = path
-        self._shared: dict[str, Any] | None = None
+        self._shared: Values | None = None
         self._lines: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Values]:
         """Stream documents: `id`, `text` and `max_new_tokens`, None where the request names no limit.
 
         Raises InputError, in one line, that names the line and what a run cannot do with it.
@@ -69,7 +68,7 @@ class BatchRequests:
         values |= {name: json.dumps(values[name]) for name in ("prompt.instruction", "prompt.system") if name in values}
         return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values.items())
 
-    def _document(self, place: str, number: int, line: str) -> dict[str, Any]:
+    def _document(self, place: str, number: int, line: str) -> Values:
         values = _parse(place, line)
         body, custom_id = values["body"], values["custom_id"]
         if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
@@ -86,7 +85,7 @@ class BatchRequests:
             raise InputError(f"{place} has the custom_id {custom_id!r} of line {first}; make them different")
         return {"id": custom_id, "text": text, "max_new_tokens": limit}
 
-    def _check_shared(self, place: str, shared: dict[str, Any]) -> None:
+    def _check_shared(self, place: str, shared: Values) -> None:
         """Raise InputError if a request differs from the first in what a run has only once."""
         if self._shared is None:
             self._shared = shared
@@ -98,7 +97,7 @@ class BatchRequests:
                 )
 
 
-def _parse(place: str, line: str) -> dict[str, Any]:
+def _parse(place: str, line: str) -> Values:
     try:
         values = json_value(line)
     except UnreadableError as error:
@@ -136,7 +135,7 @@ def _text(place: str, content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def write_requests(requests: Iterable[dict[str, Any]], output: str, limit: int | None = None) -> int:
+def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:
     """Write requests with their own limits as one Parquet file, whole or not at all; return how many.
 
     Raises InputError if there are none, or if the output is a folder.

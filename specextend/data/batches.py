@@ -1,13 +1,11 @@
 """Documents and results as Arrow tables, for a pipeline that hands over batches instead of files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import DocumentKey, mended
+from specextend.core import DocumentKey, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
@@ -59,12 +57,12 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     raise InputError(f"documents must be texts, dictionaries, a table or a data frame, got {type(documents).__name__}")
 
 
-def _first(results: pa.Table) -> dict[str, Any]:
+def _first(results: pa.Table) -> Values:
     return results.to_pylist()[0]
 
 
 def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
-    columns: dict[str, Any] = {options.text_column: pa.array(texts, pa.string())}
+    columns: Values = {options.text_column: pa.array(texts, pa.string())}
     if options.id_column is not None:
         columns[options.id_column] = pa.array(map(str, range(len(texts))), pa.string())
     return pa.table(columns)
@@ -80,7 +78,7 @@ def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
     return [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
 
 
-def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> Row | DocumentError:
+def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | DocumentError:
     column = reader.options.id_column
     doc_id = number if column is None else values[column]
     if doc_id is None:
@@ -93,7 +91,7 @@ def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> 
 
 
 def result_table(
-    results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
+    results: Sequence[Values], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
 ) -> pa.Table:
     """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 

@@ -1,7 +1,5 @@
 """The check of the input before a model is loaded, and the rewriting of files whose row groups are too large."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """Which columns of a Parquet file hold the text and the id: a guess with its reason, to begin a configuration with."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +36,7 @@ _TEXT_NAMES = re.compile(
 _ID_NAMES = re.compile(r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """The columns of an input by their use, and why."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
 from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import commits_folder
@@ -58,7 +58,7 @@ class CommitWriter:
         names = list_commits(output)
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
 
-    def commit(self, rows: Sequence[dict[str, Any]]) -> str | None:
+    def commit(self, rows: Sequence[Values]) -> str | None:
         """Write rows of `result_row`, and those of documents that failed, whole or not at all.
 
         Returns the commit's name; None if there are no rows.
@@ -137,7 +137,7 @@ OPEN, FAILED, DONE = 0, 1, 2
 """States of an input row: without a result, or with one that counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Progress:
     """The state of a run, as the commits of its output folder record it."""
 

@@ -1,7 +1,5 @@
 """The text of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one in each row."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import ctypes
@@ -16,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from html.entities import entitydefs
 from itertools import chain, islice, repeat
 from pathlib import PurePath
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.document_set import COLUMNS, COUNTS
 from specextend.data.inputs import InputError
 
@@ -95,16 +94,17 @@ _NO_TITLE = re.compile(r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Wor
 """Titles that programs write into a PDF by themselves."""
 
 
+@dataclass(eq=False)
 class UnreadableError(Exception):
-    """Says why a file, or a row of one, is no document: two words that are counted, and a message."""
+    """Says why a file, or a row of one, is no document."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        """Take what follows the name of the file."""
-        super().__init__(reason, message)
-        self.reason, self.message = reason, message
+    reason: str
+    """Two words that are counted."""
+    message: str
+    """What follows the name of the file."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
     """Which files become documents, and how."""
 
@@ -159,7 +159,7 @@ def check_packages(kinds: Iterable[str]) -> None:
             raise InputError(f"{need}: install specextend with its extra `documents`, or leave them out (--pattern)")
 
 
-def read_document(kind: str, data: bytes, options: DocumentOptions) -> dict[str, Any]:
+def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
     """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises UnreadableError."""
     try:
         title, text, *counts = _READERS[kind](data, options)
@@ -369,17 +369,14 @@ def _formula(node: ElementTree.Element) -> str:
     return "".join(parts) + " " * (name in _OPERANDS)  # what follows is no part of it
 
 
-def _read_html(data: bytes, options: DocumentOptions) -> tuple[str, str]:
+def _read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) -> tuple[str, str]:
     html = decode(data, options.encoding, _named_encoding(data))
-    if _XHTML in html[:_HEAD]:
+    if is_xml:
+        html = _xml_as_html(html)
+    elif _XHTML in html[:_HEAD]:
         with suppress(ElementTree.ParseError):  # what is no XML is read as browsers do
             html = _xml_as_html(html)
     return _html_text(html, main_only=options.main_only)
-
-
-def _read_xhtml(data: bytes, options: DocumentOptions) -> tuple[str, str]:
-    xml = decode(data, options.encoding, _named_encoding(data))
-    return _html_text(_xml_as_html(xml), main_only=options.main_only)
 
 
 def _xml_as_html(xml: str) -> str:
@@ -443,7 +440,7 @@ _READERS: dict[str, Callable[[bytes, DocumentOptions], tuple[Any, ...]]] = {
     "pdf": _read_pdf,
     "docx": _read_docx,
     "html": _read_html,
-    "xhtml": _read_xhtml,
+    "xhtml": partial(_read_html, is_xml=True),
     "markdown": _read_markdown,
     "text": _read_text,
 }
@@ -473,7 +470,7 @@ def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[tup
     return _csv_rows(file, options) if kind == "csv" else _json_rows(file, options)
 
 
-def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> dict[str, Any]:
+def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
     """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for what is missing."""
     if isinstance(values, UnreadableError):
         raise values
@@ -515,7 +512,7 @@ def json_value(text: str) -> Any:
     return value
 
 
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(fields: list[tuple[str, Any]]) -> Values:
     """Return an object of JSON. Raises ValueError if it would lose a field."""
     values = dict(fields)
     if len(values) < len(fields):

@@ -1,7 +1,5 @@
 """Files that are read in processes of their own: one that hangs its reader, or ends it, fails alone."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import resource
@@ -18,16 +16,15 @@ from pathlib import PurePath
 from queue import LifoQueue
 from typing import Any
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
-from specextend.data.storage import Location
+from specextend.data.storage import Location, is_readable
 
 PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
 _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is done."""
-_STEP_BYTES = 1 << 20
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 
@@ -45,11 +42,11 @@ class SourceFile:
     modified: datetime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
 
-    rows: tuple[dict[str, Any], ...] = ()
+    rows: tuple[Values, ...] = ()
     pending: str | None = None
     failures: tuple[Failure, ...] = ()
 
@@ -65,7 +62,7 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> 
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
     except OSError as error:
-        reason = "damaged" if _is_reachable(file) else "unreachable"
+        reason = "damaged" if is_readable(file.location) else "unreachable"
         return _failed(file, reason, f"cannot be read: {one_line(error)}")
     except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
         return _failed(file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}")
@@ -73,18 +70,7 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> 
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
 
 
-def _is_reachable(file: SourceFile) -> bool:
-    """Return True if all bytes of a file can be read, so that it must be what they say that cannot."""
-    try:
-        with file.location.filesystem.open_input_stream(file.location.path, compression=None) as stream:
-            while stream.read(_STEP_BYTES):
-                pass
-    except OSError:
-        return False
-    return True
-
-
-def _columns(file: SourceFile) -> dict[str, Any]:
+def _columns(file: SourceFile) -> Values:
     return {"source_path": file.path, "source_size": file.size, "source_modified": file.modified}
 
 
@@ -104,7 +90,7 @@ def read_table(
 
 def _good_rows(
     file: SourceFile, lines: Iterable[tuple[int, Any]], options: DocumentOptions, failures: list[Failure]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Values]:
     for number, (line, values) in enumerate(lines, start=1):
         try:
             yield as_row(values, f"{file.doc_id}:{line}", line, options) | _columns(file)

@@ -3,8 +3,6 @@
 A row names its file with size and time of modification, so that the data set itself says which files it has.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import tempfile
@@ -18,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from specextend.core import Values
 from specextend.data.inputs import InputError
 from specextend.data.parquet import CHECKED, SEALED
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
@@ -54,7 +53,7 @@ class Failure:
     message: str
 
 
-def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
+def write_rows(rows: Iterable[Values], target: Location) -> int:
     """Write rows as one Parquet file in small row groups, whole or not at all; return how many. None make no file.
 
     The types are those of the values: Booleans, numbers or text. Lists, objects and mixed values become JSON.
@@ -74,8 +73,8 @@ def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
     return num_rows
 
 
-def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    group: list[dict[str, Any]] = []
+def _groups(rows: Iterable[Values]) -> Iterator[list[Values]]:
+    group: list[Values] = []
     num_bytes = 0
     for row in rows:
         group.append(row)
@@ -214,7 +213,7 @@ def _without_repeated(rows: pa.Table) -> tuple[pa.Table, list[Failure]]:
     counts = rows.group_by("id").aggregate([([], "count_all")])
     repeated = _is_in("id", counts.filter(pc.field("count_all") > 1)["id"].to_pylist())
     order = [(name, "ascending") for name in ("source_path", "source_row", "part", "row")]
-    first: dict[str, dict[str, Any]] = {}
+    first: dict[str, Values] = {}
     failures = []
     for row in rows.filter(repeated).sort_by(order).to_pylist():
         owner = first.setdefault(row["id"], row)

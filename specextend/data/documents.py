@@ -3,8 +3,6 @@
 Another call reads only the files that are new, that have changed or that have failed.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -17,7 +15,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from specextend.core import counted
+from specextend.core import Values, counted
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, check_packages, kind_of
 from specextend.data.document_readers import PENDING, Reading, SourceFile, read_files, read_table
 from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
@@ -43,7 +41,7 @@ _COMMIT_S = 60
 """Seconds of reading that a killed process loses at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """Say what a call has done."""
 
@@ -228,7 +226,7 @@ def _add(
     folder: Location, readings: Iterable[Reading], failures: list[Failure], on_progress: Callable[[int], None]
 ) -> tuple[int, Counter[str]]:
     """Add what is read to the data set, and to the failures; return the number of all documents, and what new lack."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Values] = []
     counts: Counter[str] = Counter()
     num_bytes, since = 0, time.monotonic()
     try:

@@ -1,13 +1,11 @@
 """Where the strings of an answer stand in its document: the first check against invention."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from rapidfuzz.fuzz import partial_ratio_alignment
 
-from specextend.core import read_json
+from specextend.core import Values, read_json
 
 LEAST_SCORE = 90.0
 """Similarity from 0 to 100 (2 x matching characters over those of both) from which a passage counts as a value's."""
@@ -20,14 +18,14 @@ _OTHER_SCRIPTS = "\u0590"
 _SPACES = str.maketrans("\t\n\r\u00a0", "    ")
 
 
-def find_evidence(text: str, document: str, fields: Collection[str]) -> list[dict[str, Any]]:
+def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Values]:
     """Find each string in the `fields` of an answer (JSON) in its document, in time linear in it.
 
     Returns for each its `field` and `value` with `begin` and `end`, in characters of the document, of the first passage
     of whole words that equals it, case and kinds of space aside, or else of the most similar one, and the passage's
     `score` from 90 to 100. The three are null if there is none.
     """
-    plain, found = _plain(document), list[dict[str, Any]]()
+    plain, found = _plain(document), list[Values]()
     for field, value in _strings(read_json(text), ""):
         if field in fields and value.strip():
             begin, end, score = _passage(_plain(value.strip()), plain) or (None, None, None)

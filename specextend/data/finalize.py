@@ -1,7 +1,5 @@
 """The end of a run: commits become summaries and errors in input order, and every row is accounted for."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from specextend.core import counted
+from specextend.core import Checkpoint, counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
 from specextend.data.parquet import DAMAGED, open_parquet, rows_where, stream, write_groups
@@ -40,7 +38,7 @@ class ReconciliationError(RuntimeError):
 def finalize(
     source: Source,
     output: Location,
-    checkpoint: Callable[[], object] = lambda: None,
+    checkpoint: Checkpoint = lambda: None,
     observe: Callable[[pa.Table], object] = lambda rows: None,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
@@ -128,7 +126,7 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
     return Counts(source.num_rows, done, failed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stretch:
     """The results of an input file in row order."""
 
@@ -142,7 +140,7 @@ class _Ending:
     """Writes the results of one input file after the other; `write` and `is_written` are thread-safe."""
 
     def __init__(
-        self, source: Source, output: Location, commits: _Commits, checkpoint: Callable[[], object] = lambda: None
+        self, source: Source, output: Location, commits: _Commits, checkpoint: Checkpoint = lambda: None
     ) -> None:
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)

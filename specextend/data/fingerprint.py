@@ -1,14 +1,12 @@
 """The manifest of a run, which describes what it is made of, and the provenance that its files hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from specextend.core import counted, printable
+from specextend.core import ReadOnly, Values, counted, printable
 from specextend.data.prompts import CLOCK
 from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.source import Source
@@ -40,10 +38,10 @@ _PASSED_OVER = ("input.filter", "input.sample", "input.limit", "input.passthroug
 
 def build_manifest(
     source: Source,
-    config: Mapping[str, Any],
+    config: ReadOnly,
     hashes: Mapping[str, str],
     models: Mapping[str, Mapping[str, str | None]] | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Build a manifest: `{"version", "fingerprint", "identity": {"files", "hashes", "config"}, "config", "models"}`.
 
     config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`); what may change
@@ -57,7 +55,7 @@ def build_manifest(
         for file in source.files
     }
     binding = {name: value for name, value in flattened(config) if not _is_free(name)}
-    identity: dict[str, Any] = {"files": files, "hashes": dict(hashes), "config": binding}
+    identity: Values = {"files": files, "hashes": dict(hashes), "config": binding}
     selection = source.selection
     if selection is not None:
         identity["selection"] = {"rows": source.num_rows, "sha256": selection.sha256}
@@ -72,7 +70,7 @@ def build_manifest(
     }
 
 
-def fingerprint(identity: Mapping[str, Any]) -> str:
+def fingerprint(identity: ReadOnly) -> str:
     """Compute the SHA-256 of the canonical JSON: keys sorted, no spaces, no NaN."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -84,7 +82,7 @@ def output_columns(output: Location) -> tuple[str, str | None]:
     return section.get("column", "summary"), section.get("schema")
 
 
-def read_manifest(output: Location) -> dict[str, Any] | None:
+def read_manifest(output: Location) -> Values | None:
     """Read the manifest of an output folder; None if there is none.
 
     Raises ValueError, in one line, if it is damaged or of another version, and OSError if it is out of reach.
@@ -99,7 +97,7 @@ def read_manifest(output: Location) -> dict[str, Any] | None:
         ) from error
 
 
-def _checked_manifest(content: bytes) -> dict[str, Any]:
+def _checked_manifest(content: bytes) -> Values:
     manifest = parse_manifest(content)
     identity = manifest["identity"]
     if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(identity):
@@ -110,7 +108,7 @@ def _checked_manifest(content: bytes) -> dict[str, Any]:
     return manifest
 
 
-def num_input_rows(manifest: Mapping[str, Any]) -> int:
+def num_input_rows(manifest: ReadOnly) -> int:
     """Return how many rows of the input the run is about."""
     identity = manifest["identity"]
     if "selection" in identity:
@@ -122,7 +120,7 @@ ABOUT_INPUT = ("input file ", "selected rows: ")
 """What the lines of `differences` about the input begin with."""
 
 
-def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
+def write_manifest(output: Location, manifest: ReadOnly) -> None:
     """Write the manifest. Raises FileExistsError if there is one."""
     location = manifest_file(output)
     if exists(location):
@@ -133,7 +131,7 @@ def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
 _SCHEMA = "output.schema"
 
 
-def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
 
     A line names the value, what the output folder has, and what this run has; of two schemas it names what differs in
@@ -155,7 +153,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
-def other_configuration(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     """Return the lines of `differences` for models and options that let two runs make different rows of a document."""
     identities = ({**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current))
     lines = differences(*({"identity": identity} for identity in identities))
@@ -167,7 +165,7 @@ def _is_free(name: str) -> bool:
     return any(name == free or name.startswith(f"{free}.") for free in _FREE + _HASHED)
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten nested sections to pairs of a dotted name and a value."""
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -176,7 +174,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat_identity(manifest: ReadOnly) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
     yield from identity["config"].items()
     yield from ((f"weights of {name}", value[:12]) for name, value in identity["hashes"].items())
@@ -187,7 +185,7 @@ def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"input file {path}", f"{size}, footer {file['footer_sha256'][:12]}"
 
 
-def _say(values: Mapping[str, Any], name: str) -> str:
+def _say(values: ReadOnly, name: str) -> str:
     return json.dumps(values[name], ensure_ascii=False, sort_keys=True) if name in values else "nothing"
 
 
@@ -195,7 +193,7 @@ PROVENANCE = b"specextend"
 """Key of the provenance in a file's metadata; the value is JSON."""
 
 
-def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_ids: Iterable[str]) -> bytes:
+def provenance(manifest: ReadOnly | None, starts: Iterable[Start], run_ids: Iterable[str]) -> bytes:
     """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not known is null.
 
     models: by name, what was asked for, its commit, and the hash of its files. starts: those of `run_ids`, each with
@@ -215,16 +213,16 @@ def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_
     ).encode()
 
 
-def tried_kernels(starts: Iterable[Start]) -> list[dict[str, Any]]:
+def tried_kernels(starts: Iterable[Start]) -> list[Values]:
     """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and `workers`."""
-    found: dict[tuple[str, bool], dict[str, Any]] = {}
+    found: dict[tuple[str, bool], Values] = {}
     for kernel in (each for start in starts for worker in start.workers or () for each in worker.kernels):
         row = found.setdefault((kernel.name, kernel.taken), asdict(kernel) | {"workers": 0})
         row["workers"] += 1
     return [*found.values()]
 
 
-def models_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def models_of(manifest: ReadOnly) -> Values:
     """Describe the models of a run by name: what was asked for, its commit, and the hash of its files."""
     asked, hashes = manifest.get("models") or {}, manifest["identity"]["hashes"]
     return {name: {**asked.get(name, {}), "sha256": hashes.get(name)} for name in sorted({*asked, *hashes})}

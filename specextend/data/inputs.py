@@ -1,11 +1,9 @@
 """The options of the input and output, the errors of input files and documents, and what is known of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
-from specextend.core import one_line, printable
+from specextend.core import Values, one_line, printable
 from specextend.data.answers import schema_of, string_fields
 from specextend.data.row_filter import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
@@ -53,6 +51,7 @@ def unreadable(file: str, error: Exception) -> InputError:
     return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
 
 
+@dataclass(eq=False)
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
@@ -62,25 +61,20 @@ class DocumentError(Exception):
     doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
 
+    error_class: str
+    message: str
+    stage: str = "read"
+    retryable: bool = False
+    doc_id: str = ""
     content_sha256: str | None = None
     summary: str | None = None
     """What was written, of an answer that broke off (`IncompleteAnswer`)."""
-
-    def __init__(
-        self, error_class: str, message: str, stage: str = "read", retryable: bool = False, doc_id: str = ""
-    ) -> None:
-        super().__init__(error_class, message, stage, retryable, doc_id)
-        self.error_class = error_class
-        self.message = message
-        self.stage = stage
-        self.retryable = retryable
-        self.doc_id = doc_id
 
     def __str__(self) -> str:
         return f"{self.error_class}: {self.message}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """`input.*`: Where the documents are, and what their columns mean."""
 
@@ -165,7 +159,7 @@ class InputOptions:
         return () if self.filter is None else filter_columns(self.filter)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """`output.*`: Where the results go."""
 
@@ -173,7 +167,7 @@ class OutputOptions:
     """The folder of the run, a local path or a URI; created if it does not exist."""
     column: str = "summary"
     """The column with the texts that the model wrote."""
-    schema: str | dict[str, Any] | None = None
+    schema: str | Values | None = None
     """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
     names with types, such as `{agency: string, sum: number, topics: [string], kind: audit | budget, date: "string?"}`.
     Only what keeps to it is decoded. A schema of values alone, such as `{kind: audit | budget}`, is scored."""

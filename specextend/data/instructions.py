@@ -1,16 +1,14 @@
 """Instructions: templates over the columns of a row, with a place for its document."""
 
-from __future__ import annotations
-
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specextend.core import first_line, mended, printable
+from specextend.core import ReadOnly, first_line, mended, printable
 from specextend.data.inputs import DocumentError
 
 Around = tuple[str, str]
@@ -110,7 +108,7 @@ class Instruction:
     def __reduce__(self) -> tuple[Any, ...]:
         return Instruction, self._made_of
 
-    def around(self, values: Mapping[str, Any]) -> Around:
+    def around(self, values: ReadOnly) -> Around:
         """Return the text before and behind the document. values: of a row's `columns`; null is an empty string.
 
         Raises DocumentError (`BadInstruction`, stage `prompt`) if they do not go into the template, or if it comes to

@@ -33,7 +33,7 @@ _DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Listing:
     """The files of an input path, in path order."""
 

@@ -1,10 +1,7 @@
 """Reading Parquet files in bounded memory, and writing them with checksums."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
 BATCH_BYTES = 16 << 20
@@ -294,7 +291,7 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """
     if one == other:
         return one
-    one, other = _written_out(one), _written_out(other)
+    one, other = _with_leaves(one, _written_out), _with_leaves(other, _written_out)
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
         other = pa.timestamp(other.unit, one.tz)
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
@@ -312,16 +309,18 @@ def _written_out(kind: pa.DataType) -> pa.DataType:
     """Return a type without dictionaries and views."""
     if pa.types.is_dictionary(kind):
         return _written_out(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.string()
-    if pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(_written_out(kind.value_type))
+    return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
+
+
+def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type in which those of its values have changed, inside of structs and lists as well."""
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_written_out(field.type)) for field in kind])
-    return kind
+        return pa.struct([field.with_type(_with_leaves(field.type, change)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_with_leaves(kind.value_type, change))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_with_leaves(kind.value_type, change))
+    return change(kind)
 
 
 def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
@@ -329,22 +328,16 @@ def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
     return [leaf for each in inner for leaf in _leaf_types(each)] or [kind]
 
 
-def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
-    arrays = (table[name].cast(_stored(table[name].type)) for name in columns)
+    arrays = (table[name].cast(_with_leaves(table[name].type, _stored)) for name in columns)
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
         yield dict(zip(columns, values, strict=True))
 
 
 def _stored(kind: pa.DataType) -> pa.DataType:
-    """Return a type with bytes in the place of text, inside of structs and lists as well."""
-    if is_text(kind):
-        return pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_stored(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_stored(kind.value_type)))
-    return kind
+    """Return bytes in the place of text."""
+    return pa.large_binary() if is_text(kind) else kind
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -1,7 +1,5 @@
 """A document that is too long for one prompt: split where sections, paragraphs or sentences end, and merged again."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -74,7 +72,7 @@ def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A part of a document and its prompt."""
 

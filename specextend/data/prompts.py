@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import first_line, mended
+from specextend.core import Values, first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -56,7 +56,7 @@ _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """A turn that shows what is wanted: the user message with its document, and the answer."""
 
@@ -66,7 +66,7 @@ class Example:
     """What the model should have answered."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
@@ -75,7 +75,7 @@ class PromptOptions:
     is not there; any other name is a column of the row."""
     examples: tuple[Example, ...] = ()
     """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
-    template_options: dict[str, Any] = field(default_factory=dict)
+    template_options: Values = field(default_factory=dict)
     """Variables for the model's chat template, such as `enable_thinking: false`."""
     system: str = ""
     """The system message; empty sends none."""
@@ -97,7 +97,7 @@ class PromptOptions:
         return Instruction("prompt.instruction", self.instruction)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PartOptions:
     """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
@@ -122,7 +122,7 @@ class PartOptions:
                 raise ValueError(f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prompt:
     """A rendered prompt."""
 

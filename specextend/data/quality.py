@@ -3,19 +3,16 @@
 Words are lower-case runs of letters, marks and digits; each character of a script without spaces is a word.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
 import regex
 from rapidfuzz.distance import LCSseq
 
-from specextend.core import Completion, how_to_install, is_loop, printable
+from specextend.core import Completion, Values, how_to_install, is_loop, printable
 from specextend.data.evidence import find_evidence
 
 REPEATED_WORDS = 4
@@ -47,7 +44,7 @@ _WORD = regex.compile(r"\w+")
 _GAP = regex.compile(r"\W")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class QualityOptions:
     """`quality.*`: What is found out about a summary besides the flags and figures that every summary gets."""
 
@@ -56,7 +53,7 @@ class QualityOptions:
     languages, such as Danish and Norwegian, are sometimes confused."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quality:
     """Holds what is known about a summary's quality: columns of its row."""
 
@@ -67,7 +64,7 @@ class Quality:
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None  # noqa: N815 (the name of the column)
-    evidence: list[dict[str, Any]] | None = None
+    evidence: list[Values] | None = None
     """Where an answer's strings stand in the document (`find_evidence`)."""
 
 

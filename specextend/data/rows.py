@@ -1,16 +1,12 @@
 """A row of the input: its document, and what it says itself about its prompt and its sampling."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Document, DocumentKey, SamplingParams, first_line, mended
+from specextend.core import Document, DocumentKey, ReadOnly, SamplingParams, Values, first_line, mended
 from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
 
@@ -18,7 +14,7 @@ ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop"
 """Fields that `input.options_column` may have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """One input row, ready to be rendered into a prompt."""
 
@@ -30,7 +26,7 @@ class Row:
     content_sha256: str
     instruction: Around | None = None
     """The row's own instruction, or the run's with the row's values in it; None: the run's applies as it is."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams in which the row differs from the run."""
 
 
@@ -58,7 +54,7 @@ class RowReader:
         """Return the columns that a row is read from."""
         return _named(*self.content_columns, self.options.id_column, self.options.reference_column)
 
-    def read(self, key: DocumentKey, doc_id: str, values: Mapping[str, Any]) -> Row:
+    def read(self, key: DocumentKey, doc_id: str, values: ReadOnly) -> Row:
         """Make a row. What is not UTF-8 in a reference is replaced.
 
         Raises DocumentError for null, empty or undecodable text, and for a bad limit, instruction or options.
@@ -77,7 +73,7 @@ class RowReader:
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
         return Row(Document(key, doc_id, text), max_new_tokens, summary, self.content(values), instruction, own)
 
-    def content(self, values: Mapping[str, Any]) -> str:
+    def content(self, values: ReadOnly) -> str:
         """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
 
         The length of each is hashed before it, so that no row can pass for another one. A row without an instruction of
@@ -98,7 +94,7 @@ class RowReader:
             digest.update(f"{len(part)}:".encode() + part)
         return digest.hexdigest()
 
-    def _instruction(self, values: Mapping[str, Any]) -> Around | None:
+    def _instruction(self, values: ReadOnly) -> Around | None:
         """Return the row's own instruction, or the run's with its values. Raises DocumentError if it is not UTF-8."""
         data = values[self.options.instruction_column] if self.options.instruction_column else None
         try:
@@ -110,7 +106,7 @@ class RowReader:
         return self.template.around(values) if self.template is not None and self.template.columns else None
 
 
-def own_options(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def own_options(values: ReadOnly | None) -> Values:
     """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a value out of range."""
     own = {name: value for name, value in (values or {}).items() if value is not None}
     if "stop" in own:

@@ -1,9 +1,8 @@
 """The output folder of a run: where each file is, the records of the run's starts, and the record of its end."""
 
-from __future__ import annotations
-
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pyarrow.fs import FileType
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
-from specextend.core import one_line
+from specextend.core import Values, one_line
 from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
 
 Record = TypeVar("Record")
@@ -21,14 +20,15 @@ SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
 
 
-def records_folder(output: Location) -> Location:
-    """Return the folder of everything that a run needs to go on."""
-    return output.child("_run")
+def _place(*names: str) -> Callable[[Location], Location]:
+    """Return what finds a place in an output folder."""
+    return lambda output: output.child(*names)
 
 
-def manifest_file(output: Location) -> Location:
-    """Return the place of the manifest."""
-    return output.child("_run", "manifest.json")
+records_folder = _place("_run")
+"""The folder of everything that a run needs to go on."""
+manifest_file = _place("_run", "manifest.json")
+"""The place of the manifest."""
 
 
 def lock_file(output: Location) -> Location:
@@ -36,34 +36,18 @@ def lock_file(output: Location) -> Location:
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
-def commits_folder(output: Location) -> Location:
-    """Return the folder of the commits."""
-    return output.child("_run", "parts")
-
-
-def audits_folder(output: Location) -> Location:
-    """Return the folder of the audit's rows."""
-    return output.child("_run", "audits")
-
-
-def starts_folder(output: Location) -> Location:
-    """Return the folder of the records of starts."""
-    return output.child("_run", "attempts")
-
-
-def selection_file(output: Location) -> Location:
-    """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
-    return output.child("_run", "selection.parquet")
-
-
-def summaries_folder(output: Location) -> Location:
-    """Return the folder of the summaries."""
-    return output.child(SUMMARIES)
-
-
-def errors_folder(output: Location) -> Location:
-    """Return the folder of the error rows."""
-    return output.child(ERRORS)
+commits_folder = _place("_run", "parts")
+"""The folder of the commits."""
+audits_folder = _place("_run", "audits")
+"""The folder of the audit's rows."""
+starts_folder = _place("_run", "attempts")
+"""The folder of the records of starts."""
+selection_file = _place("_run", "selection.parquet")
+"""The place of the rows that a run is about, if it leaves out what earlier runs have done."""
+summaries_folder = _place(SUMMARIES)
+"""The folder of the summaries."""
+errors_folder = _place(ERRORS)
+"""The folder of the error rows."""
 
 
 def report_file(output: Location, ending: str) -> Location:
@@ -71,9 +55,8 @@ def report_file(output: Location, ending: str) -> Location:
     return output.child(f"report.{ending}")
 
 
-def success_file(output: Location) -> Location:
-    """Return the place of `_SUCCESS`."""
-    return output.child("_SUCCESS")
+success_file = _place("_SUCCESS")
+"""The place of `_SUCCESS`."""
 
 
 def run_folders(output: Location) -> list[Location]:
@@ -105,7 +88,7 @@ def list_results(folder: Location) -> list[str]:
     return [name for name in list_files(folder) if re.fullmatch(r"part-\d{5,}\.parquet", name)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
     """Rows of the input, which are those done and those that failed."""
 
@@ -136,6 +119,13 @@ def _read_valid(location: Location, kind: type[Record]) -> Record | None:
     return None
 
 
+def parse_record(kind: type[Record], data: bytes) -> Record | None:
+    """Parse a record that is one JSON object; None for anything else. Fields that it has beside are passed over."""
+    with suppress(ValueError):
+        return TypeAdapter(kind).validate_json(data, strict=True)
+    return None
+
+
 def time_text(seconds: float) -> str:
     """Write seconds since the epoch as ISO 8601 in UTC, with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
@@ -150,35 +140,35 @@ def parse_time(text: Any) -> float | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _FileFacts:
     size: NonNegativeInt
     rows: NonNegativeInt
     footer_sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Selected:
     rows: NonNegativeInt
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Identity:
     files: dict[str, _FileFacts]
     hashes: dict[str, str]
-    config: dict[str, Any]
+    config: Values
     selection: _Selected | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Manifest:
     """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may hold anything."""
 
     version: int
     fingerprint: str
     identity: _Identity
-    config: dict[str, dict[str, Any] | None]
+    config: dict[str, Values | None]
     models: dict[str, dict[str, str | None]] = field(default_factory=dict)
     modified_ns: dict[str, int | None] = field(default_factory=dict)
     selection: dict[str, NonNegativeInt] | None = None
@@ -191,7 +181,7 @@ RELEASED = "released"
 """The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kernel:
     """What came of a kernel that a worker has tried."""
 
@@ -200,7 +190,7 @@ class Kernel:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerRecord:
     """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
 
@@ -226,7 +216,7 @@ class WorkerRecord:
     """The most memory that it had used when a document of it was done; None if none was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     """A sign of life of a driver, as its lock holds it."""
 
@@ -235,7 +225,7 @@ class Heartbeat:
     """Seconds since the epoch, until the year 5138."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Start:
     """One start of a run. A field is None if the record does not contain it."""
 
@@ -244,7 +234,7 @@ class Start:
     end: str | None = None
     exit_code: int | None = None
     versions: dict[str, str] | None = None
-    charges: dict[str, Any] = field(default_factory=dict)
+    charges: Values = field(default_factory=dict)
     """Documents that the start had charged with an attempt, as the driver wrote them."""
     seen: _Time | None = None
     """When the record was last written, in seconds since the epoch."""
@@ -290,11 +280,11 @@ def _parse(content: bytes, name: str) -> Start:
         raise ValueError(_wrong_with(error)) from error
 
 
-def parse_manifest(content: bytes) -> dict[str, Any]:
+def parse_manifest(content: bytes) -> Values:
     """Parse a manifest. Raises ValueError, in one line, for what has another shape."""
     try:
         _MANIFEST.validate_json(content, strict=True)
-        manifest: dict[str, Any] = json.loads(content)
+        manifest: Values = json.loads(content)
         return manifest
     except (ValueError, RecursionError) as error:
         raise ValueError(_wrong_with(error)) from error
@@ -308,7 +298,7 @@ def _wrong_with(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def parse_start(record: dict[str, Any], name: str) -> Start:
+def parse_start(record: Values, name: str) -> Start:
     """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among others, for no such."""
     job, report = record.get("job") or {}, record.get("report") or {}
     known = {

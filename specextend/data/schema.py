@@ -1,15 +1,12 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Completion, DocumentKey, mended
+from specextend.core import Completion, DocumentKey, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -34,53 +31,33 @@ PART_SUMMARY = pa.struct(
 CHOICE = pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
 
+
+def _columns(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
+    """Return columns of one type."""
+    return [(name, kind) for name in names]
+
+
 SUMMARY_SCHEMA = pa.schema(
     [
-        ("doc_id", pa.string()),
-        ("summary", pa.string()),
-        ("finish_reason", pa.string()),
-        ("num_prompt_tokens", pa.int32()),
-        ("num_output_tokens", pa.int32()),
-        ("num_dropped_tokens", pa.int32()),
+        *_columns(pa.string(), "doc_id", "summary", "finish_reason"),
+        *_columns(pa.int32(), "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens"),
         ("length_policy", pa.string()),
         ("part_summaries", pa.list_(PART_SUMMARY)),
-        ("num_spec_steps", pa.int32()),
-        ("num_plain_steps", pa.int32()),
-        ("num_draft_tokens", pa.int32()),
-        ("num_accepted_tokens", pa.int32()),
-        ("mean_acceptance_length", pa.float64()),
-        ("draft_acceptance_rate", pa.float64()),
+        *_columns(pa.int32(), "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"),
+        *_columns(pa.float64(), "mean_acceptance_length", "draft_acceptance_rate"),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("num_retrievals", pa.int32()),
-        ("retrieval_coverage", pa.float64()),
-        ("retrieval_churn", pa.float64()),
-        ("queue_s", pa.float64()),
-        ("ttft_s", pa.float64()),
-        ("decode_s", pa.float64()),
-        ("total_s", pa.float64()),
-        ("prefill_s", pa.float64()),
-        ("draft_prefill_s", pa.float64()),
-        ("draft_s", pa.float64()),
-        ("verify_s", pa.float64()),
-        ("retrieval_s", pa.float64()),
-        ("other_s", pa.float64()),
+        *_columns(pa.float64(), "retrieval_coverage", "retrieval_churn", "queue_s", "ttft_s", "decode_s", "total_s"),
+        *_columns(pa.float64(), "prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"),
         ("output_tokens_per_s", pa.float64()),
         ("quality_flags", pa.list_(pa.string())),
         ("worker", pa.string()),
-        ("attempts", pa.int32()),
-        ("num_fallbacks", pa.int32()),
-        ("num_hybrid_steps", pa.int32()),
-        ("num_memory_retries", pa.int32()),
+        *_columns(pa.int32(), "attempts", "num_fallbacks", "num_hybrid_steps", "num_memory_retries"),
         ("started_at", pa.timestamp("ms", tz="UTC")),
-        ("copied_fraction", pa.float64()),
-        ("rouge1", pa.float64()),
-        ("rouge2", pa.float64()),
-        ("rougeL", pa.float64()),
-        ("num_forwards", pa.float64()),
+        *_columns(pa.float64(), "copied_fraction", "rouge1", "rouge2", "rougeL", "num_forwards"),
         ("content_sha256", pa.string()),
         ("coverage", pa.float64()),
-        ("num_requests", pa.int32()),
-        ("num_cached_tokens", pa.int32()),
+        *_columns(pa.int32(), "num_requests", "num_cached_tokens"),
         ("reasoning", pa.string()),
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
@@ -91,14 +68,10 @@ SUMMARY_SCHEMA = pa.schema(
 ERROR_SCHEMA = pa.schema(
     [
         ("key", pa.struct([("file", pa.int32()), ("row", pa.int64())])),
-        ("doc_id", pa.string()),
-        ("error_class", pa.string()),
-        ("message", pa.string()),
-        ("stage", pa.string()),
+        *_columns(pa.string(), "doc_id", "error_class", "message", "stage"),
         ("retryable", pa.bool_()),
         ("attempts", pa.int32()),
-        ("content_sha256", pa.string()),
-        ("summary", pa.string()),
+        *_columns(pa.string(), "content_sha256", "summary"),
     ]
 )
 """Our columns of `errors/`; passthrough columns follow them."""
@@ -128,10 +101,10 @@ def result_row(
     started_at: float,
     worker: str,
     attempts: int,
-    part_summaries: list[dict[str, Any]] | None = None,
+    part_summaries: list[Values] | None = None,
     num_requests: int = 1,
     reasoning: str | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
     return {
@@ -158,7 +131,7 @@ def result_row(
     }
 
 
-def rows_table(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
     """Make a table of rows, with U+FFFD where a text has half of a surrogate pair."""
     rows = list(rows)
     try:

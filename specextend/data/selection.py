@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from specextend.core import counted
+from specextend.core import Checkpoint, ReadOnly, counted
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
@@ -40,7 +40,7 @@ def select_rows(
     source: Source,
     earlier: Sequence[EarlierOutput] = (),
     notes: tuple[str, ...] = (),
-    checkpoint: Callable[[], object] = lambda: None,
+    checkpoint: Checkpoint = lambda: None,
 ) -> Source:
     """Check the ids and choose the rows of a run; return the source of the files that hold some.
 
@@ -145,7 +145,7 @@ def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], Value]
     return in_order(read, files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
 
 
-def _matching(source: Source, text: str, checkpoint: Callable[[], object], file: InputFile) -> NDArray[np.int64]:
+def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> NDArray[np.int64]:
     """Return the rows of a file that a filter matches."""
     masks = [np.zeros(0, bool)]
     for table in gathered(source.batches(file.number, list(source.options.filter_columns))):
@@ -184,7 +184,7 @@ _NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
 
 
 def _compare(
-    source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Callable[[], object]
+    source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint
 ) -> list[NDArray[np.int8]]:
     """Say of each row what earlier runs have made of it, and whether it is still the same.
 
@@ -243,7 +243,7 @@ def _of_files(values: NDArray[Any], rows: Rows) -> list[NDArray[Any]]:
 
 
 def _contents(
-    source: Source, number: int, wanted: Collection[int], checkpoint: Callable[[], object]
+    source: Source, number: int, wanted: Collection[int], checkpoint: Checkpoint
 ) -> Iterator[tuple[int, str]]:
     """Yield the wanted rows of a file, in order, each with the hash of its content."""
     reader, begin = source.reader, 0
@@ -272,7 +272,7 @@ def write_selection(source: Source, output: Location) -> None:
     write_table(selection_file(output), pa.table(columns))
 
 
-def recall_selection(source: Source, output: Location, manifest: Mapping[str, Any]) -> Source:
+def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
     """Return the source with the rows that `write_selection` wrote down; without those of files that are gone.
 
     source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
@@ -299,12 +299,12 @@ _ENDED_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EarlierOutput:
     """The output of an earlier run whose rows this run could have made."""
 
     location: Location
-    manifest: Mapping[str, Any]
+    manifest: ReadOnly
 
     def ended_rows(self) -> pa.Table:
         """Read the rows of its summaries, whose `retryable` is null, and of its errors that would fail again."""
@@ -335,8 +335,8 @@ class EarlierOutput:
 def find_earlier(
     paths: Sequence[str],
     own: Location,
-    manifest: Mapping[str, Any],
-    checkpoint: Callable[[], object] = lambda: None,
+    manifest: ReadOnly,
+    checkpoint: Checkpoint = lambda: None,
 ) -> tuple[list[EarlierOutput], tuple[str, ...]]:
     """Find the outputs of `input.except_done_in` whose rows count as done; return notes about the others, too.
 

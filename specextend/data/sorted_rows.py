@@ -1,7 +1,5 @@
 """Rows that come in any order, taken in the order of the input: sorted in memory, or on disk if there are many."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from typing import IO

@@ -1,7 +1,5 @@
 """The input of a run: opened and checked once, then streamed column by column, or read row by row."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey, counted, one_line
+from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
@@ -51,7 +49,7 @@ from specextend.data.storage import Location, check_writable, in_order, is_away
 _CACHED_GROUPS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChosenRows:
     """The rows that a run is about, where those are not all rows of its input."""
 
@@ -140,9 +138,8 @@ class Source:
         if self._has_bad_id(key):
             value = plain_text(row[self.options.id_column])[0].as_py()
             what = "null" if value is None else f"that of an earlier row: {value!r}"
-            error = DocumentError("BadId", f"the id is {what}", doc_id=self.place(key))
-            error.content_sha256 = self.reader.content(values)
-            raise error
+            place, content = self.place(key), self.reader.content(values)
+            raise DocumentError("BadId", f"the id is {what}", doc_id=place, content_sha256=content)
         return self.reader.read(key, self._id(key, row), values)
 
     @property
@@ -318,7 +315,7 @@ class Source:
         wanted = [*counts, options.text_column] if reads_text else counts
         return list(dict.fromkeys(name for name in wanted if name is not None))
 
-    def _scanned(self, key: DocumentKey, values: Mapping[str, Any]) -> ScannedRow:
+    def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
         """Collect what the plan needs of a row; its text was not read if its number of tokens is known."""
         options, error_class = self.options, None
         num_tokens = _usable(values[options.num_tokens_column]) if options.num_tokens_column else None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
@@ -98,15 +98,15 @@ class Location:
     @property
     def parent(self) -> Location:
         """Return the folder it is in."""
-        return Location(self.filesystem, self.path.rsplit("/", 1)[0] or "/", self.gate)
+        return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
     def child(self, *names: str) -> Location:
         """Return the location of `names` below this one."""
-        return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]), self.gate)
+        return replace(self, path="/".join([self.path.rstrip("/"), *names]))
 
     def behind(self, gate: Gate) -> Location:
         """Return the same place with a gate that is asked before its writes."""
-        return Location(self.filesystem, self.path, gate)
+        return replace(self, gate=gate)
 
     def check(self) -> None:
         """Ask the gate before something here changes; it may raise."""
@@ -240,6 +240,17 @@ def read_bytes(location: Location) -> bytes | None:
             return stream.read()
     except FileNotFoundError:
         return None
+
+
+def is_readable(location: Location) -> bool:
+    """Return True if all bytes of a file can be read, so that it must be what they say that cannot."""
+    try:
+        with location.filesystem.open_input_stream(location.path, compression=None) as stream:
+            while stream.read(_BLOCK_BYTES):
+                pass
+    except OSError:
+        return False
+    return True
 
 
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:

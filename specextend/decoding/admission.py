@@ -1,7 +1,5 @@
 """Admission of requests: their queue, the room in batch and caches, and smaller sizes after memory ran out."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal

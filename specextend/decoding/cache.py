@@ -12,8 +12,6 @@ Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` n
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +25,7 @@ def aligned(num_rows: int) -> int:
     return -(-num_rows // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Region:
     """Rows `start` to `start + size` of a cache."""
 

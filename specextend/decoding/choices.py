@@ -8,10 +8,9 @@ sum is what the target says of them.
 Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +30,14 @@ Path = list[int]
 """Tokens of an output, from its first one on."""
 
 
+@dataclass(frozen=True)
 class ChoiceScorer:
     """Makes the choices of requests whose prompts were read."""
 
-    def __init__(self, tokenizer: Any, target: CachedModel, on_forward: Callable[[], None]) -> None:
-        """Take the models; `on_forward` is called for each forward of the target."""
-        self._tokenizer, self._target, self._on_forward = tokenizer, target, on_forward
+    _tokenizer: Any
+    _target: CachedModel
+    _on_forward: Callable[[], None]
+    """Called for each forward of the target."""
 
     def answer(self, sequence: Running) -> tuple[Path, FinishReason]:
         """Make a sequence's choices, one after the other; return its output, and why it ends there."""

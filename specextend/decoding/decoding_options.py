@@ -22,7 +22,7 @@ def at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
     """`decoding.*`: How output tokens are chosen, and how many sequences run together."""
 
@@ -77,7 +77,7 @@ class DecodingOptions:
 
     def sampling(self, seed: int) -> SamplingParams:
         """Return how the tokens of a request with this seed are chosen."""
-        names = (each.name for each in fields(SamplingParams) if each.name in self.__slots__)
+        names = (each.name for each in fields(SamplingParams) if hasattr(self, each.name))
         return SamplingParams(**{name: getattr(self, name) for name in names} | {"seed": seed})
 
     @property
@@ -87,7 +87,7 @@ class DecodingOptions:
         return self.max_batch_size
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
@@ -117,7 +117,7 @@ class AttentionOptions:
         return ("dense",) if self.backend == "triton" else ("dense", "hybrid")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeOptions:
     """`tree.*`: The size of draft trees, which are grown as in OPT-Tree (arXiv 2406.17276)."""
 
@@ -149,7 +149,7 @@ class TreeOptions:
         return self.max_nodes if isinstance(self.nodes, str) else self.nodes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram drafts see it all."""
 
@@ -187,7 +187,7 @@ class CacheOptions:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftOptions:
     """`draft.*`: The draft, which proposes the tree. It runs in the target's dtype and on the target's device.
 

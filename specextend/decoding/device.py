@@ -5,8 +5,6 @@ than its host can ask for it: an eager step of small models is mostly asking. A 
 memory, so whatever differs between two steps must be a tensor on the device, and nothing may be asked of it on the way.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import resource
@@ -49,7 +47,7 @@ _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
 """Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name, such as `AMD EPYC`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceTraits:
     """Says what the engine does differently on a kind of device."""
 

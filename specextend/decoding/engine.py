@@ -4,8 +4,6 @@ Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill c
 `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from torch.nn.functional import linear
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.core import ReadOnly
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs, device_name, multiplies_bf16, synchronise, traits_of
 from specextend.decoding.quantized import Scheme, saved_bytes
@@ -60,7 +61,7 @@ _LONG_S = 0.05
 
 
 def kept_or_measured(
-    kind: str, key: Mapping[str, Any], measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
+    kind: str, key: ReadOnly, measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
 ) -> Any:
     """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it.
 
@@ -120,7 +121,7 @@ def code_sha256() -> str:
     return found.hexdigest()
 
 
-def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+def _path(kind: str, key: ReadOnly) -> Path | None:
     folder = cache_folder()
     text = json.dumps(dict(key), sort_keys=True)
     return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -136,7 +137,7 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MachineLimits:
     """The best of several measurements, with as many threads as torch has."""
 
@@ -146,7 +147,7 @@ class MachineLimits:
     """Of a product like those of prefill, in the target's dtype, by torch with its weight packed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelWork:
     """The bytes and operations that plain decoding with a model takes at least."""
 

@@ -8,8 +8,6 @@ Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F`
 heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -71,27 +69,23 @@ class PromptEnd(NamedTuple):
     """[H, D] in each layer that scores chunks."""
 
 
+@dataclass
 class PromptReader:
     """Reads prompts for one engine. What a prompt has in common with the one before it is read once."""
 
-    def __init__(
-        self,
-        target: CachedModel,
-        drafter: Drafter | None,
-        hidden_layers: tuple[int, ...],
-        scored_layers: Items[int],
-        watch: Stopwatch,
-        on_chunk: Callable[[], None],
-    ) -> None:
-        """Take the models, the target's layers that the draft reads, and those that score chunks.
-
-        Time is charged to `watch`; `on_chunk` is called for each chunk.
-        """
-        self._target, self._drafter, self._watch, self._on_chunk = target, drafter, watch, on_chunk
-        self._hidden_layers, self._scored_layers = hidden_layers, scored_layers
-        self._last_prompt: LastPrompt | None = None
-        self._features: list[Tensor] = []
-        """What a draft is given for the chunks so far of the prompt that is being read."""
+    _target: CachedModel
+    _drafter: Drafter | None
+    _hidden_layers: tuple[int, ...]
+    """Those of the target that the draft reads."""
+    _scored_layers: Items[int]
+    """Those that score chunks."""
+    _watch: Stopwatch
+    """Time is charged to it."""
+    _on_chunk: Callable[[], None]
+    """Called for each chunk."""
+    _last_prompt: LastPrompt | None = None
+    _features: list[Tensor] = field(default_factory=list)
+    """What a draft is given for the chunks so far of the prompt that is being read."""
 
     def forget(self) -> None:
         """Take nothing over from the last prompt. None may be half read that is still wanted."""

@@ -6,8 +6,6 @@ does not depend on its neighbours. `int8` and `int4` leave the inputs of a produ
 in float32 with them either. `fp8` rounds them to 8 bits too, and runs in bfloat16 only.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any, Literal
 

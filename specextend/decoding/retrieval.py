@@ -5,9 +5,8 @@ A text is cut into chunks of `cache.chunk_size` tokens, the last of which may be
 Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C` chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,14 +82,14 @@ def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
     return torch.cat([torch.arange(sinks), torch.arange(first_recent, total)])
 
 
+@dataclass
 class CachePolicy:
     """Decides what one sequence's draft may see, and when to select again. Lives as long as its request."""
 
-    def __init__(self, options: CacheOptions) -> None:
-        self._options = options
-        self._chosen: set[int] | None = None
-        self._num_steps = 0  # since the last selection
-        self._selected_at = 0
+    _options: CacheOptions
+    _chosen: set[int] | None = None
+    _num_steps: int = 0  # since the last selection
+    _selected_at: int = 0
 
     def count_step(self) -> None:
         """Count a step, speculative or plain."""

@@ -9,8 +9,6 @@ Letters: N rows, the nodes of a tree (root included), P positions, V vocabulary,
 probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

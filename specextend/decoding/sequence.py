@@ -3,8 +3,6 @@
 A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its full length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field

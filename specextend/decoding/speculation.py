@@ -73,7 +73,7 @@ _OUTLIER = 2.0
 speculation."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostTable:
     """Lines of one pair on one device."""
 

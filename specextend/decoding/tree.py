@@ -32,7 +32,7 @@ class TreeNode(NamedTuple):
     """Of the path from the root."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftTrees:
     """The proposals for B sequences, padded to N nodes; those of one sequence have no first dimension and no padding.
 
@@ -299,7 +299,7 @@ def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -
     return (steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decided:
     """Holds what the target decided for B sequences, for the draft to read: in a step, or in several.
 

@@ -4,8 +4,6 @@ Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` feat
 nodes of a path, `H` query heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from specextend.decoding.speculation import CostTable
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verified:
     """One verification: what it decided, and what later phases need of its forward."""
 
@@ -56,24 +54,20 @@ class Verified:
         return Decided(token_ids, padded, features)
 
 
+@dataclass(frozen=True)
 class Verifier:
     """Runs the target over trees and commits to its cache what it accepts."""
 
-    def __init__(
-        self,
-        target: CachedModel,
-        hidden_layers: tuple[int, ...],
-        scored_layers: tuple[int, ...],
-        num_levels: int,
-        tree_attention: TreeAttention | CostTable,
-        graphs: Graphs,
-    ) -> None:
-        """Take the target, the layers whose outputs and whose queries are kept, and the deepest tree's levels.
-
-        With a table as `tree_attention` each step takes the kind that is faster by the table.
-        """
-        self._target, self._hidden_layers, self._scored_layers = target, hidden_layers, scored_layers
-        self._num_levels, self._tree_attention, self._graphs = num_levels, tree_attention, graphs
+    _target: CachedModel
+    _hidden_layers: tuple[int, ...]
+    """Those whose outputs are kept."""
+    _scored_layers: tuple[int, ...]
+    """Those whose queries are kept."""
+    _num_levels: int
+    """Of the deepest tree."""
+    _tree_attention: TreeAttention | CostTable
+    """With a table, each step takes the kind that is faster by it."""
+    _graphs: Graphs
 
     def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
         """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""

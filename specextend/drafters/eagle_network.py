@@ -4,8 +4,6 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of th
 heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
-from specextend.core import counted
+from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
@@ -32,7 +30,7 @@ _COPIES = f"copy.{'+'.join(_COPY_READS)}"
 """All of them in one, which reads all four tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadShape:
     """A head of one Llama decoder layer, in any format: its shape, and where its tensors are."""
 
@@ -52,7 +50,7 @@ class HeadShape:
     """Epsilon of the norms inside the layer."""
     head_eps: float
     """Epsilon of the other norms."""
-    rope: dict[str, Any]
+    rope: Values
     """The RoPE keys of a Llama config."""
     draft_vocab_size: int
     """Tokens that the head can propose."""

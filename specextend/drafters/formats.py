@@ -11,16 +11,15 @@ Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers,
 head may hold an embedding and an LM head of its own; if it lacks one, the target's is used.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
+from specextend.core import Values
 from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
     VOCABULARY,
@@ -118,10 +117,14 @@ class EagleConfig(BaseModel):
         (folder / "config.json").write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
-class LayerConfig(BaseModel):
-    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
+class _Published(BaseModel):
+    """Keys of a published head, which has others beside."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+
+class LayerConfig(_Published):
+    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -135,21 +138,17 @@ class LayerConfig(BaseModel):
     rms_norm_eps: PositiveFloat = 1e-6
 
 
-class TakenLayers(BaseModel):
+class TakenLayers(_Published):
     """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer j."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
 
-class PublishedConfig(BaseModel):
+class PublishedConfig(_Published):
     """The keys of a published head beside those of its layer."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
-
     speculators_model_type: Literal["eagle", "eagle3"] | None = None
-    transformer_layer_config: dict[str, Any] | None = None
+    transformer_layer_config: Values | None = None
     target_hidden_size: PositiveInt | None = None
     draft_vocab_size: PositiveInt | None = None
     norm_before_residual: bool | None = None
@@ -181,7 +180,7 @@ def read_head(folder: str | Path) -> HeadShape:
     return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
 
 
-def _parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
+def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
     """Make a config of what a head's `config.json` holds. Raises ModelError in one line."""
     try:
         return kind.model_validate(raw)
@@ -229,7 +228,7 @@ def head_files(folder: Path) -> list[Path]:
     return weight_files(folder, f"EAGLE draft {folder}")
 
 
-def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
+def _read_own(folder: Path, raw: Values) -> HeadShape:
     config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
     head = config.head(folder, found)
@@ -237,7 +236,7 @@ def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
     return head
 
 
-def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
+def _read_published(folder: Path, raw: Values) -> HeadShape:
     found = _find_tensors(folder, dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
     head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, found)
     _check_tensors(head, head.required(), head.optional())
@@ -266,7 +265,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
-def _describe(folder: Path, raw: dict[str, Any], sources: Found) -> HeadShape:
+def _describe(folder: Path, raw: Values, sources: Found) -> HeadShape:
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
     layer = _parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)

@@ -6,8 +6,6 @@ were right. The tree holds the likeliest paths: of candidates alone, or of candi
 budget.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush

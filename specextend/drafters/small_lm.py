@@ -3,8 +3,6 @@
 Shapes: `L` layers, `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

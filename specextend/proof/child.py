@@ -3,14 +3,11 @@
 Shapes: `B` sequences, `T` rows of each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +16,7 @@ from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import MAX_MASKED
 from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
-from specextend.core import Request, counted
+from specextend.core import Request, Values, counted
 from specextend.decoding.cache import aligned
 from specextend.decoding.device import CudaCapture, Graphs, make_current, synchronise
 from specextend.decoding.measurements import count_work, load_limits
@@ -39,7 +36,7 @@ _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33))
 """Tokens of a prompt, and new tokens, of each request of a tiny pair; one more is longer than a chunk."""
 
 
-def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Any]:
+def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> Values:
     """Return why a rung is `absent` here, what is `wrong` with it, or the `Times` of both.
 
     Raises whatever a kernel raises.

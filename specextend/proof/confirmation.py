@@ -3,8 +3,6 @@
 Shapes: `P` positions that are compared, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Each rung is tried in a process of its own, so that one which crashes, hangs or 
 node proves once, under a lock, and keeps the result until the driver, a library, our code or a shape changes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -14,16 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from specextend.attention.trials import Trial
+from specextend.core import ReadOnly, Values
 from specextend.decoding.device import device_name
 from specextend.decoding.measurements import cache_folder, kept_or_measured
 from specextend.proof.child import Times, least_times
@@ -40,12 +38,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rung:
     """A change of kernels, and the forwards by which it is judged."""
 
     name: str
-    changes: Mapping[str, Any]
+    changes: ReadOnly
     """Of `Kernels`."""
     judged_by: tuple[str, ...]
     """Of `Times`."""
@@ -62,7 +60,7 @@ LADDER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Proof:
     """The kernels that a proof chose, and all that it tried."""
 
@@ -70,7 +68,7 @@ class Proof:
     trials: tuple[Trial, ...] = ()
 
 
-def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S) -> Proof:
+def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
     """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time.
 
     A proof in which time ran out is not kept: something else may have used the GPU meanwhile.
@@ -78,23 +76,23 @@ def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float
     key = identity(subject, ladder)
     folder = cache_folder()
     if folder is None:
-        proof = prove(subject, ladder, limit_s)
+        proof = prove(subject, ladder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "proof.lock"):
-            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder, limit_s)), is_whole)
+            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder)), is_whole)
         proof = Proof(Kernels(**kept["kernels"]), tuple(Trial(**each) for each in kept["trials"]))
     for each in proof.trials:
         _log.info("%s", each)
     return proof
 
 
-def is_whole(proof: Mapping[str, Any]) -> bool:
+def is_whole(proof: ReadOnly) -> bool:
     """Return True if every rung of a proof, as JSON values, had its time."""
     return not any(trial["is_late"] for trial in proof["trials"])
 
 
-def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> dict[str, Any]:
+def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Values:
     """Return what a proof holds for, as JSON values."""
     found = {
         "device": device_name(torch.device(subject.device)),
@@ -104,7 +102,7 @@ def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> dict[str, Any
         "subject": asdict(subject),
         "ladder": [asdict(rung) for rung in ladder],
     }
-    values: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read again
+    values: Values = json.loads(json.dumps(found))  # as it will be read again
     return values
 
 
@@ -148,7 +146,7 @@ def _try(subject: Subject, base: Kernels, rung: Rung, ends_at: float, least_s: T
     return Trial(name=rung.name, taken=taken, why=times, ms=rung_ms, base_ms=base_ms, floor_ms=floor_ms)
 
 
-def _run_apart(task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+def _run_apart(task: ReadOnly, limit_s: float) -> Values:
     """Run a task in a process of its own, and return its result; how it ended is what is wrong if it has none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
@@ -171,7 +169,7 @@ def _run_apart(task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
             return {"wrong": f"it ended by {signal.Signals(-child.returncode).name}"}
         if child.returncode or not out.exists():
             return {"wrong": (said.strip().splitlines() or [f"it ended with exit code {child.returncode}"])[-1]}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        found: Values = json.loads(out.read_text(encoding="utf-8"))
         return found
 
 

@@ -1,8 +1,5 @@
 """What a proof is about, and the kernels that it chooses from, as values that go from one process to another."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -14,11 +11,12 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.trials import Heads
+from specextend.core import ReadOnly
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernels:
     """The kernels of a worker, by name. As they stand here they are torch's own, which need no proof.
 
@@ -59,14 +57,14 @@ def _named(name: str, device: torch.device) -> Attend:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """The shapes that kernels are proven for; all of them are JSON values."""
 
     device: str
     dtype: str
     """As torch calls it, such as `bfloat16`."""
-    model: Mapping[str, Any]
+    model: ReadOnly
     """The target's config, as transformers writes it."""
     num_nodes: int
     """Draft tokens of a tree, at most."""

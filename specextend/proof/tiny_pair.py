@@ -1,7 +1,5 @@
 """A pair of tiny models with random weights, which decode in fp32 with the tree that is configured."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar

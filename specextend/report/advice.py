@@ -3,17 +3,14 @@
 A rule advises only what the run's configuration leaves open, and what its figures do not show to be of no use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from specextend.core import counted
+from specextend.core import ReadOnly, Values, counted
 from specextend.report.sections import duration, look_up, number, shortened
 from specextend.stats import ratio
 
-Report = Mapping[str, Any]
+Report = ReadOnly
 LEAST_DOCUMENTS = 5
 """Fewest documents from which a rule concludes anything about speed."""
 MOST_IDS = 3
@@ -24,7 +21,7 @@ RARE = 0.1
 """Share of speculative steps below which a run says little about speculation."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finding:
     """Hold what a rule found."""
 
@@ -38,16 +35,16 @@ class Finding:
     """Documents that show it."""
 
 
-def give_advice(report: Report) -> list[dict[str, Any]]:
+def give_advice(report: Report) -> list[Values]:
     """Apply every rule to a report: findings about texts come first, then those about time, each by weight."""
-    advice: list[dict[str, Any]] = []
+    advice: list[Values] = []
     for rules in (OF_TEXTS, OF_TIME):
         found = [(rule.__name__, finding) for rule in rules if (finding := rule(report)) is not None]
         advice += [_entry(*each) for each in sorted(found, key=lambda each: -each[1].weight)]
     return advice
 
 
-def _entry(rule: str, finding: Finding) -> dict[str, Any]:
+def _entry(rule: str, finding: Finding) -> Values:
     ids = [shortened(doc_id) for doc_id in finding.doc_ids[:MOST_IDS]]
     says = f"{finding.says} For example {', '.join(ids)}." if ids else finding.says
     return {"rule": rule, "says": says, "evidence": finding.evidence, "section": finding.section, "doc_ids": ids}

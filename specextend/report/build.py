@@ -1,15 +1,13 @@
 """Building the report of a run folder from its rows and records, and writing it to files."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 
+from specextend.core import Checkpoint, Values
 from specextend.data.audit_rows import read_audits
 from specextend.data.commits import list_commits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
@@ -38,7 +36,6 @@ from specextend.report.wall_clock import (
 
 SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is added."""
-Checkpoint = Callable[[], object]
 
 
 def write_report(
@@ -48,7 +45,7 @@ def write_report(
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Write report.json and report.html into a run folder (a path or URI), each whole or not at all.
 
     Returns the report; its arguments are those of `build_report`. The run may still be going. Raises ValueError if the
@@ -73,7 +70,7 @@ def build_report(
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if there is no value.
 
     The run may still be going. folder: the location of `output`, if it is open already. ending: a start whose record in
@@ -115,11 +112,11 @@ def build_report(
     return report | {"advice": give_advice(report)}
 
 
-def read_report(output: str) -> dict[str, Any]:
+def read_report(output: str) -> Values:
     """Read the report that a run has written last; build one if there is none. Raises ValueError."""
     location = resolve(output)
     content = read_bytes(report_file(location, "json"))
-    report: dict[str, Any] = build_report(output, location) if content is None else json.loads(content)
+    report: Values = build_report(output, location) if content is None else json.loads(content)
     return report
 
 
@@ -131,7 +128,7 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
     return figures
 
 
-def _run(manifest: dict[str, Any]) -> dict[str, Any]:
+def _run(manifest: Values) -> Values:
     """Select from the manifest what a reader of the figures must know."""
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
@@ -140,13 +137,13 @@ def _run(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
 
 
-def _dtype(manifest: dict[str, Any] | None) -> str:
+def _dtype(manifest: Values | None) -> str:
     """Return the target's dtype; float32, the strictest, if it is not recorded."""
     target = {} if manifest is None else manifest["config"].get("target", {})
     return str(target.get("dtype", "float32"))
 
 
-def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
+def _row_counts(manifest: Values | None, done: int, errors: int) -> dict[str, int | None]:
     """Return the rows by outcome."""
     rows = None if manifest is None else num_input_rows(manifest)
     pending = None if rows is None else rows - done - errors

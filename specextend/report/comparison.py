@@ -1,13 +1,10 @@
 """Two runs side by side: their figures, how many of their texts differ, and what of their configuration does."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from specextend.core import counted
+from specextend.core import ReadOnly, Values, counted
 from specextend.data.fingerprint import flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
@@ -29,7 +26,7 @@ FIGURES: Figures = {
 """Figures of a report that are compared."""
 
 
-def compare(output: str, other: str) -> dict[str, Any]:
+def compare(output: str, other: str) -> Values:
     """Compare two run folders: `{"figures", "texts", "configuration"}`, each value as [here, there].
 
     Raises ValueError if either holds no run, or a damaged one.
@@ -45,7 +42,7 @@ def compare(output: str, other: str) -> dict[str, Any]:
     }
 
 
-def _compare_texts(here: Location, there: Location) -> dict[str, Any]:
+def _compare_texts(here: Location, there: Location) -> Values:
     """Compare the texts of equal ids, character by character."""
     ours, theirs = _hashes(here), _hashes(there)
     common = [doc_id for doc_id in ours if doc_id in theirs]
@@ -70,7 +67,7 @@ def _hashes(folder: Location) -> dict[str, bytes]:
     return hashes
 
 
-def _settings(folder: Location, report: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(folder: Location, report: ReadOnly) -> Values:
     """Return what a run was made with, by dotted name: configuration, hashes of its models, versions and code."""
     manifest = read_manifest(folder)
     last = report["starts"][-1] if report["starts"] else {"versions": None, "git_commit": None}
@@ -82,7 +79,7 @@ def _settings(folder: Location, report: Mapping[str, Any]) -> dict[str, Any]:
     return dict(flattened(manifest["config"])) | hashes | settings
 
 
-def render_comparison(comparison: dict[str, Any]) -> str:
+def render_comparison(comparison: Values) -> str:
     """Render a comparison as tables for a terminal."""
     figures = [
         (name, *map(FIGURES[name][1], values), number(None if None in values else ratio(*values)))
@@ -103,7 +100,7 @@ def _setting(value: Any) -> str:
     return "-" if value is None else shortened(json.dumps(value, ensure_ascii=False))
 
 
-def _text_lines(texts: Mapping[str, Any]) -> list[str]:
+def _text_lines(texts: ReadOnly) -> list[str]:
     """Say in sentences how the texts differ."""
     differing, common = texts["differing"], texts["common"]
     of_all = f"{differing:,} of {counted(common, 'text')} ({percent(ratio(differing, common))})"

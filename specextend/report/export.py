@@ -19,6 +19,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specextend.core import Values
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
@@ -46,7 +47,7 @@ _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exported:
     """Count what an export has written, in documents."""
 
@@ -167,12 +168,12 @@ def check_place(outputs: Sequence[Location], to: Location) -> None:
         raise ValueError(f"{to.path} is there already; remove it, or choose another name")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Run:
     """The folder of a run."""
 
     path: str
-    manifest: dict[str, Any]
+    manifest: Values
     """Empty if there is none."""
     begin: float | None
     """When its first start began, in seconds since the epoch, as its record says."""

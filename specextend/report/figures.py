@@ -1,11 +1,9 @@
 """Figures of the documents of a run, beside plain decoding (the audit), and beside the limits of its devices."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
@@ -75,7 +74,7 @@ class RunFigures:
     def __init__(self) -> None:
         self._done: list[pa.Table] = []
         self._waiting = [_DONE_SCHEMA.empty_table()]
-        self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        self._errors: dict[tuple[str, str, bool], Values] = {}
         self.evidence: dict[str, dict[str, int]] = {}
         """By field of an answer: documents with a string there, the strings, and those that the documents hold."""
         self.choices: dict[str, dict[str, dict[str, float]]] = {}
@@ -112,7 +111,7 @@ class RunFigures:
 
     def _count_choices(self, column: pa.ChunkedArray) -> None:
         for scored in column.drop_null().to_pylist():
-            likeliest: dict[str, dict[str, Any]] = {}
+            likeliest: dict[str, Values] = {}
             for each in scored:
                 if each["log_prob"] > likeliest.get(each["field"], {"log_prob": -math.inf})["log_prob"]:
                     likeliest[each["field"]] = each
@@ -134,7 +133,7 @@ class RunFigures:
         return sum(error["rows"] for error in self._errors.values())
 
     @property
-    def errors(self) -> list[dict[str, Any]]:
+    def errors(self) -> list[Values]:
         """Return the failed documents by class and stage, each with one example, the most frequent first."""
         return sorted(self._errors.values(), key=lambda error: -error["rows"])
 
@@ -145,7 +144,7 @@ class RunFigures:
         self._waiting = []
 
 
-def document_figures(documents: pa.Table) -> dict[str, Any]:
+def document_figures(documents: pa.Table) -> Values:
     """Compute the sections of the report that follow from the finished documents (`RunFigures.done`) alone."""
     work = _with_weights(documents)
     sums = _sums(work)
@@ -198,13 +197,13 @@ def _with_weights(work: pa.Table) -> pa.Table:
     return work
 
 
-def _sums(work: pa.Table) -> dict[str, Any]:
+def _sums(work: pa.Table) -> Values:
     """Add up the columns over the documents; those without values are 0."""
     sums = {name: pc.sum(work[name]).as_py() or 0 for name in (*_SUMS, *_WEIGHTED)}
     return {"documents": len(work), **sums}
 
 
-def _buckets(work: pa.Table) -> list[dict[str, Any]]:
+def _buckets(work: pa.Table) -> list[Values]:
     """Describe the documents of each prompt length, up to a power of two; the bound belongs to its bucket."""
     tokens = work["num_prompt_tokens"].fill_null(0).to_numpy()
     bounds = np.maximum(SMALLEST, 1 << np.frexp(tokens - 1)[1])
@@ -213,7 +212,7 @@ def _buckets(work: pa.Table) -> list[dict[str, Any]]:
     return [_bucket(bound, sums) for bound, sums in of_bound]
 
 
-def _bucket(bound: int, sums: Mapping[str, Any]) -> dict[str, Any]:
+def _bucket(bound: int, sums: ReadOnly) -> Values:
     documents = sums["documents"]
     return {
         "bucket": f"{bound // 1024}K" if bound >= 1024 else str(bound),
@@ -227,13 +226,13 @@ def _bucket(bound: int, sums: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _acceptance_length(sums: Mapping[str, Any]) -> float | None:
+def _acceptance_length(sums: ReadOnly) -> float | None:
     """Return the tokens per speculative step, including the one that the target adds."""
     extra = ratio(sums["num_accepted_tokens"], sums["num_spec_steps"])
     return None if extra is None else 1 + extra
 
 
-def _speed(sums: Mapping[str, Any]) -> dict[str, float | None]:
+def _speed(sums: ReadOnly) -> dict[str, float | None]:
     """Return tokens per second: of a sequence after its first token, of it with prefill, of a worker with its batch."""
     tokens = sums["num_output_tokens"]
     return {
@@ -243,11 +242,11 @@ def _speed(sums: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def _busy_s(sums: Mapping[str, Any]) -> float:
+def _busy_s(sums: ReadOnly) -> float:
     return sum(sums[name] for name in PHASES)
 
 
-def _shares(sums: Mapping[str, Any]) -> dict[str, float | None]:
+def _shares(sums: ReadOnly) -> dict[str, float | None]:
     """Return the share of the workers' time that each phase took."""
     return {name.removesuffix("_s"): ratio(sums[name], _busy_s(sums)) for name in PHASES}
 
@@ -260,7 +259,7 @@ def _histogram(column: pa.ChunkedArray) -> list[int]:
     return [int(count) for count in np.bincount(places, weights=pc.list_flatten(lists).to_numpy())]
 
 
-def _spread(column: pa.ChunkedArray) -> dict[str, Any] | None:
+def _spread(column: pa.ChunkedArray) -> Values | None:
     """Return n, median, mean, range and sample standard deviation of the values that are not null."""
     values = column.drop_null().to_pylist()
     if not values:
@@ -296,7 +295,7 @@ def _first_ids(rows: pa.Table) -> list[str]:
     return list(rows["doc_id"].take(chosen).to_pylist())
 
 
-def _slowest(work: pa.Table) -> list[dict[str, Any]]:
+def _slowest(work: pa.Table) -> list[Values]:
     chosen = pc.select_k_unstable(work, NUM_SLOWEST, [("total_s", "descending"), ("doc_id", "ascending")])
     rows = work.select(list(dict.fromkeys((*_SLOWEST, "total_s", *PHASES, "started_at")))).take(chosen).to_pylist()
     for row in rows:
@@ -304,7 +303,7 @@ def _slowest(work: pa.Table) -> list[dict[str, Any]]:
     return [row for row in rows if row["total_s"] is not None]
 
 
-def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
+def audit_figures(rows: pa.Table, dtype: str) -> Values | None:
     """Say whether audited summaries agree with plain decoding, and how much faster they were; None without an audit.
 
     rows: of AUDIT_SCHEMA; a document counts once, however often it was audited. dtype: of the target.
@@ -339,7 +338,7 @@ def audit_seconds(rows: pa.Table) -> dict[str, float]:
     return dict(zip(sums["run_id"].to_pylist(), sums["s_sum"].to_pylist(), strict=True))
 
 
-def _speedup(rows: pa.Table) -> dict[str, Any] | None:
+def _speedup(rows: pa.Table) -> Values | None:
     """Compare seconds per token with and without a draft, summed over documents of two tokens or more.
 
     Only documents in batches as large as the job's count: a smaller batch of plain decoding pays more for each token.
@@ -361,7 +360,7 @@ def _speedup(rows: pa.Table) -> dict[str, Any] | None:
     }
 
 
-def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> dict[str, Any] | None:
+def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> Values | None:
     """Compute the shares of their devices' limits that workers reached: matrix rate in prefill, bandwidth in steps.
 
     documents: finished ones (`RunFigures.done`). None if the limits of no document's worker are known.

@@ -1,16 +1,13 @@
 """The report as one page of HTML that needs nothing else: no network, no script, no other file."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from specextend.core import counted, first_line, printable
+from specextend.core import ReadOnly, counted, first_line, printable
 from specextend.data.run_folder import RELEASED, parse_time
 from specextend.report.sections import (
     KIND_NAMES,
@@ -48,7 +45,7 @@ ALIVE_S = 60.0
 """Age of a driver's last sign of life below which the page calls its run running; a driver beats every 10 s."""
 
 
-def to_html(report: Mapping[str, Any]) -> str:
+def to_html(report: ReadOnly) -> str:
     """Render the report as a page.
 
     It never raises: the texts of a run are there, and must not be lost to a fault of its page, which says so instead.
@@ -63,7 +60,7 @@ def to_html(report: Mapping[str, Any]) -> str:
         )
 
 
-def _render(report: Mapping[str, Any]) -> str:
+def _render(report: ReadOnly) -> str:
     environment = Environment(
         loader=PackageLoader("specextend", "report"),
         autoescape=True,
@@ -93,16 +90,16 @@ def _shown(value: Any) -> Any:
     return printable(value, keep="\n") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _seats(timeline: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
     """Group the workers of a start by the name of their seat, or by their own; without those that had no process."""
-    seats: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    seats: defaultdict[str, list[ReadOnly]] = defaultdict(list)
     for worker in timeline["workers"]:
         if worker["begun_s"] is not None or worker["spans"]:
             seats[worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"].append(worker)
     return seats
 
 
-def _state(report: Mapping[str, Any]) -> str:
+def _state(report: ReadOnly) -> str:
     """Say in a few words how the run stands."""
     if not report["starts"]:
         return "no start recorded"
@@ -113,7 +110,7 @@ def _state(report: Mapping[str, Any]) -> str:
     return STATES.get(code, f"failed with exit {code}; run again to resume")
 
 
-def _config(report: Mapping[str, Any]) -> str:
+def _config(report: ReadOnly) -> str:
     """Return the parts of the configuration that the report holds, as JSON."""
     run = report["run"] or {}
     shown = {name: value for name, value in run.items() if name not in ("fingerprint", "models") and value is not None}

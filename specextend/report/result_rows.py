@@ -1,16 +1,14 @@
 """The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's Batch API."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from specextend.core import Values
 from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
 from specextend.data.parquet import Damaged, damaged_as, read_stream
@@ -116,12 +114,12 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     return counts[0], counts[1], None if manifest is None else num_input_rows(manifest)
 
 
-def _responses(output: Location, model: str) -> Iterator[dict[str, Any]]:
+def _responses(output: Location, model: str) -> Iterator[Values]:
     for is_done, table in read_rows(output, _RESPONSE, _FAILURE):
         yield from (_response(row, model) if is_done else _error(row) for row in table.to_pylist())
 
 
-def _response(row: dict[str, Any], model: str) -> dict[str, Any]:
+def _response(row: Values, model: str) -> Values:
     name, started_at = _name(row), row["started_at"]
     num_prompt, num_output = row["num_prompt_tokens"], row["num_output_tokens"]
     message = {"role": "assistant", "content": row["summary"]}
@@ -142,12 +140,12 @@ def _response(row: dict[str, Any], model: str) -> dict[str, Any]:
     return {"id": f"batch_req_{name}", "custom_id": row["doc_id"], "response": response, "error": None}
 
 
-def _error(row: dict[str, Any]) -> dict[str, Any]:
+def _error(row: Values) -> Values:
     error = {"code": row["error_class"], "message": row["message"]}
     return {"id": f"batch_req_{_name(row)}", "custom_id": row["doc_id"], "response": None, "error": error}
 
 
-def _name(row: dict[str, Any]) -> str:
+def _name(row: Values) -> str:
     """Make an identifier that is the same in every export of a folder."""
     return hashlib.sha256(f"{row[RUN_ID]}:{row['doc_id']}".encode()).hexdigest()[:24]
 

@@ -1,7 +1,5 @@
 """The sections of a report: tables of texts, which the page shows as HTML and the commands print."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specextend.core import counted, printable
+from specextend.core import ReadOnly, counted, printable
 from specextend.stats import ratio
 
 _MOST_VALUES = 20
@@ -41,7 +39,7 @@ KIND_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Section:
     """A table with a title. The first column and those in `text_columns` hold text, the others numbers."""
 
@@ -104,6 +102,7 @@ def moment(text: str | None) -> str:
 
 
 tenths = partial(number, digits=1)
+thousandths = partial(number, digits=3)
 Figures = Mapping[str, tuple[str, Callable[[Any], str]]]
 """By the name that people read: where a figure is (keys, joined by dots), and how it is shown."""
 LEFT_OUT = {
@@ -164,7 +163,7 @@ AUDIT: Figures = {
     "different where two tokens nearly tied": ("audit.near_ties", number),
     "different by more than rounding": ("audit.different", number),
     "tokens before the first difference": ("audit.token_agreement", percent),
-    "largest gap of a difference, in logits": ("audit.largest_gap", partial(number, digits=3)),
+    "largest gap of a difference, in logits": ("audit.largest_gap", thousandths),
     "speed-up of decoding": ("audit.speedup.decode", number),
     "speed-up end to end": ("audit.speedup.end_to_end", number),
     "speed-up measured on documents": ("audit.speedup.documents", number),
@@ -235,8 +234,8 @@ MODEL: Figures = {
 MEASURED: Figures = {
     "": ("about", str),
     "documents": ("n", number),
-    "median": ("median", partial(number, digits=3)),
-    "mean": ("mean", partial(number, digits=3)),
+    "median": ("median", thousandths),
+    "mean": ("mean", thousandths),
 }
 MEASURES = {
     "copied_fraction": "share of runs of 8 words copied from the document",
@@ -246,7 +245,7 @@ MEASURES = {
 }
 
 
-def look_up(report: Mapping[str, Any], path: str) -> Any:
+def look_up(report: ReadOnly, path: str) -> Any:
     """Return the value at a dotted path; None if there is none."""
     value: Any = report
     for key in path.split("."):
@@ -254,7 +253,7 @@ def look_up(report: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def sections(report: Mapping[str, Any]) -> list[Section]:
+def sections(report: ReadOnly) -> list[Section]:
     """Make the tables of the report; those without rows are left out."""
     spreads, models = report["per_document"], look_up(report, "run.models") or {}
     measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
@@ -287,22 +286,20 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     return [table for table in tables if table.rows]
 
 
-def _named(title: str, figures: Figures, report: Mapping[str, Any], about: str = "") -> Section:
+def _named(title: str, figures: Figures, report: ReadOnly, about: str = "") -> Section:
     """Make a table of names and figures, without those that have no value."""
     values = [(name, look_up(report, path), show) for name, (path, show) in figures.items()]
     rows = [(name, show(value)) for name, value, show in values if value is not None]
     return Section(title, ("", "value"), rows, about=about)
 
 
-def _listed(
-    title: str, figures: Figures, entries: Iterable[Mapping[str, Any]], text_columns: Sequence[str] = ()
-) -> Section:
+def _listed(title: str, figures: Figures, entries: Iterable[ReadOnly], text_columns: Sequence[str] = ()) -> Section:
     """Make a table with a row for each entry of a list."""
     rows = [[show(look_up(entry, path)) for path, show in figures.values()] for entry in entries]
     return Section(title, [*figures], rows, text_columns)
 
 
-def _paid_time(clock: Mapping[str, Any]) -> Section:
+def _paid_time(clock: ReadOnly) -> Section:
     shares = {kind: share for kind, share in (clock["shares"] or {}).items() if share}
     rows = [(KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind])) for kind, share in shares.items()]
     about = "From the moment a worker has a process until it is released: seconds that were paid for."
@@ -315,13 +312,13 @@ def _depths(shares: Sequence[float]) -> Section:
     return Section("Accepted draft tokens", ("at least", "share"), rows, about=about)
 
 
-def _phases(time: Mapping[str, Any]) -> Section:
+def _phases(time: ReadOnly) -> Section:
     shares = {name: share for name, share in time["shares"].items() if share is not None}
     rows = [(PHASE_NAMES[name], percent(share), tenths(share * time["busy_s"])) for name, share in shares.items()]
     return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
 
 
-def _flags(report: Mapping[str, Any]) -> Section:
+def _flags(report: ReadOnly) -> Section:
     done, ids = report["rows"]["done"], report["flagged"]
     rows = [
         (flag, number(rows), percent(ratio(rows, done)), listed_ids(ids[flag]))
@@ -334,7 +331,7 @@ def _flags(report: Mapping[str, Any]) -> Section:
     return Section("Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about)
 
 
-def _evidence(report: Mapping[str, Any]) -> Section:
+def _evidence(report: ReadOnly) -> Section:
     done = report["rows"]["done"]
     rows = [
         (
@@ -352,7 +349,7 @@ def _evidence(report: Mapping[str, Any]) -> Section:
     return Section("Evidence", ("field", "filled", "strings", "in the document"), rows, about=about)
 
 
-def _choices(report: Mapping[str, Any]) -> Section:
+def _choices(report: ReadOnly) -> Section:
     done = report["rows"]["done"]
     rows = [
         (
@@ -371,18 +368,18 @@ def _choices(report: Mapping[str, Any]) -> Section:
     return Section("Labels", ("field", "value", "documents", "share", "mean probability"), rows, ("value",), about)
 
 
-def _endings(report: Mapping[str, Any]) -> Section:
+def _endings(report: ReadOnly) -> Section:
     done = report["rows"]["done"]
     rows = [(reason, number(rows), percent(ratio(rows, done))) for reason, rows in report["finish_reasons"].items()]
     return Section("How the texts ended", ("finish_reason", "rows", "share"), rows)
 
 
-def render(report: Mapping[str, Any], width: int = 110) -> str:
+def render(report: ReadOnly, width: int = 110) -> str:
     """Render the report as tables for a terminal, then its findings."""
     return to_text(sections(report), [advice["says"] for advice in report["advice"]], width)
 
 
-def render_outcome(report: Mapping[str, Any], width: int = 110) -> str:
+def render_outcome(report: ReadOnly, width: int = 110) -> str:
     """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first findings."""
     advice = [("finding", each["says"]) for each in report["advice"]]
     done, rows_in = (look_up(report, f"rows.{name}") for name in ("done", "input"))
@@ -401,7 +398,7 @@ def render_outcome(report: Mapping[str, Any], width: int = 110) -> str:
     return _print([grid], width)
 
 
-def _failures(report: Mapping[str, Any]) -> str:
+def _failures(report: ReadOnly) -> str:
     """Count the failed rows by class, with an example of the most frequent one."""
     failed, errors = number(report["rows"]["errors"]), report["errors"]
     if not errors:

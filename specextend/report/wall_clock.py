@@ -4,8 +4,6 @@ A worker is paid for from the moment it has a process until it is released. What
 they add up to the worker-seconds that were paid.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import RELEASED, Heartbeat, Start, WorkerRecord, parse_time, time_text
 from specextend.report.result_rows import RUN_ID
 from specextend.stats import PHASES, ratio
@@ -48,7 +47,7 @@ HOUR_S = 3600.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """The documents that one worker finished in one start."""
 
@@ -59,7 +58,7 @@ class Work:
     """When the last of them was finished, in seconds since the epoch; None if that is not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimedStart:
     """A start with its span of time and what its workers did in it. Times are seconds since the epoch."""
 
@@ -205,7 +204,7 @@ def _seat_seconds(
 
 def wall_clock_section(
     starts: Sequence[TimedStart], num_documents: int, prompt_tokens: int, output_tokens: int
-) -> dict[str, Any]:
+) -> Values:
     """Add up the starts of a run: rates of the whole job, hours, shares of the paid time, cost."""
     seconds = _sum_known([timed.seconds for timed in starts])
     known = _known(timed.paid for timed in starts)
@@ -249,7 +248,7 @@ def _sum_known(values: Sequence[float | None]) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
-def start_section(timed: TimedStart) -> dict[str, Any]:
+def start_section(timed: TimedStart) -> Values:
     """Describe one start; what is not recorded is null."""
     start = timed.start
     names = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
@@ -276,7 +275,7 @@ def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
     }
 
 
-def tail_section(starts: Sequence[TimedStart], documents: pa.Table) -> dict[str, Any] | None:
+def tail_section(starts: Sequence[TimedStart], documents: pa.Table) -> Values | None:
     """Describe the end of the last start with documents, if it came to their end; None if it is not recorded."""
     finished = [timed for timed in starts if timed.documents]
     if not finished or is_stopped(finished[-1].start):
@@ -322,13 +321,13 @@ def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
     return [max(0.0, last - end) for end in ends.values()]
 
 
-def timeline_section(starts: Sequence[TimedStart], documents: pa.Table) -> list[dict[str, Any]]:
+def timeline_section(starts: Sequence[TimedStart], documents: pa.Table) -> list[Values]:
     """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
     shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
     return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, documents)) is not None]
 
 
-def _timeline(timed: TimedStart, documents: pa.Table) -> dict[str, Any] | None:
+def _timeline(timed: TimedStart, documents: pa.Table) -> Values | None:
     begin, seconds = timed.begin, timed.seconds
     if begin is None or not seconds:
         return None
@@ -353,11 +352,11 @@ def _timeline(timed: TimedStart, documents: pa.Table) -> dict[str, Any] | None:
     }
 
 
-def _place(line: Mapping[str, Any]) -> int | str:
+def _place(line: ReadOnly) -> int | str:
     return line["worker"] if line["seat"] is None else line["seat"]
 
 
-def _line(record: Mapping[str, Any], work: Work | None, spans: Mapping[str, list[Any]], begin: float) -> dict[str, Any]:
+def _line(record: ReadOnly, work: Work | None, spans: Mapping[str, list[Any]], begin: float) -> Values:
     """Describe one worker. record: of WorkerRecord, or its name alone if only its rows know it."""
     times = {key: record.get(key) for key in ("asked", "begun", "ready", "gone")}
     return {

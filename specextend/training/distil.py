@@ -5,22 +5,20 @@ new draft brings on held-out documents in the engine. Rounds end when that rises
 out. The output folder holds the best draft; its subfolder `work` holds what an interrupted training needs to resume.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.config import RunConfig
-from specextend.core import counted
+from specextend.core import Values, counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
@@ -48,7 +46,7 @@ FILES = ("config.json", WEIGHTS_FILE)
 """Files of a draft."""
 
 
-def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> dict[str, Any]:
+def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> Values:
     """Train a draft for the configuration's target on the source's text, and return its figures.
 
     Called again with the same arguments after an interruption, it resumes; `num_rounds` may differ. Raises ValueError,
@@ -135,10 +133,10 @@ class _Rounds:
             (self._work / name).mkdir(parents=True, exist_ok=True)
         _claim(self._work / "settings.json", self._settings)
         self._file = self._work / "curve.json"
-        self._curve: list[dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else []
+        self._curve: list[Values] = json.loads(self._file.read_text()) if self._file.exists() else []
 
     @property
-    def _best(self) -> dict[str, Any] | None:
+    def _best(self) -> Values | None:
         """Return the best point, the first of equal ones; None before the first round."""
         return max(self._curve, key=lambda point: point["tokens_per_step"], default=None)
 
@@ -148,7 +146,7 @@ class _Rounds:
         best, last = self._best, self._curve[-1]["round"] if self._curve else 0
         return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Values:
         """Return the curve, and which of its points is the draft in the output folder."""
         best = self._best
         return {"best_round": best and best["round"], "rounds": self._curve}
@@ -228,7 +226,7 @@ class _Rounds:
         return paths
 
 
-def _claim(path: Path, settings: dict[str, Any]) -> None:
+def _claim(path: Path, settings: Values) -> None:
     """Write the settings into the folder. Raises ValueError if it belongs to a training with other settings."""
     text = json.dumps(settings, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
@@ -261,7 +259,7 @@ learned from: one document in ten is held out. This draft is that of round {best
 """
 
 
-def write_card(output: Path, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+def write_card(output: Path, settings: Values, figures: Values) -> None:
     """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance after each round."""
     target, start = Path(settings["target"]).name, Path(settings["options"]["start_from"]).name
     options = settings["options"] | {"start_from": start}

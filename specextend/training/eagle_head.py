@@ -165,7 +165,7 @@ def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
 # Its examples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slots:
     """Slots of a recording; all of them are an example."""
 

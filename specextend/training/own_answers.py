@@ -3,18 +3,15 @@
 The answers lie in Parquet files of a folder, with the columns `number`, `prompt_token_ids` and `output_token_ids`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.config import RunConfig
-from specextend.core import Request
+from specextend.core import Request, Values
 from specextend.data.parquet import CHECKED, write_table
 from specextend.data.storage import resolve
 from specextend.decoding.decoding_options import DraftOptions
@@ -39,7 +36,7 @@ def read_answers(folder: Path) -> dict[int, Sample]:
 
 def add_answers(config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show) -> None:
     """Let the target answer prompts, by number, and write the answers into the folder as they come."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Values] = []
     try:
         for done, completion in enumerate(load_engine(config).generate(_requests(config, prompts)), start=1):
             number = int(completion.request_id)
@@ -86,7 +83,7 @@ def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[R
         )
 
 
-def _write(rows: list[dict[str, Any]], folder: Path) -> None:
+def _write(rows: list[Values], folder: Path) -> None:
     """Write a file named for its first number, whole or not at all; none without rows."""
     if rows:
         write_table(resolve(str(folder / f"{rows[0]['number']:06}.parquet")), pa.Table.from_pylist(rows, SCHEMA))

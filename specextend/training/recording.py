@@ -48,7 +48,7 @@ NUM_FACTS = 3
 """Facts that are hidden in a piece and repeated in one answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Text:
     """A document of the corpus."""
 
@@ -58,7 +58,7 @@ class Text:
     """Its own; None: the run's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """A prompt and the answers to it, each read directly behind it."""
 
@@ -142,7 +142,7 @@ class SampleMaker:
         return self._prompts.encode_document(text)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Span:
     """Tokens and the target's hidden states at them."""
 
@@ -158,7 +158,7 @@ PARTS = tuple(field.name for field in fields(Span))
 """Names of the tensors of a span, in order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recording:
     """A prompt and its answers, each recorded directly behind the prompt."""
 

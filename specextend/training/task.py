@@ -3,8 +3,6 @@
 The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -28,7 +26,7 @@ MIN_QUOTE, MAX_QUOTE = 32, 96
 """Tokens of a quote in a sample."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Settings of a whole training. Lengths are in tokens."""
 
@@ -69,7 +67,7 @@ class TrainOptions:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """The training of one round: what is frozen of the target, and what is learned from."""
 

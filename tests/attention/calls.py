@@ -1,7 +1,5 @@
 """Calls of attention kernels: tensors, sequences in a cache, masks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton kernels, compiled for chips that are not there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 In float16 and float32 only: the interpreter multiplies the bits of bfloat16 as if they were integers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The layers' Triton kernels on a CPU, by triton's interpreter: `test_interpreted.py` runs this file."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls of the kernels of a layer, and the comparison with their twins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

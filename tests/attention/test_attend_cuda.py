@@ -1,7 +1,5 @@
 """What `sdpa` asks of torch's CUDA kernels, without a GPU: their meta kernels, and stand-ins with their contracts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -110,7 +108,7 @@ def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
     starts, num_rows = regions(lengths)
     q, k, v = tensors(2, 17, heads, num_rows, 64, dtype)
 
-    def span() -> KeySpan:
+    def span():
         if kind == "window":
             return AttentionPlan(starts, lengths, 17, window=30).spans[0]
         return MASKS[kind](starts, lengths)

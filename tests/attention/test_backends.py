@@ -1,7 +1,5 @@
 """Every backend against the plain-torch reference, and the reference against the definition of attention."""
 
-from __future__ import annotations
-
 import math
 import sys
 

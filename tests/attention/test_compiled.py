@@ -1,7 +1,5 @@
 """The kernel that numba compiles, against the plain-torch reference and beside torch's own kernel."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """flash-attn without a GPU: stand-ins with the signatures of its versions 2 and 3, which say what may be passed."""
 
-from __future__ import annotations
-
 import sys
 from itertools import accumulate
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Hybrid tree attention: spans, their merge, and its equality with one dense masked call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The Triton kernels on a CPU: interpreted they are their twins in plain torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Triton kernels of a layer: compiled they fit the chips; `test_interpreted.py` holds them to their twins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Products of linear layers that numba compiles, against the same in fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -82,7 +80,7 @@ def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
         patch.setattr(products, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
         assert not can_multiply()
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("no compiler for this processor")
 
     monkeypatch.setattr(products, "kernel", fail)

@@ -1,7 +1,5 @@
 """The Triton kernel of attention: compiled it fits the chips it is for; `test_interpreted.py` holds it to its twin."""
 
-from __future__ import annotations
-
 import re
 import sys
 

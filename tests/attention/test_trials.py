@@ -1,7 +1,5 @@
 """A kernel is right if it is at most twice as far from fp32 as plain torch in its own dtype."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

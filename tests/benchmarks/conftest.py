@@ -1,7 +1,5 @@
 """The root of the project, from which a benchmark names its files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

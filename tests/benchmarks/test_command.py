@@ -1,7 +1,5 @@
 """Benchmarks run for real, on the tiny random pair and the example reports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -40,7 +38,7 @@ class Stutterer:
 
 
 @pytest.fixture
-def tiny(tmp_path) -> str:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return str(path)

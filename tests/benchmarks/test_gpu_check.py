@@ -1,7 +1,5 @@
 """The check of a GPU, tried on a CPU with tiny shapes: what can fail there has to fail there first."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Probes whose needle is where it is said to be, and a replay that shows of them what the policy shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -24,7 +22,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def maker(tokenizer) -> ProbeMaker:
+def maker(tokenizer):
     return ProbeMaker(tokenizer, "", pq.read_table(ROOT / "examples/govreport.parquet")["text"].to_pylist())
 
 

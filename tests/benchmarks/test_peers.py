@@ -1,7 +1,5 @@
 """Peers, run for real on tiny random models: the same tokens as ours, and honest clocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +60,7 @@ def test_the_first_token_is_in_no_decoding_time(tmp_path):
 
 
 @pytest.fixture
-def bigram_model() -> Any:
+def bigram_model():
     """Attention adds nothing, so that the next token depends on the last one alone and texts run in circles."""
     model = tiny_model(FAMILIES["llama"], seed=0)
     with torch.no_grad():

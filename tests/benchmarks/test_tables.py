@@ -1,7 +1,5 @@
 """Tables and drawings of a result that is made up: each figure can be computed in the head."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.tables import to_markdown
@@ -15,7 +13,7 @@ def row(variant: str, doc_id: str, bucket: str, decode_s: float, **more: object)
 
 
 @pytest.fixture
-def result() -> dict:
+def result():
     """Two short documents, two long ones; the draft is 2, 4, 1 and 10 times as fast, the last on a loop."""
     rows = []
     for doc_id, bucket, plain, fast in (("a", "1K", 4, 2), ("b", "1K", 4, 1), ("c", "2K", 4, 4), ("d", "2K", 4, 0.4)):

@@ -1,8 +1,6 @@
 """A small corpus, a run of it through fake engines on a real Ray, and what came out."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
+from specextend.core import Values
 from specextend.data.commits import Retry
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import kept_handlers
@@ -63,11 +62,11 @@ class Job:
 
     folder: Path
     texts: list[str | None]
-    job: dict[str, Any]
+    job: Values
     screen: Screen = field(default_factory=Screen)
     max_batch_size: int = 3
     target: Path = MODELS / "target"
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sections: dict[str, Values] = field(default_factory=dict)
     """Further options."""
     input: Path = field(init=False)
 
@@ -114,14 +113,14 @@ class Job:
             factory=factory,
         )
 
-    def summaries(self) -> dict[str, dict[str, Any]]:
+    def summaries(self) -> dict[str, Values]:
         return rows_of(self.output / "summaries")
 
-    def errors(self) -> dict[str, dict[str, Any]]:
+    def errors(self) -> dict[str, Values]:
         return rows_of(self.output / "errors")
 
 
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+def rows_of(folder: Path) -> dict[str, Values]:
     """Rows of a folder's files, by document; none may be there twice."""
     rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     by_id = {row["doc_id"]: row for row in rows}
@@ -130,7 +129,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, local_ray: None) -> Iterator[Callable[..., Job]]:
+def job(tmp_path, local_ray):
     """Makes jobs: `job(texts, **job_options)`."""
     with kept_handlers():
         yield lambda texts, **options: Job(tmp_path, texts, options)

@@ -1,7 +1,5 @@
 """An engine without a model: it does what the document tells it to, a token a step."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -92,22 +90,21 @@ class FakeEngine:
             if running.num_tokens >= running.request.max_new_tokens:
                 with self._lock:
                     del self._active[name]
-                yield running.completion()
+                yield self.completion(running)
+
+    def completion(self, running: "_Running") -> Completion:
+        return running.completion()
 
 
 class SpeculatingEngine(FakeEngine):
     """Says that each of its steps was speculative and had one of four draft tokens accepted."""
 
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        for completion in super().generate(source, on_error):
-            yield replace(completion, stats=self._speculated(completion.stats))
-
-    def _speculated(self, stats: DecodingStats) -> DecodingStats:
+    def completion(self, running: "_Running") -> Completion:
+        completion = running.completion()
         seconds = dict.fromkeys(("draft_prefill_s", "draft_s", "retrieval_s", "other_s"), 0.5)
         drafted = {"num_spec_steps": 2, "num_draft_tokens": 8, "num_accepted_tokens": 2}
-        return replace(stats, num_plain_steps=1, **drafted, **seconds)
+        stats = replace(completion.stats, num_plain_steps=1, **drafted, **seconds)
+        return replace(completion, stats=stats)
 
 
 class QuotingEngine(FakeEngine):

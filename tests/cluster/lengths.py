@@ -1,7 +1,5 @@
 """Documents of which a scheduler knows no more than how long they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

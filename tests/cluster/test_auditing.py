@@ -1,7 +1,5 @@
 """The audit's queue and its end, without an engine: whole batches by themselves, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import pytest
 
 from specextend.cluster.auditing import Auditor, is_sampled
@@ -33,7 +31,7 @@ def test_the_sample_is_that_share_and_the_same_in_every_start():
     assert all(is_sampled(seed, 1.0) for seed in range(100))
 
 
-def test_a_batch_is_due_when_it_is_full_and_at_the_end() -> None:
+def test_a_batch_is_due_when_it_is_full_and_at_the_end():
     """Beside neighbours that speculate, a plain step would be charged for their trees: it is handed out whole."""
     auditor = Auditor(1.0, batch_size=2)
     offer(auditor, "a")

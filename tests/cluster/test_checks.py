@@ -1,12 +1,7 @@
 """Which models a start takes: the commit that the run began with, whatever its branch is by now."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,18 +15,16 @@ from specextend.data.fingerprint import fingerprint, other_configuration, write_
 from specextend.data.prompts import CLOCK, Prompts
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
-from tests.hub_server import Hub
 
-Configure = Callable[..., RunConfig]
 TARGET, DRAFT = "owner/target", "owner/draft"
 
 
 @pytest.fixture
-def configure(tmp_path: Path) -> Configure:
+def configure(tmp_path):
     """Makes configurations of one corpus and one output folder; keywords are sections."""
     pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "input.parquet")
 
-    def configure(**sections: dict[str, Any]) -> RunConfig:
+    def configure(**sections):
         values = {
             "input": {"path": str(tmp_path / "input.parquet")},
             "output": {"path": str(tmp_path / "out")},
@@ -45,14 +38,12 @@ def configure(tmp_path: Path) -> Configure:
 
 
 @pytest.fixture
-def pair(hub: Hub) -> tuple[str, str]:
+def pair(hub):
     """The tiny pair on a Hub: its commits."""
     return hub.push(TARGET, MODELS / "target"), hub.push(DRAFT, MODELS / "draft-model")
 
 
-def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
-    hub: Hub, pair: tuple[str, str], configure: Configure, tmp_path: Path
-) -> None:
+def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(hub, pair, configure, tmp_path):
     """An author's push in the night would otherwise end every run that is not done: other weights, exit 5."""
     begun = prepare(configure())
     assert not check_same_run(begun)
@@ -70,9 +61,7 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
         check_same_run(prepare(configure(target=asked_for)))
 
 
-def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(
-    configure: Configure, tmp_path: Path
-) -> None:
+def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(configure, tmp_path):
     """After midnight, and on another worker, the prompts were others under one fingerprint."""
     shutil.copytree(MODELS / "target", tmp_path / "target")
     template = "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"
@@ -95,9 +84,7 @@ def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(
     assert not other_configuration(begun.manifest, prepare(configure(output={"path": "other"}, **sections)).manifest)
 
 
-def test_a_library_that_is_missing_is_said_before_a_model_is_read(
-    hub: Hub, pair: tuple[str, str], configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_said_before_a_model_is_read(hub, pair, configure, monkeypatch):
     """Else every worker would load its models, decode a document, and only then find out."""
     monkeypatch.setitem(sys.modules, "py3langid", None)
     monkeypatch.setitem(sys.modules, "torchao", None)

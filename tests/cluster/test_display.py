@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,7 +13,6 @@ import pytest
 
 from specextend.cluster.display import (
     BarDisplay,
-    LogFormat,
     describe,
     open_display,
 )
@@ -69,7 +66,7 @@ def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
     assert "3/9 done" in stream.getvalue()
 
 
-def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch):
     """At 80 columns the bar and the time left were what was missing."""
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
@@ -82,12 +79,12 @@ def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch: pytest.MonkeyPat
     assert drawn[-1].endswith("20.0 output tokens/s, acceptance length 2.25")
 
 
-def test_a_notebook_gets_one_bar_that_changes(monkeypatch: pytest.MonkeyPatch):
+def test_a_notebook_gets_one_bar_that_changes(monkeypatch):
     """Rich draws one only where ipywidgets is installed, and warned instead."""
     cell: list[dict[str, str]] = []
 
     class Output:
-        def update(self, data: dict[str, str], *, raw: bool) -> None:
+        def update(self, data, *, raw):
             cell[0] = data
 
     module = types.ModuleType("IPython.display")
@@ -107,7 +104,7 @@ HOSTILE = "[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"
 SHOWN = r"[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"
 
 
-def test_what_others_print_under_a_bar_is_text(monkeypatch: pytest.MonkeyPatch):
+def test_what_others_print_under_a_bar_is_text(monkeypatch):
     """Ray prints its workers' lines to stderr; rich moves them above the bar, and obeys codes and links in them."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -169,7 +166,7 @@ def stream_to(place: str | int) -> Iterator[TextIO]:
 
 
 @pytest.mark.parametrize("log", ["text", "json"])
-def test_a_log_that_takes_no_more_lines_ends_no_run(log: LogFormat):
+def test_a_log_that_takes_no_more_lines_ends_no_run(log):
     """Stderr on a full disk: progress was the last thing that a run of three nights wrote."""
     with stream_to("/dev/full") as full:
         display = open_display(full, log)

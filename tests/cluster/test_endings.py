@@ -1,10 +1,7 @@
 """The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
 
-from __future__ import annotations
-
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +32,7 @@ from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
 from tests.cluster.fakes import NeverLoads
+from tests.job.conftest import kept_handlers
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -48,7 +46,6 @@ class Ended:
         for number in range(2):
             pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
         self.output, self.screen = folder / "output", Screen()
-        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         prepared = prepare(self.config())
         self.fingerprint: str = prepared.manifest["fingerprint"]
         write_manifest(prepared.output, prepared.manifest)
@@ -85,11 +82,9 @@ class Ended:
 
 
 @pytest.fixture
-def ended(tmp_path: Path) -> Iterator[Ended]:
-    ended = Ended(tmp_path)
-    yield ended
-    for number, handler in ended.handlers.items():
-        signal.signal(number, handler)
+def ended(tmp_path):
+    with kept_handlers():
+        yield Ended(tmp_path)
 
 
 def steal(ended: Ended) -> None:
@@ -103,9 +98,7 @@ def remove(ended: Ended) -> None:
 @pytest.mark.parametrize(
     ("happens", "expected", "code"), [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
 )
-def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
-    ended: Ended, happens: Callable[[Ended], None], expected: type[Exception], code: int
-):
+def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(ended, happens, expected, code):
     """Its successor is at work in the folder: `_SUCCESS` beside half of its summaries would be believed."""
     with pytest.raises(expected) as said:
         ended.run(report=lambda *arguments, **options: happens(ended))
@@ -114,7 +107,7 @@ def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b'{"rows": "6", "done": 5, "errors": 1}'])
-def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content: bytes):
+def test_a_success_file_that_says_nothing_is_written_again(ended, content):
     """An empty one, of a tool that touches it or of a full disk, was a traceback, also in `--status`."""
     assert ended.run() == EXIT_DONE
     whole = (ended.output / "_SUCCESS").read_bytes()
@@ -124,10 +117,10 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
     assert (ended.output / "_SUCCESS").read_bytes() == whole
 
 
-def test_success_is_the_last_file_that_is_written(ended: Ended):
+def test_success_is_the_last_file_that_is_written(ended):
     """It stood beside exit 1 where the record of the start could not be written after it."""
 
-    def take_the_records_place(*arguments: object, **options: object) -> None:
+    def take_the_records_place(*arguments, **options):
         [record] = (ended.output / "_run" / "attempts").iterdir()
         record.unlink()
         (record / "in the way").mkdir(parents=True)
@@ -138,7 +131,7 @@ def test_success_is_the_last_file_that_is_written(ended: Ended):
     assert not ended.is_complete()
 
 
-def test_a_start_that_finds_everything_done_removes_what_a_killed_one_left(ended: Ended):
+def test_a_start_that_finds_everything_done_removes_what_a_killed_one_left(ended):
     """Half a record lay there for good: the driver had been killed after `_SUCCESS`."""
     assert ended.run() == EXIT_DONE
     folders = ["", "_run", "_run/attempts", "_run/parts", "_run/audits", "summaries", "errors"]
@@ -174,7 +167,7 @@ SHAPES: dict[str, Callable[[dict], object]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended: Ended, shape: str):
+def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended, shape):
     """Somebody edited it, or a disk lost its mind: JSON that parses is not yet a manifest."""
     path = ended.output / "_run" / "manifest.json"
     path.write_text(json.dumps(SHAPES[shape](json.loads(path.read_text()))))
@@ -199,7 +192,7 @@ def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended: Ended, s
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_record_of_another_shape_stops_neither_a_run_nor_its_report(ended: Ended, change: dict):
+def test_a_record_of_another_shape_stops_neither_a_run_nor_its_report(ended, change):
     """It says nothing that a run needs."""
     kernels = change.pop("kernels", None)
     worker = {"worker": "worker-1", "seat": 1, "asked": "2026-01-01", "kernels": kernels}
@@ -214,7 +207,7 @@ def test_a_record_of_another_shape_stops_neither_a_run_nor_its_report(ended: End
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
+def test_a_part_of_another_run_is_refused(ended, has_manifest):
     """Somebody copied it there; its rows would have passed for ours, also where the manifest had been taken away."""
     ended.commit([done(DocumentKey(0, 0), "a stranger's")], "f00d" * 16)
     if not has_manifest:

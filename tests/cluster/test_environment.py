@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -98,7 +96,7 @@ PRIVATE = """if True:
 
 
 @pytest.mark.parametrize("end", ["error", pytest.param("SIGTERM", marks=pytest.mark.slow), "force"])
-def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tmp_path: Path, end: str):
+def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tmp_path, end):
     """In Ray's folder, which is everybody's, a process of `nobody` took the place of a run's `plasma_store`, and was
     connected to.
     """
@@ -134,7 +132,7 @@ def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tm
         ("-n 5", "plan --config tiny-random", r"the limit of 5 open files \(ulimit -n\) is reached; raise it"),
     ],
 )
-def test_a_limit_of_the_process_is_named_in_one_line(limit: str, arguments: str, said: str):
+def test_a_limit_of_the_process_is_named_in_one_line(limit, arguments, said):
     """Ray waited for a minute and hung, or aborted; a traceback was followed by what some library had leaked."""
     command = f"ulimit {limit}; exec {sys.executable} -m specextend {arguments}"
     ended = subprocess.run(["sh", "-c", command], env=prepared(**os.environ), capture_output=True, check=False)
@@ -161,12 +159,12 @@ def test_of_all_that_a_machine_lacks_the_gpu_is_named_first():
         ({"cpus_per_worker": 4}, [(2, 0)], 4),
     ],
 )
-def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: list, cores: int):
+def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job, nodes, cores):
     """A number in a shipped configuration was too much for one machine and too little for another."""
     assert cores_per_worker(JobOptions(**job), nodes) == cores
 
 
-def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray, monkeypatch):
     """Ray would wait for one in silence; only a cluster that grows may yet start it."""
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert say_room(JobOptions(cpus_per_worker=2)) is None
@@ -177,7 +175,7 @@ def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray: None, monkeypa
 
 
 @pytest.mark.parametrize("module", ["environment", "records", "scheduler"])
-def test_what_must_be_quick_or_pure_imports_neither_ray_nor_torch(module: str):
+def test_what_must_be_quick_or_pure_imports_neither_ray_nor_torch(module):
     """Ray reads its variables when it is imported, and `--status` must not wait fifteen seconds for torch."""
     code = f"import specextend.cluster.{module}, sys; sys.exit(not {{'ray', 'torch'}}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,23 +1,20 @@
 """What a run tells machines: enough to say afterwards who did what when, and nothing of the documents' text."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
+from specextend.core import Values
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
 
 
-def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def of(events: list[Values], name: str) -> list[Values]:
     return [event for event in events if event["event"] == name]
 
 
-def test_the_log_tells_the_story_of_every_document(job, tmp_path: Path):
+def test_the_log_tells_the_story_of_every_document(job, tmp_path):
     """Given to whom, at which attempt, and how it ended: each once, and as the output says it."""
     stream, run = io.StringIO(), job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
     run.screen = open_display(stream, "json")

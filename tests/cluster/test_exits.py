@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -26,7 +24,7 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("last", ["threading.Event().wait", "lambda: open('/no/such/folder/lock')"])
-def test_a_lock_that_cannot_be_removed_holds_nobody_up(last: str):
+def test_a_lock_that_cannot_be_removed_holds_nobody_up(last):
     """On a file system that hangs or fails it would be SIGKILL again."""
     assert ended(STUCK.format(last=last)).returncode == 75
 

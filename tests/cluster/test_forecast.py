@@ -1,9 +1,6 @@
 """Forecasts: which documents are drawn, what a worker's time for them becomes, and what is claimed of the rest."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +67,7 @@ def draw_cost(draw: random.Random, num_tokens: int) -> DocumentCost:
 
 
 @pytest.mark.parametrize(("num_measured", "least"), [(2, 0.88), (4, 0.92), (16, 0.95)])
-def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured: int, least: float):
+def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured, least):
     """It promises 95 of 100, whichever documents are drawn; of so few as two or four, about 90."""
     held = 0
     for seed in range(200):
@@ -104,14 +101,14 @@ def calibrated(run: Job, size: int, factory: Any = FakeEngine, interrupt: Interr
     return calibrate(prepared, estimates, size, interrupt or Interrupt(600.0), lambda line: None, factory)
 
 
-def test_too_few_documents_are_refused(job: Callable[..., Job]):
+def test_too_few_documents_are_refused(job):
     """Before anything is loaded."""
     with pytest.raises(RefusedError, match="needs 2 documents that can be decoded, but got 1"):
         calibrated(job(["one"]), 4, NeverLoads())
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_is_said_in_one_line(job: Callable[..., Job]):
+def test_a_worker_that_fails_is_said_in_one_line(job):
     """A model that does not fit the GPU is found out here, not in the night."""
     with pytest.raises(WorkersFailError, match=r"the worker of the calibration failed: .*the weights are gone"):
         calibrated(job(["one", "two"]), 3, NeverLoads())

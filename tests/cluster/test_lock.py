@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -7,9 +5,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from pyarrow import fs
 
@@ -30,7 +26,7 @@ from tests.data.faulty_store import FAULTS, FaultyStore
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Location:
+def output(tmp_path):
     return resolve(str(tmp_path))
 
 
@@ -49,7 +45,7 @@ class Time:
 
 
 @pytest.fixture
-def now() -> Time:
+def now():
     return Time()
 
 
@@ -72,9 +68,7 @@ def dead_pid() -> int:
 
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 61.0])
-def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(
-    output: Location, now: Time, skew: float
-):
+def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(output, now, skew):
     """A host that died cannot release its lock, and its clock may have been fast: it held the folder for days, once.
 
     A slow one would have looked dead while it lived.
@@ -88,13 +82,13 @@ def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clo
     assert read_lock(output).run_id == "00000001"
 
 
-def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location, monkeypatch):
+def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output, monkeypatch):
     """A minute of silence looks like a hang; and a scheduler may give up on it."""
     write_holder(output, elsewhere(time.time()))
     said: list[str] = []
     looks = iter(range(3))
 
-    def checkpoint() -> None:
+    def checkpoint():
         if next(looks, None) is None:
             raise InterruptedRunError("SIGTERM received")
 
@@ -106,7 +100,7 @@ def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Locat
     assert "is held by run feedbeef" in said[0]
 
 
-def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output: Location):
+def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output):
     """After kill -9 the next start must not wait a minute."""
     with held(OutputLock(output, "00000001")):
         mine = read_lock(output)
@@ -115,7 +109,7 @@ def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output:
     assert read_lock(output).run_id == "00000002"
 
 
-def test_a_pid_of_another_container_says_nothing(output: Location):
+def test_a_pid_of_another_container_says_nothing(output):
     """Two containers may share a host name and a folder; a pid missing here may be alive there."""
     holder = LockHolder("feedbeef", socket.gethostname(), dead_pid(), time.time(), "another boot/pid:[1]")
     write_holder(output, holder)
@@ -123,7 +117,7 @@ def test_a_pid_of_another_container_says_nothing(output: Location):
 
 
 @pytest.mark.parametrize("by", ["steady", "wall"])
-def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output: Location, now: Time, by: str):
+def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output, now, by):
     """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""
     held = now.lock(output)
     assert held.try_take()
@@ -136,14 +130,12 @@ def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(o
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
 
 
-def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(
-    output: Location, now: Time, monkeypatch
-):
+def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(output, now, monkeypatch):
     """The disk was full for a minute: it wrote nothing more, in time for others, but nobody else is there."""
     held = now.lock(output)
     assert held.try_take()
 
-    def full(location: Location, data: bytes) -> None:
+    def full(location, data):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(lock, "write_bytes", full)
@@ -155,9 +147,7 @@ def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff\xfe", b'{"run_id": 1, "host": 2}'])
-def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_changes(
-    output: Location, now: Time, junk: bytes
-):
+def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_changes(output, now, junk):
     """Another version's driver may hold the folder by it; what nobody changes must not block it for ever."""
     write_lock(output, junk)
     start, other = now.lock(output), now.lock(output)
@@ -173,12 +163,12 @@ def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_change
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Location:
+def store(tmp_path):
     """A file system without local paths, which cannot keep a second writer out."""
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
 
 
-def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store: Location, now: Time):
+def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store, now):
     """Object stores: both write, both wait, one reads its own name."""
     first, second = now.lock(store, "0000000a"), now.lock(store, "0000000b")
     assert not first.try_take()
@@ -192,12 +182,12 @@ def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_see
     assert second.try_take()
 
 
-def test_a_lock_that_a_slow_store_still_takes_is_removed_with_its_driver(tmp_path: Path):
+def test_a_lock_that_a_slow_store_still_takes_is_removed_with_its_driver(tmp_path):
     """Of two drivers that raced the one that had lost left its lock there: its last heartbeat landed after its end."""
     begins, may_end = threading.Event(), threading.Event()
 
     class SlowStore(SimulatedStore):
-        def open_output_stream(self, path: str, metadata: dict[str, str]) -> pa.NativeFile:
+        def open_output_stream(self, path, metadata):
             if threading.current_thread() is heartbeat:
                 begins.set()
                 may_end.wait()
@@ -217,7 +207,7 @@ def test_a_lock_that_a_slow_store_still_takes_is_removed_with_its_driver(tmp_pat
 
 
 @pytest.mark.parametrize("num_faults", [1, 2])
-def test_a_lock_that_cannot_be_read_for_a_moment_is_neither_lost_nor_left(tmp_path: Path, now: Time, num_faults: int):
+def test_a_lock_that_cannot_be_read_for_a_moment_is_neither_lost_nor_left(tmp_path, now, num_faults):
     """An empty body with status 200 was "taken over by somebody", and an EIO at the end a minute for the next start."""
     faulty = FaultyStore()
     held = now.lock(faulty.at(tmp_path))
@@ -256,7 +246,7 @@ def racer(output: Location, number: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_many_that_find_a_stale_lock_one_takes_it(output: Location):
+def test_of_many_that_find_a_stale_lock_one_takes_it(output):
     """Retries of a cluster job start together after an outage. All of them have seen the lock before one may take it:
     who came later would watch the winner's.
     """

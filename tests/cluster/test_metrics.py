@@ -1,13 +1,10 @@
 """What a run exports, and what the dashboard asks for."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 import urllib.request
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import ray
@@ -71,7 +68,7 @@ def scrape(run_id: str) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_ray_exports_every_metric_with_its_true_value(job, tmp_path: Path):
+def test_ray_exports_every_metric_with_its_true_value(job, tmp_path):
     """The dashboard's source: a real run with an error row and a lost worker, read from a real metrics port."""
     run = job([*GOOD, "raise", f"kill:{tmp_path}/killed"], workers=2)
     assert run.run(SpeculatingEngine) == EXIT_TOO_MANY_ERRORS

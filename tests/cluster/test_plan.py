@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.cluster.conftest import MODELS
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return load_tokenizer(str(MODELS / "target"))
 
 
@@ -33,7 +31,7 @@ def planned(source: Source, tokenizer: Any, limit: int = 1000, **options: Any) -
     return make_plan(source, prompts, keys, 10, 0, lambda: None)
 
 
-def test_estimates_are_close_to_what_a_prompt_takes(tmp_path: Path, tokenizer: Any):
+def test_estimates_are_close_to_what_a_prompt_takes(tmp_path, tokenizer):
     """They order the work and feed the time left; the sample makes them fit language and tokenizer."""
     texts = ["summer rain on the roof " * count for count in (1, 5, 20)]
     corpus = source(tmp_path, {"text": texts})
@@ -45,7 +43,7 @@ def test_estimates_are_close_to_what_a_prompt_takes(tmp_path: Path, tokenizer: A
         assert plan.estimates[DocumentKey(0, row)].max_new_tokens == 10
 
 
-def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path: Path, tokenizer: Any):
+def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path, tokenizer):
     """Its parts, their summaries and the merge: deadlines follow from it, and the longest documents begin first."""
     corpus = source(tmp_path, {"text": ["word " * 2_000, "word"]})
     plan = planned(corpus, tokenizer, limit=210, length_policy="parts")
@@ -57,7 +55,7 @@ def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp
     assert 1.1 * num_tokens < long.num_prompt_tokens < 2 * num_tokens
 
 
-def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path: Path, tokenizer: Any):
+def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path, tokenizer):
     """A gigabyte of text is cut to the context: it must not stand for a day of work."""
     corpus = source(tmp_path, {"text": ["word " * 10_000] * 2})
     assert planned(corpus, tokenizer, limit=100).estimates[DocumentKey(0, 0)].num_prompt_tokens == 90
@@ -65,7 +63,7 @@ def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path: Path, toke
     assert shorter.estimates[DocumentKey(0, 0)].num_prompt_tokens == 50
 
 
-def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path: Path, tokenizer: Any):
+def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path, tokenizer):
     """A column of token counts spares the pass over the text; a column of lengths overrides the run's."""
     columns = {"text": ["a", "b"], "tokens": [700, 300], "length": pa.array([None, 99], pa.int32())}
     corpus = source(tmp_path, columns, num_tokens_column="tokens", max_new_tokens_column="length")
@@ -75,7 +73,7 @@ def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path: Path, t
     assert plan.estimates[DocumentKey(0, 1)] == TokenEstimate(300 + template, 99)
 
 
-def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: Path, tokenizer: Any):
+def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path, tokenizer):
     """Counted as nothing it had the deadline of an empty document, and its turn at the very end."""
     columns = {"text": ["rain on the roof " * 40] * 3, "tokens": pa.array([None, 7, 0], pa.int32())}
     plan = planned(source(tmp_path, columns, num_tokens_column="tokens"), tokenizer)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
@@ -85,28 +83,18 @@ def test_a_resume_goes_on_where_the_run_was():
     assert book.snapshot(11.0, 1).eta_s == pytest.approx(10.0)
 
 
-class Jumps:
-    """A clock that somebody sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
-    source = Jumps()
-    clock = AwakeClock(source)
+    seconds = [1000.0]
+    clock = AwakeClock(lambda: seconds[0])
     plan = Scheduler(rows_of_length([5]), JobOptions(stall_s=60.0, document_deadline_s=60.0), leases_per_worker=1)
     plan.join("a", Place("host", "GPU 0"), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())
-    source.now += 3600.0
+    seconds[0] += 3600.0
     assert plan.stalled(clock()) == []
     assert plan.overdue(clock()) == []
     for _ in range(20):
-        source.now += MAX_GAP_S
+        seconds[0] += MAX_GAP_S
         clock()
     assert plan.stalled(clock()) == ["a"], "and yet it is looked after"

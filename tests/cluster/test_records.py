@@ -1,12 +1,9 @@
 """Records of a run: its status from the output folder alone, on disk or object store, and what a start leaves there."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +32,7 @@ GPU, OTHER = Place("gpu-7", "GPU 3"), Place("gpu-8", "GPU 0")
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Location:
+def output(tmp_path):
     """The folder of a run of five rows that has been planned, and no more."""
     pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), tmp_path / "in.parquet")
     source = open_source(InputOptions(path=str(tmp_path / "in.parquet")))
@@ -71,7 +68,7 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
 )
-def test_a_damaged_record_hides_nothing_else(output: Location, path: str, content: object):
+def test_a_damaged_record_hides_nothing_else(output, path, content):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
     fail(output, ["NullText"])
     write(output, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
@@ -82,7 +79,7 @@ def test_a_damaged_record_hides_nothing_else(output: Location, path: str, conten
     assert any(line.startswith(f"warning: {path} cannot be read") for line in said)
 
 
-def test_no_record_can_write_a_line_of_its_own(output: Location):
+def test_no_record_can_write_a_line_of_its_own(output):
     """Ids, hosts and classes come out of files: whoever writes those does not write the status."""
     held_by(output, host="h\nrunning: 5 of 5\x1b[2J", run_id="\u202e")
     fail(output, ["Null\nText\x1b"])
@@ -95,7 +92,7 @@ def test_no_record_can_write_a_line_of_its_own(output: Location):
     ]
 
 
-def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_path: Path):
+def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_path):
     """Of each document the last count, which holds those before it, and all places.
 
     What ended in an error row is forgiven, and what is done is forgotten.

@@ -1,7 +1,5 @@
 """The driver over real Ray actors whose engines do what the documents tell them to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +24,7 @@ GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(monkeypatch):
     """Give a run up after two workers that cannot be built, without a pause between them."""
     monkeypatch.setattr(workers, "MAX_FAILED_STARTS", 2)
     monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
@@ -63,7 +61,7 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
 def interrupt_after(run, num_done: int) -> Interrupt:
     interrupt = Interrupt(600.0)
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if snapshot.num_done >= num_done:
             interrupt.tell("SIGTERM received")
 
@@ -82,7 +80,7 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
 
 
 @pytest.mark.slow
-def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path: Path):
+def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path):
     """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
     run = job([GOOD[0], f"kill:{tmp_path}/killed"])
     run.target = Path(shutil.copytree(run.target, tmp_path / "target"))
@@ -101,7 +99,7 @@ def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every
     run = job(["kill"], max_attempts=3)
     interrupt = Interrupt(600.0)
 
-    def look(name: str, facts: dict[str, Any]) -> None:
+    def look(name, facts):
         if name == "document_leased" and facts["attempt"] == 3:
             interrupt.tell("SIGTERM received")
             interrupt.check()  # now, before the worker can die of it once more
@@ -123,7 +121,7 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     run = job([*GOOD, "crawl"], commit_every_s=3600)
     lock = run.output / "_run" / "lock"
 
-    def steal(snapshot) -> None:
+    def steal(snapshot):
         if snapshot.num_done >= 1:
             thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
             own = lock.with_name("feedbeef")

@@ -1,8 +1,5 @@
 """Documents in parts over real Ray: a part that fails is named, and a worker that dies loses none."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ OTHERS = SENTENCES.replace("Rain", "Snow")
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_none(job, tmp_path: Path):
+def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_none(job, tmp_path):
     """Parts share a batch, so a failure there is everybody's; tried again one by one, it is one part's."""
     killed = f"{SENTENCES} kill:{tmp_path / 'killed'} {OTHERS}"
     texts = [f"{SENTENCES} raise {OTHERS}", killed, "short"]

@@ -1,7 +1,5 @@
 """The scheduler's decisions, without Ray: who gets what, and who is charged."""
 
-from __future__ import annotations
-
 from specextend.cluster.messages import MAX_LOSSES, Lease, Place
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
 from specextend.config import JobOptions

@@ -1,7 +1,5 @@
 """The end of a run, and nodes that are about to go: who is let go, and who gets what is left."""
 
-from __future__ import annotations
-
 from specextend.cluster.messages import Lease, Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
 from specextend.cluster.workers import Roster
@@ -22,7 +20,7 @@ def started(plan: Scheduler, grants: list[tuple[str, Lease]], now: float) -> Non
         plan.report(worker, 1, [lease.lease_id for name, lease in grants if name == worker], now)
 
 
-def test_idle_workers_are_let_go_while_the_last_documents_run() -> None:
+def test_idle_workers_are_let_go_while_the_last_documents_run():
     """They held their GPUs until the longest document of the night was done."""
     plan = plan_of([9, 8], "abcd")
     grants = plan.assign(0)
@@ -38,7 +36,7 @@ def test_idle_workers_are_let_go_while_the_last_documents_run() -> None:
     assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
 
 
-def test_workers_that_are_not_built_yet_are_not_asked_for_any_more() -> None:
+def test_workers_that_are_not_built_yet_are_not_asked_for_any_more():
     roster = Roster(4)
     names = roster.due(0, 4)
     roster.ready(names[0])

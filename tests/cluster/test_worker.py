@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 import io
 import sys
-from pathlib import Path
 
 from specextend.cluster.exits import EXIT_DONE
 from specextend.cluster.messages import Done
@@ -65,11 +62,11 @@ def prompts_kept(lease: str) -> int:
     return sum(type(each) is Request and each.request_id == lease for each in gc.get_objects())
 
 
-def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path: Path):
+def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path):
     """A worker kept every one until a batch failed: 100 KB a document of 16K tokens, for as long as it lived."""
     config = Job(tmp_path, ["crawl", "one", "two"], {}).config()
 
-    async def lease_and_cancel(worker: Worker) -> None:
+    async def lease_and_cancel(worker):
         late = asyncio.create_task(worker.run("late", DocumentKey(0, 0), 1))
         while "late" not in (await worker.progress()).outputs:
             await asyncio.sleep(0)

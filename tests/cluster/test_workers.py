@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from specextend.cluster.workers import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,

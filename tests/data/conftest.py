@@ -1,11 +1,5 @@
 """Inputs on disk and an in-memory tokenizer."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import resolve
 from tests.properties.rows import done as row_done
 
 CHAT_TEMPLATE = (
@@ -23,12 +17,10 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path):
     """Write columns as `<tmp_path>/<name>`, in row groups of `group_rows`."""
 
-    def write(
-        name: str, columns: dict[str, Any], group_rows: int = 2, types: dict[str, pa.DataType] | None = None
-    ) -> Path:
+    def write(name, columns, group_rows=2, types=None):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         kinds = types or {}
@@ -42,25 +34,25 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Location:
+def output(tmp_path):
     return resolve(str(tmp_path / "output"))
 
 
 @pytest.fixture
-def done() -> Callable[..., dict[str, Any]]:
+def done():
     """A row of a document done."""
 
-    def done(file: int, row: int, text: str = "a summary") -> dict[str, Any]:
+    def done(file, row, text="a summary"):
         return row_done(DocumentKey(file, row), text) | {"doc_id": f"id-{file}-{row}"}
 
     return done
 
 
 @pytest.fixture
-def failed() -> Callable[..., dict[str, Any]]:
+def failed():
     """A row of a document given up."""
 
-    def failed(file: int, row: int, error_class: str = "NullText") -> dict[str, Any]:
+    def failed(file, row, error_class="NullText"):
         told = {"error_class": error_class, "message": "why", "stage": "read", "retryable": False, "attempts": 1}
         return {"file": file, "row": row, "doc_id": f"id-{file}-{row}", **told}
 
@@ -68,7 +60,7 @@ def failed() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def plain_tokenizer() -> PreTrainedTokenizerFast:
+def plain_tokenizer():
     """One token a byte, with control tokens of both kinds: special ones, and an added one that is not special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
@@ -80,7 +72,7 @@ def plain_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def chat_tokenizer(plain_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def chat_tokenizer(plain_tokenizer):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain_tokenizer.backend_tokenizer, bos_token="<|bos|>", eos_token="<|im_end|>"
     )

@@ -1,7 +1,5 @@
 """moto's S3 server on loopback, which keeps a list of the requests that it got."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,7 +80,7 @@ def s3_server() -> Iterator[Endpoint]:
     endpoint = Endpoint("")
     moto = DomainDispatcherApplication(create_backend_app)
 
-    def counted(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+    def counted(environ, start_response):
         query = environ["QUERY_STRING"]
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
         endpoint.requests.append(request)

@@ -1,10 +1,6 @@
 """Schemas of answers: what they may say, and the shortest answer, by which a limit of tokens is checked."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,7 +8,6 @@ import pytest
 from specextend.data.answers import answer_columns, merge_answers, schema_of, shortest_answer, whole_answer
 from specextend.data.commits import CommitWriter, read_commit
 from specextend.data.evidence import find_evidence
-from specextend.data.storage import Location
 
 
 def whole(field: object, **others: object) -> str:
@@ -38,7 +33,7 @@ def test_the_shortest_answer_is_one(field, shortest):
 
 
 @pytest.mark.parametrize("least", [10**9, 10**4])
-def test_a_long_string_or_list_takes_no_memory(least: int):
+def test_a_long_string_or_list_takes_no_memory(least):
     """It is only counted; and a string of so many characters may have few tokens."""
     field = {"type": "array", "items": {"type": "string", "minLength": least}, "minItems": least}
     assert len(shortest_answer(whole(field))) < 10**7
@@ -55,7 +50,7 @@ HALVES = '{"a": "\\ud83d\\ude00 \\ud800", "b": [{"c": "\\udc00\\ud800"}], "d": "
 """A pair, a half, two halves in the wrong order, and a text that only looks like an escape."""
 
 
-def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output: Location, done: Callable[..., Any]):
+def test_half_a_surrogate_pair_in_an_answer_is_a_replacement_character(output, done):
     """A model may write one as an escape. It emptied the column, and as evidence it ended the driver."""
     schema = schema_of(
         {

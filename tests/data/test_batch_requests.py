@@ -1,7 +1,5 @@
 """Requests of OpenAI's Batch API as documents."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -10,18 +8,19 @@ from typing import Any
 import pytest
 
 from specextend.config import RunConfig
+from specextend.core import Values
 from specextend.data.batch_requests import BatchRequests
 from specextend.data.inputs import InputError
 
 SYSTEM = {"role": "system", "content": "You write one sentence: {short}."}
 
 
-def line(custom_id: Any, *messages: dict[str, Any], **body: Any) -> dict[str, Any]:
+def line(custom_id: Any, *messages: Values, **body: Any) -> Values:
     values = {"model": "gpt-4o-mini", "messages": list(messages), **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": values}
 
 
-def user(content: Any) -> dict[str, Any]:
+def user(content: Any) -> Values:
     return {"role": "user", "content": content}
 
 
@@ -30,7 +29,7 @@ def requests(folder: Path, *lines: Any) -> BatchRequests:
     return BatchRequests(folder / "in.jsonl")
 
 
-def test_requests_become_documents_and_the_settings_of_their_run(tmp_path: Path):
+def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     """The settings are a shell's arguments: what they give a run must be what the requests say."""
     shared = {"temperature": 0.5, "stop": "END", "seed": 7}
     parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
@@ -72,7 +71,7 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path: Path)
         (line("b", user("\ud83d")), "half of a surrogate pair"),
     ],
 )
-def test_what_a_run_cannot_do_is_refused_by_line(second: Any, message: str, tmp_path: Path):
+def test_what_a_run_cannot_do_is_refused_by_line(second, message, tmp_path):
     """A request that is silently answered otherwise than asked is worse than none."""
     with pytest.raises(InputError) as refused:
         list(requests(tmp_path, line("a", user("fine")), second))

@@ -1,15 +1,11 @@
 """An input that is written to while a run reads it: summaries of two versions must not lie in one file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +13,8 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError, InputOptions
-from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, list_files
+from specextend.data.source import open_source
+from specextend.data.storage import list_files
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
@@ -44,19 +40,17 @@ CHANGES = [write_again, touch, take_away]
 
 
 @pytest.fixture
-def path(write: Write) -> Path:
+def path(write):
     return write("in/a.parquet", {"text": ["one", "two", "three", "four"]})
 
 
 @pytest.fixture
-def source(path: Path) -> Source:
+def source(path):
     return open_source(InputOptions(path=str(path)))
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_reads_on_notices(
-    source: Source, path: Path, write: Write, output: Location, done: Callable[..., Any], change: Callable[..., None]
-) -> None:
+def test_whoever_reads_on_notices(source, path, write, output, done, change):
     """Also a worker that has the file open, a plan that streams one too large to be read ahead, and the end of the run.
 
     Passthrough columns are read again then: they must belong to the texts that were summarised.
@@ -76,9 +70,7 @@ def test_whoever_reads_on_notices(
 
 
 @pytest.mark.slow
-def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_there(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_there(start, tmp_path):
     """Nothing is given up for it: with the old file back, the same command finishes."""
     path = write_corpus(tmp_path / "in" / "a.parquet", [f"Document {row} is about dams. " * 9 for row in range(16)])
     as_it_was = tmp_path / "as it was"

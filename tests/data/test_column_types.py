@@ -1,7 +1,5 @@
 """Whatever Parquet can hold passes through with its values, and with its type if all files have the same."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +19,6 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputError, InputOptions
 from specextend.data.selection import select_rows
 from specextend.data.source import open_source
-from specextend.data.storage import Location
 
 NUM_ROWS = 700
 """More than one batch of reading, so that values of two batches must fit together."""
@@ -51,7 +48,7 @@ COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
 }
 
 
-def test_passthrough_keeps_types_and_values(tmp_path: Path, output: Location, done: Callable[..., Any]) -> None:
+def test_passthrough_keeps_types_and_values(tmp_path, output, done):
     """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes."""
     values = {name: [None if i % 7 == 6 else make(i) for i in range(NUM_ROWS)] for name, (_, make) in COLUMNS.items()}
     table = pa.table({name: pa.array(values[name], kind) for name, (kind, _) in COLUMNS.items()})
@@ -70,9 +67,7 @@ def test_passthrough_keeps_types_and_values(tmp_path: Path, output: Location, do
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()], ids=str)
-def test_text_is_read_in_every_encoding(
-    tmp_path: Path, output: Location, done: Callable[..., Any], encoding: str, kind: pa.DataType
-) -> None:
+def test_text_is_read_in_every_encoding(tmp_path, output, done, encoding, kind):
     """Text is read as a dictionary, which pyarrow cannot do of every encoding."""
     texts = [None if i % 7 == 6 else f"{i % 5} of {i}" * (i % 40 + 1) for i in range(NUM_ROWS)]
     options = {"use_dictionary": encoding == "RLE_DICTIONARY"}
@@ -92,7 +87,7 @@ def test_text_is_read_in_every_encoding(
 YEARS = [datetime.datetime(year, 12, 31, 23, 59, 59, 999_999) for year in (9999, 2026, 1, 1816)]
 
 
-def test_times_of_96_bits_are_right_in_every_year(tmp_path: Path, output: Location, done: Callable[..., Any]) -> None:
+def test_times_of_96_bits_are_right_in_every_year(tmp_path, output, done):
     """Spark writes them by default, and 9999 for what has no end: it became 1816, and a filter matched nothing."""
     path = tmp_path / "a.parquet"
     nested = [{"at": [year]} for year in YEARS]
@@ -111,7 +106,7 @@ def test_times_of_96_bits_are_right_in_every_year(tmp_path: Path, output: Locati
 
 @pytest.mark.parametrize("nanoseconds", [1, 2**62 + 1])
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_times_of_96_bits_are_never_rounded(tmp_path: Path, nanoseconds: int, is_nested: bool) -> None:
+def test_times_of_96_bits_are_never_rounded(tmp_path, nanoseconds, is_nested):
     """Microseconds are for all years; where a time has nanoseconds, one of the two would be lost."""
     times = pa.array([0, nanoseconds], pa.timestamp("ns"))
     at = pa.StructArray.from_arrays([times], ["t"]) if is_nested else times
@@ -152,9 +147,7 @@ JOINED: dict[str, tuple[list[pa.DataType], Any, pa.DataType]] = {
 
 
 @pytest.mark.parametrize("name", JOINED)
-def test_types_that_have_room_in_one_are_joined(
-    tmp_path: Path, output: Location, done: Callable[..., Any], name: str
-) -> None:
+def test_types_that_have_room_in_one_are_joined(tmp_path, output, done, name):
     """Each night's writer has its own, and the last file lacks the column. No value changes."""
     kinds, value, expected = JOINED[name]
     for number, kind in enumerate(kinds):
@@ -183,9 +176,7 @@ def test_types_that_have_room_in_one_are_joined(
         (pa.array(YEARS, pa.timestamp("us")), pa.array([1] * 4, pa.timestamp("ns"))),
     ],
 )
-def test_types_and_values_that_would_change_are_refused_before_anything_is_decoded(
-    tmp_path: Path, one: pa.Array, other: pa.Array
-) -> None:
+def test_types_and_values_that_would_change_are_refused_before_anything_is_decoded(tmp_path, one, other):
     """A number that is rounded, or a time that wraps around, would be in the results with exit 0."""
     for name, values in (("a", one), ("b", other)):
         pq.write_table(pa.table({"text": ["x"] * len(values), "c": values}), tmp_path / f"{name}.parquet")
@@ -193,7 +184,7 @@ def test_types_and_values_that_would_change_are_refused_before_anything_is_decod
         list(open_source(InputOptions(path=str(tmp_path), passthrough=("c",))).scan())
 
 
-def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_path: Path) -> None:
+def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_path):
     """Writers give up dictionaries where texts no longer repeat. Such a file was called damaged."""
     path = tmp_path / "a.parquet"
     text = "CASE WHEN i < 2048 THEN 'again' ELSE 'text ' || i || repeat('x', i % 99) END"
@@ -208,7 +199,7 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
 
 
 @pytest.mark.parametrize("column", ["text", "topic"])
-def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(tmp_path: Path, column: str) -> None:
+def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(tmp_path, column):
     """A file with LZO behind its first rows is not damaged: nobody can repair it, but its writer can write it anew."""
     path, codec = tmp_path / "a.parquet", b"\x18" + bytes([len(column)]) + column.encode() + b"\x15"
     table = pa.table({"text": ["x"] * 4, "topic": ["y"] * 4, "n": [9] * 4})
@@ -232,7 +223,7 @@ ODD_TEXTS = {
 
 
 @pytest.mark.parametrize("name", ODD_TEXTS)
-def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(tmp_path: Path, name: str) -> None:
+def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(tmp_path, name):
     """The titles would be summarised, with exit 0. Pictures and numbers beside a text are not in its way."""
     path = tmp_path / "a.parquet"
     others = {"title": ["a title"], "picture": [b"\x89PNG\xff" * 99], "embedding": [[0.5] * 99], "report": [7]}

@@ -1,10 +1,5 @@
 """The parts are the only record of what is done."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pyarrow.parquet as pq
 import pytest
 
@@ -20,12 +15,9 @@ from specextend.data.commits import (
     read_results,
 )
 from specextend.data.schema import COMMIT_SCHEMA
-from specextend.data.storage import Location
-
-MakeRow = Callable[..., dict[str, Any]]
 
 
-def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done: MakeRow) -> None:
+def test_parts_are_named_by_run_and_counted_on_over_runs(output, done):
     first = CommitWriter(output, "ffffffff")
     assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
     assert first.commit([]) is None
@@ -35,7 +27,7 @@ def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done:
     assert pq.read_schema(f"{output.path}/_run/parts/{list_commits(output)[0]}").equals(COMMIT_SCHEMA)
 
 
-def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRow, failed: MakeRow) -> None:
+def test_done_beats_error_and_later_beats_earlier(output, done, failed):
     """A run id is random: order by it and a retried row would be an error again in half of all runs."""
     CommitWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
     CommitWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
@@ -51,9 +43,7 @@ def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRo
     assert origins == {(0, 0): early, (0, 2): late, (0, 1): late, (1, 0): early}
 
 
-def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
-    output: Location, done: MakeRow, failed: MakeRow
-) -> None:
+def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(output, done, failed):
     """A null text fails every night; what its latest row says of it counts, not what an earlier one said."""
     outage = {"retryable": True}
     rows = [failed(0, 0), failed(0, 1) | outage, failed(0, 2), failed(0, 3) | outage, failed(0, 4)]
@@ -65,7 +55,7 @@ def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_as
     assert list(pending([range(5)], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
 
 
-def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:
+def test_a_part_says_which_run_it_is_of(output, done):
     """One of another run is refused."""
     name = CommitWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
     CommitWriter(output, "0000000b").commit([done(0, 1)])

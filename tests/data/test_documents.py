@@ -1,14 +1,11 @@
 """Files of many kinds to one data set: what is read, what is said of the rest, and what the next call does."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from specextend.data.document_kinds import DocumentOptions, check_packages
-from specextend.data.documents import ERRORS, Prepared, prepare_documents
+from specextend.data.documents import ERRORS, prepare_documents
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.s3_server import s3_server
@@ -74,14 +71,14 @@ def docx(*paragraphs: str) -> bytes:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
 
 
 @pytest.fixture
-def prepare(folder: Path) -> Callable[..., Prepared]:
-    def call(*sources: str, output: str = "", **options: Any) -> Prepared:
+def prepare(folder):
+    def call(*sources, output="", **options):
         wanted = DocumentOptions(workers=2, **options)
         return prepare_documents(sources or [str(folder)], output or f"{folder}.out", wanted, lambda done, total: None)
 
@@ -102,7 +99,7 @@ def failures(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_mixed_folder_becomes_one_data_set(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_a_mixed_folder_becomes_one_data_set(folder, prepare):
     """Reports lie as they come: kinds side by side, in subfolders, in capitals, compressed."""
     write_pdf(folder / "deep" / "a.PDF", "First page.", "", "Third page.", algorithm="AES-256")
     (folder / "b.docx").write_bytes(docx("One &amp; two.", "Three."))
@@ -130,7 +127,7 @@ def test_a_mixed_folder_becomes_one_data_set(folder: Path, prepare: Callable[...
     assert rows(folder, "source_path")[0] == str(folder / "b.docx")
 
 
-def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(folder: Path) -> None:
+def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(folder):
     """Ten thousand reports are not held up by three scans, and nobody finds out later that some are missing."""
     write_pdf(folder / "fine.pdf", "One report.")
     write_pdf(folder / "scan.pdf", "", "")
@@ -171,18 +168,14 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
 
 
 @pytest.mark.parametrize("title", ["(anonymous)", "Untitled", "Microsoft Word - draft.doc"])
-def test_a_title_that_a_program_wrote_by_itself_is_none(
-    folder: Path, prepare: Callable[..., Prepared], title: str
-) -> None:
+def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare, title):
     """The name of the file says more."""
     write_pdf(folder / "report.pdf", "One report.", title=title)
     prepare()
     assert rows(folder, "title") == ["report"]
 
 
-def test_another_call_reads_what_is_new_or_changed_or_has_failed(
-    folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare):
     """Every night a few hundred reports come to a hundred thousand."""
     for name in "abcd":
         (folder / f"{name}.txt").write_text(name)
@@ -212,7 +205,7 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(
     assert len(list(Path(f"{folder}.out").glob("part-*"))) == 1
 
 
-def test_a_file_that_hangs_its_reader_fails_alone(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_a_file_that_hangs_its_reader_fails_alone(folder, prepare):
     """Elements inside each other, 400,000 deep, take minutes."""
     (folder / "a.html").write_text("<div>" * 400_000)
     for number in range(20):
@@ -222,7 +215,7 @@ def test_a_file_that_hangs_its_reader_fails_alone(folder: Path, prepare: Callabl
     assert rows(folder, "text") == ["fine"] * 20
 
 
-def test_a_file_that_ends_its_reader_fails_alone(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_a_file_that_ends_its_reader_fails_alone(folder, prepare):
     """175 KB that unpack to 20 million texts on a page, for which there is no memory."""
     content = zlib.compress(b"BT /F1 11 Tf " + b"(a)Tj " * 20_000_000)
     objects = (
@@ -239,9 +232,7 @@ def test_a_file_that_ends_its_reader_fails_alone(folder: Path, prepare: Callable
     assert rows(folder, "text") == ["fine"]
 
 
-def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(
-    folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(folder, prepare):
     """A part that is whole but not announced, half a file, and parts that were joined but not yet deleted."""
     (folder / "a.jsonl").write_text('{"text": "1"}\n{"text": "2"}\n')
     prepare()
@@ -256,7 +247,7 @@ def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(
     assert len(list(part.parent.iterdir())) == 2
 
 
-def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder: Path) -> None:
+def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
     """Types that differ between rows, files and calls meet in one that holds all values."""
     lines = [
         {"body": "one", "key": 7, "n": 1, "tags": ["a"], "title": "T", "text": "other"},
@@ -291,7 +282,7 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder: Path) -> N
     assert max(map(len, ended.stderr.splitlines())) < 500
 
 
-def test_several_patterns_sources_and_single_files_lose_none(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     """The last `--pattern` alone was used. The ids of two folders must not meet."""
     for name in ("x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -307,9 +298,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder: Path, prepa
     assert found["id"].to_pylist() == [f"{folder}/{name}" for name in ("README", "x/a.md", "x/c.txt", "y/a.md")]
 
 
-def test_the_lines_of_a_pdf_are_joined_unless_they_are_to_be_kept(
-    folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_the_lines_of_a_pdf_are_joined_unless_they_are_to_be_kept(folder, prepare):
     """A summary of words that are cut in two at each line is worse, and costs more tokens."""
     text = (
         "Annual report\nThe committee met four times and consid-\nered the budget of the agency, which has\ngrown.\n"
@@ -326,7 +315,7 @@ def test_the_lines_of_a_pdf_are_joined_unless_they_are_to_be_kept(
     assert pq.read_table(f"{folder}2.out")["text"].to_pylist() == [text]
 
 
-def test_an_object_store_is_read_and_written(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Prepared]) -> None:
+def test_an_object_store_is_read_and_written(monkeypatch, prepare):
     """And its files are known again by their time and size."""
     with s3_server() as endpoint:
         for name, value in endpoint.environment.items():
@@ -355,9 +344,7 @@ def test_an_object_store_is_read_and_written(monkeypatch: pytest.MonkeyPatch, pr
         (["hf", "texts/none"], "texts/none"),
     ],
 )
-def test_a_wrong_argument_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
@@ -369,14 +356,14 @@ def test_a_wrong_argument_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_packages({"text", "csv"})
     with pytest.raises(InputError, match=r"to read PDF takes the package pypdfium2: install .* its extra `documents`"):
         check_packages({"text", "pdf"})
 
 
-def test_a_data_set_of_the_hub_keeps_its_columns(folder: Path) -> None:
+def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     """By its name and split, here one in a local folder."""
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
     arguments = ["hf", str(folder), "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
@@ -389,7 +376,7 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder: Path) -> None:
     ]
 
 
-def test_a_table_is_read_as_it_was_meant_or_refused(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
     """A quote that was never closed swallowed the rest of its file, and of two columns one was lost."""
     good = {
         "cr.csv": b"id,text\r1,fine\r",
@@ -424,9 +411,7 @@ def test_a_table_is_read_as_it_was_meant_or_refused(folder: Path, prepare: Calla
     assert set(rows(folder, "text")) == {"fine"}
 
 
-def test_numbers_stay_exact_and_keep_no_later_call_from_its_work(
-    folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_numbers_stay_exact_and_keep_no_later_call_from_its_work(folder, prepare):
     """An integer that no float holds beside floats was a traceback, and the folder could not be used any more."""
     large = (1 << 53) + 1
     groups = {"a": [large], "b": [0.5], "c": [0.5] * 2000 + [large], "d": [True, 1.5], "e": [1 << 64, 2]}
@@ -447,9 +432,7 @@ def test_numbers_stay_exact_and_keep_no_later_call_from_its_work(
     assert set(values["n"]) == {1.0, 2.5}
 
 
-def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(
-    folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(folder, prepare):
     """Labels mean what they mean on the web; an element that XML closes at once swallowed the rest of its page."""
     xml = '<?xml version="1.0" encoding="{}"?>'
     page = '<html xmlns="http://www.w3.org/1999/xhtml"><script src="x"/><p>caf\xe9&nbsp;\u20ac</p></html>'
@@ -472,7 +455,7 @@ def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(
     assert rows(folder, "text") == [euro, euro, "\u9555", other, other, euro, euro, euro]
 
 
-def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder: Path) -> None:
+def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
     """A menu of two hundred entries is no part of a report, but nobody is to miss what was not asked away."""
     (folder / "a.html").write_text(
         "<body class=cookie-ok><header>Top</header><nav>Menu</nav><main class=menu><p>Text</main>"
@@ -484,7 +467,7 @@ def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder: Pa
         assert rows(Path(output), "text") == [text]
 
 
-def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder, prepare):
     """UTF-16 without a mark is valid UTF-8, with a NUL behind each letter."""
     (folder / "bare.txt").write_bytes("fine".encode("utf-16-le"))
     (folder / "marked.txt").write_bytes("fine".encode("utf-32"))
@@ -527,7 +510,7 @@ def one_page(catalog: bytes = b"", page: bytes = b"", text: bytes = b"/F1 12 Tf 
     )
 
 
-def test_what_the_text_of_a_pdf_lacks_is_said(folder: Path) -> None:
+def test_what_the_text_of_a_pdf_lacks_is_said(folder):
     """A document that is half scanned, in cipher or only a cover was one like any other."""
     write_pdf(folder / "half.pdf", "First page.", "", "Third page.")
     files = {
@@ -576,16 +559,14 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder: Path) -> None:
         ),
     ],
 )
-def test_a_word_file_has_the_text_that_its_reader_sees(
-    xml: str, text: str, folder: Path, prepare: Callable[..., Prepared]
-) -> None:
+def test_a_word_file_has_the_text_that_its_reader_sees(xml, text, folder, prepare):
     """Equations and text boxes were lost, and what is deleted or hidden is not to come back."""
     (folder / "a.docx").write_bytes(docx("one", xml, "two"))
     prepare()
     assert rows(folder, "text") == ["\n".join(filter(None, ("one", text, "two")))]
 
 
-def test_an_archive_that_is_cut_off_is_damaged(folder: Path, prepare: Callable[..., Prepared]) -> None:
+def test_an_archive_that_is_cut_off_is_damaged(folder, prepare):
     """It was called unreachable, so people looked for the fault in their store."""
     (folder / "a.txt.gz").write_bytes(gzip.compress(os.urandom(1 << 16))[:-100])
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9)[:-9])

@@ -1,7 +1,5 @@
 """Where the strings of an answer stand in its document."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -36,7 +34,7 @@ def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[
         (DOCUMENT + " And more.", None),
     ],
 )
-def test_a_string_is_found_where_it_stands_first_or_nearly(value: str, passage: str | None):
+def test_a_string_is_found_where_it_stands_first_or_nearly(value, passage):
     """Case, kinds of space and a wrong letter aside; a passage has whole words; what is not there has no place."""
     assert passages({"agency": value}) == [("agency", passage)]
 
@@ -53,7 +51,7 @@ def test_a_string_is_found_where_it_stands_first_or_nearly(value: str, passage: 
         ("12", "a run of 12km", "12"),
     ],
 )
-def test_a_word_or_a_number_is_found_whole(value: str, document: str, passage: str | None):
+def test_a_word_or_a_number_is_found_whole(value, document, passage):
     """Two digits of a year prove nothing; scripts without spaces, units and signs have no such borders."""
     assert passages({"agency": value}, document) == [("agency", passage)]
 

@@ -1,11 +1,7 @@
 """An input row ends in exactly one output row, in its place."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,17 +14,14 @@ from specextend.data.finalize import finalize, unfinished
 from specextend.data.inputs import InputOptions
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
 
-MakeRow = Callable[..., dict[str, Any]]
-Write = Callable[..., Path]
-
 
 @pytest.fixture
-def source(tmp_path: Path, write: Write) -> Source:
+def source(tmp_path, write):
     """Three files of 3, 0 and 2 rows."""
     topic = pa.list_(pa.struct([("name", pa.string())]))
     write(
@@ -53,9 +46,7 @@ def files(output: Location, folder: str) -> list[str]:
     return sorted(os.listdir(path)) if path.exists() else []
 
 
-def test_rows_stand_in_input_order_one_file_for_one_file(
-    source: Source, output: Location, done: MakeRow, failed: MakeRow
-) -> None:
+def test_rows_stand_in_input_order_one_file_for_one_file(source, output, done, failed):
     writer = CommitWriter(output, "0000000a")
     writer.commit([done(2, 1), done(0, 2)])
     writer.commit([failed(2, 0), done(0, 0), done(0, 1)])
@@ -77,7 +68,7 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
 
 
 @pytest.mark.parametrize("where", ["end", "footer", "byte"])
-def test_damaged_summaries_are_written_again(where: str, source: Source, output: Location, done: MakeRow) -> None:
+def test_damaged_summaries_are_written_again(where, source, output, done):
     """The parts are whole, so nothing is lost, and nobody has to find out which file to delete."""
     CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
     finalize(source, output)
@@ -89,7 +80,7 @@ def test_damaged_summaries_are_written_again(where: str, source: Source, output:
     assert read(output, "summaries", 2) == whole
 
 
-def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, done: MakeRow) -> None:
+def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
     """On an object store each request takes tens of milliseconds; 55 hours for ten million documents, once."""
     source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"] * 60}))))
     requests = []
@@ -107,7 +98,7 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, d
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
 
 
-def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path: Path, done: MakeRow) -> None:
+def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path, done):
     """Their values together may be more than their index can tell apart, and then nobody could read the file."""
     kind = pa.dictionary(pa.int8(), pa.string())
     groups = [pa.array([f"{group}-{n}" for n in range(100)]).cast(kind) for group in range(3)]

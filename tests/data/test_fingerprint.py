@@ -1,24 +1,19 @@
 """What makes two starts the same run."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specextend.core import Values
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
-from specextend.data.storage import Location
-
-Write = Callable[..., Path]
 
 HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
-CONFIG: dict[str, Any] = {
+CONFIG: Values = {
     "input": {"path": "in", "text_column": "text", "passthrough": ["n"]},
     "output": {"path": "out"},
     "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
@@ -30,22 +25,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def changed(section: str, key: str, value: Any) -> dict[str, Any]:
+def changed(section: str, key: str, value: Any) -> Values:
     return CONFIG | {section: CONFIG[section] | {key: value}}
 
 
 @pytest.fixture
-def manifest(tmp_path: Path, write: Write) -> Callable[..., dict[str, Any]]:
+def manifest(tmp_path, write):
     write("in/a.parquet", {"text": ["x", "y"]})
     write("in/sub/b.parquet", {"text": ["z"]})
 
-    def build(config: dict[str, Any] = CONFIG, hashes: dict[str, str] = HASHES, folder: str = "in") -> dict[str, Any]:
+    def build(config=CONFIG, hashes=HASHES, folder="in"):
         return build_manifest(open_source(InputOptions(path=str(tmp_path / folder))), config, hashes)
 
     return build
 
 
-def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(manifest: Callable[..., dict[str, Any]]) -> None:
+def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(manifest):
     where = [("input", "path", "elsewhere"), ("target", "model", "moved/target"), ("attention", "backend", "flash")]
     for section, key, value in [*where, ("decoding", "max_batch_size", 8), ("job", "workers", 64)]:
         again = manifest(changed(section, key, value))
@@ -53,7 +48,7 @@ def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(manifest:
         assert differences(manifest(), again) == []
 
 
-def test_a_run_with_examples_is_found_again(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
+def test_a_run_with_examples_is_found_again(output, manifest):
     """A manifest's keys are written in their order, those of a configuration are as somebody typed them."""
     asked = manifest(CONFIG | {"prompt": {"examples": [{"user": "a", "assistant": "b"}]}})
     write_manifest(output, asked)
@@ -62,7 +57,7 @@ def test_a_run_with_examples_is_found_again(output: Location, manifest: Callable
     assert differences(recorded, asked) == []
 
 
-def test_another_value_is_another_run_and_the_difference_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
+def test_another_value_is_another_run_and_the_difference_is_said(manifest):
     for section, key, value, line in [
         ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
         ("target", "quantize", "int8", 'target.quantize: nothing there, "int8" here'),
@@ -76,10 +71,10 @@ def test_another_value_is_another_run_and_the_difference_is_said(manifest: Calla
     assert differences(manifest(), other) == ['weights of draft: "bbbbbbbbbbbb" there, "dddddddddddd" here']
 
 
-def test_of_two_schemas_what_differs_in_them_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
+def test_of_two_schemas_what_differs_in_them_is_said(manifest):
     """Two lines of a thousand characters hide it. Another order of fields is another run, too."""
 
-    def of(fields: dict[str, Any]) -> dict[str, Any]:
+    def of(fields):
         return manifest(changed("output", "schema", json.dumps({"type": "object", "properties": fields})))
 
     before, longer = of({"a": {"type": "string", "maxLength": 8}, "b": {}}), of({"a": {"type": "string"}, "b": {}})
@@ -90,9 +85,7 @@ def test_of_two_schemas_what_differs_in_them_is_said(manifest: Callable[..., dic
     assert line.startswith("output.schema: ")
 
 
-def test_a_moved_input_is_the_same_and_an_edited_one_is_not(
-    tmp_path: Path, write: Write, manifest: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_moved_input_is_the_same_and_an_edited_one_is_not(tmp_path, write, manifest):
     before = manifest()
     shutil.copytree(tmp_path / "in", tmp_path / "moved")
     assert manifest(folder="moved")["fingerprint"] == before["fingerprint"]
@@ -104,9 +97,7 @@ def test_a_moved_input_is_the_same_and_an_edited_one_is_not(
     assert "3 rows" in lines[0]
 
 
-def test_a_manifest_is_written_once_and_refused_if_it_was_edited(
-    output: Location, manifest: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_manifest_is_written_once_and_refused_if_it_was_edited(output, manifest):
     """The fingerprint of an edited one no longer belongs to what it says."""
     assert read_manifest(output) is None
     write_manifest(output, manifest())

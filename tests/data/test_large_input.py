@@ -1,7 +1,5 @@
 """Memory grows neither with the input nor with the results: two gigabytes are read like two megabytes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -121,7 +119,7 @@ def write_two_gigabytes(path: Path, group_rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+def test_two_gigabytes_are_read_in_bounded_memory(tmp_path):
     """Audit, plan, documents and summaries with the text passed through."""
     path = tmp_path / "in" / "a.parquet"
     path.parent.mkdir()
@@ -134,7 +132,7 @@ def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_long_document_is_planned_and_rendered_in_bounded_memory(tmp_path: Path) -> None:
+def test_one_long_document_is_planned_and_rendered_in_bounded_memory(tmp_path):
     """Tokenizing takes a hundred times the memory of the text: a document of a gigabyte would end the driver, and then
     each worker that gets it.
     """
@@ -147,7 +145,7 @@ def test_one_long_document_is_planned_and_rendered_in_bounded_memory(tmp_path: P
     assert rendered < 200, "MiB; the text itself is held three times"
 
 
-def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(tmp_path: Path) -> None:
+def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(tmp_path):
     """400 MB of text in a file of some hundred kilobytes: its size says nothing about what reading it takes.
 
     The column has a dot in its name, as if it were inside another one.
@@ -162,7 +160,7 @@ def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(tmp_pat
 
 
 @pytest.mark.slow
-def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path: Path) -> None:
+def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path):
     """400 MB of summaries, then 1.2 GB; ten million documents have many times more than a driver can hold."""
     peaks = []
     for size in (8_000, 24_000):

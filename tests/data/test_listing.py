@@ -1,20 +1,13 @@
 """Which files the input is, and that the output is apart from it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
 
-Write = Callable[..., Path]
 
-
-def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path: Path, write: Write) -> None:
+def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path, write):
     for name in ("b.parquet", "a/z.pq", "C.PARQUET", "c.gz.parquet", "d.parq", "_run/c.parquet", ".d.parquet"):
         write(f"in/{name}", {"text": ["x"]})
     (tmp_path / "in" / "README.md").write_text("not data")
@@ -22,7 +15,7 @@ def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_p
     assert list_input(str(tmp_path / "in")).relative_paths == names
 
 
-def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path: Path, write: Write) -> None:
+def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write):
     """Half a corpus may lie there in another format; what tools leave behind under hidden names does not count."""
     write("in/a.parquet", {"text": ["x"]})
     for name in (
@@ -47,7 +40,7 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path: Path,
         list_input(str(tmp_path / "in"))
 
 
-def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Path, write: Write) -> None:
+def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path, write):
     for name in ("in/2024/x.parquet", "in/2025/x.parquet", "in/2025/deep/x.parquet"):
         write(name, {"text": ["x"]})
     assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
@@ -56,7 +49,7 @@ def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Pa
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.parquet"])
-def test_what_symbolic_links_lead_to_is_read_once(tmp_path: Path, write: Write, pattern: str) -> None:
+def test_what_symbolic_links_lead_to_is_read_once(tmp_path, write, pattern):
     """`latest` beside the nights doubled a night, and two loops made a listing without an end."""
     for name in ("in/2026-11-22/a.parquet", "in/2026-11-23/a.parquet", "elsewhere/b.parquet"):
         write(name, {"text": ["x"]})
@@ -72,7 +65,7 @@ def test_what_symbolic_links_lead_to_is_read_once(tmp_path: Path, write: Write, 
     assert source.warning.endswith("1 path through symbolic links to files that are read already")
 
 
-def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path: Path, write: Write) -> None:
+def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path, write):
     """As in a mounted volume whose files are links into a hidden folder."""
     write("in/..data/a.parquet", {"text": ["x"]})
     for link in ("a.parquet", "b.parquet"):
@@ -81,7 +74,7 @@ def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path: Path, wri
     assert (listing.relative_paths, listing.num_repeated) == (("a.parquet",), 1)
 
 
-def test_missing_input_is_refused(tmp_path: Path) -> None:
+def test_missing_input_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="does not exist; give a Parquet file"):
         list_input(str(tmp_path / "missing"))
@@ -105,7 +98,7 @@ def test_missing_input_is_refused(tmp_path: Path) -> None:
         ("link", "in/out", "inside the input folder"),
     ],
 )
-def test_input_and_output_must_be_apart(tmp_path: Path, write: Write, path: str, output: str, message: str) -> None:
+def test_input_and_output_must_be_apart(tmp_path, write, path, output, message):
     """A second start would summarise the summaries of the first."""
     write("in/a.parquet", {"text": ["x"]})
     write("in/sub/b.parquet", {"text": ["x"]})
@@ -144,9 +137,7 @@ EXPORTS = {
     ],
 )
 @pytest.mark.parametrize("kind", RECORDS)
-def test_a_table_is_refused_by_its_name_with_the_line_that_exports_it(
-    tmp_path: Path, write: Write, kind: str, path: str
-) -> None:
+def test_a_table_is_refused_by_its_name_with_the_line_that_exports_it(tmp_path, write, kind, path):
     """Its files hold rows that were deleted, which would come back in the summaries with exit 0."""
     write("lake/orders/data/day=1/a.parquet", {"text": ["x"]})
     write("lake/plain/metadata/b.parquet", {"text": ["x"]})

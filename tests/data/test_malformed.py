@@ -1,7 +1,5 @@
 """Malformed inputs: each is a clear error or an error row, never a traceback and never a row lost."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, KmsClient, KmsConnectionConfig
-from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
@@ -135,9 +132,7 @@ def write_damaged(path: Path, table: pa.Table) -> None:
 
 
 @pytest.mark.parametrize("write_unreadable", [write_damaged, write_encrypted])
-def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_decoded(
-    tmp_path: Path, write_unreadable: Callable[[Path, pa.Table], None]
-) -> None:
+def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_decoded(tmp_path, write_unreadable):
     """It was found when the summaries were written."""
     write_unreadable(tmp_path / "a.parquet", pa.table({"text": ["one", "two"], "topic": ["a", "b"]}))
     assert len(list(open_source(InputOptions(path=str(tmp_path / "a.parquet"))).scan())) == 2
@@ -154,7 +149,7 @@ def outcome(source: Source, row: int) -> str:
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), PER_TEST))
-def test_a_damaged_file_is_refused_in_one_line_or_read_to_its_last_row(tmp_path: Path, first: int) -> None:
+def test_a_damaged_file_is_refused_in_one_line_or_read_to_its_last_row(tmp_path, first):
     """Files, each broken in another way.
 
     Damage may make pyarrow end the process when it is asked about a column, or read fewer rows than the footer counts.
@@ -175,7 +170,7 @@ def test_a_damaged_file_is_refused_in_one_line_or_read_to_its_last_row(tmp_path:
 
 
 @pytest.fixture
-def odd_file(tmp_path: Path) -> Path:
+def odd_file(tmp_path):
     path = tmp_path / "in" / "odd.parquet"
     path.parent.mkdir()
     text = pa.array(list(ODD_TEXTS.values()), pa.binary()).cast(pa.string(), safe=False)
@@ -190,9 +185,7 @@ def is_text(data: bytes) -> bool:
         return False
 
 
-def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(
-    odd_file: Path, plain_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(odd_file, plain_tokenizer):
     """The plan and the worker must agree on each, or a row is counted that nobody does."""
     source = open_source(InputOptions(path=str(odd_file), id_column="name"))
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="Summarize."), 500)
@@ -206,7 +199,7 @@ def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(
             assert found in ("EmptyText", "UndecodableText"), name
 
 
-def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) -> None:
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path, write):
     """Its name would be part of an id, which Parquet could not hold."""
     path = write("in/a.parquet", {"text": ["x"]})
     path.rename(tmp_path / "in" / "caf\udce9.parquet")
@@ -215,7 +208,7 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) 
 
 
 @pytest.mark.slow
-def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path: Path) -> None:
+def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path):
     """The real job: one word, 60,000 words, one endless word; files without a row and without a row group."""
     lengths = pa.array([None, 60_000, 0, -1], pa.int32())
     columns = {"the text #1": ["word", "word " * 60_000, "é", "a" * 200_000], "id.a#b": [1, 2, 3, 4], "n.tok": lengths}

@@ -1,13 +1,10 @@
 """What is away is not damaged: who obeys "move it away" must not lose good work."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +30,7 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def run(tmp_path: Path, write: Write, done: Callable[..., Any]) -> Source:
+def run(tmp_path, write, done):
     """A finished run and its input."""
     write("in/a.parquet", {"text": TEXTS})
     source = open_source(InputOptions(path=str(tmp_path / "in")))
@@ -48,7 +45,7 @@ def run(tmp_path: Path, write: Write, done: Callable[..., Any]) -> Source:
 
 
 @pytest.fixture
-def store() -> FaultyStore:
+def store():
     return FaultyStore()
 
 
@@ -66,12 +63,10 @@ READERS: dict[str, Callable[[Source, Location], object]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_cannot_be_read_for_now_is_not_called_damaged(
-    tmp_path: Path, run: Source, store: FaultyStore, reader: str, fault: str
-) -> None:
+def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path, run, store, reader, fault):
     """A passing EIO, or an empty body with status 200, said "damaged; delete it", and exit 2: do not run again."""
 
-    def read() -> object:
+    def read():
         source = replace(run, root=store.at(run.root.path))  # without the rows that it keeps
         for left in (tmp_path / "to").glob("*"):
             left.unlink()
@@ -94,8 +89,8 @@ def test_what_cannot_be_read_for_now_is_not_called_damaged(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last_row(
-    tmp_path: Path, run: Source, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+    tmp_path, run, store, monkeypatch, fault
+):
     """Exit 2 and "repair it or take it out" was said of a good file; nor may its rows become error rows."""
     monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
     store.fault, store.num_faults = FAULTS[fault], math.inf
@@ -107,8 +102,8 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
 
 @pytest.mark.parametrize("where", DAMAGES)
 def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_to_delete_it(
-    tmp_path: Path, run: Source, store: FaultyStore, where: str
-) -> None:
+    tmp_path, run, store, where
+):
     """Somebody may yet repair it: what is done is moved away."""
     [commit] = (tmp_path / "out" / "_run" / "parts").iterdir()
     [audit] = (tmp_path / "out" / "_run" / "audits").iterdir()
@@ -124,7 +119,7 @@ def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_t
         list(open_source(InputOptions(path=str(tmp_path / "in"))).scan())
 
 
-def test_an_audit_of_another_shape_is_damaged(tmp_path: Path, run: Source) -> None:
+def test_an_audit_of_another_shape_is_damaged(tmp_path, run):
     """It was a traceback."""
     pq.write_table(pa.table({"file": [1]}), tmp_path / "out" / "_run" / "audits" / "audit-0000000b-000000.parquet")
     with pytest.raises(DamagedCommitError, match=r"audit-0000000b-000000.parquet is damaged"):

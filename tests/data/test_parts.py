@@ -1,7 +1,5 @@
 """Documents in parts: how a text is split, and the prompts of its parts and of merges."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -43,7 +41,7 @@ SENTENCE = "one two three four. "
 
 
 @pytest.mark.parametrize(("separator", "begins"), [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
-def test_a_part_ends_where_the_text_does_best(separator: str, begins: str):
+def test_a_part_ends_where_the_text_does_best(separator, begins):
     """What is better than a sentence's end wins although it is farther from the middle."""
     text = SENTENCE * 9 + separator + SENTENCE * 11
     [first, second] = split(text, starts_of(text), len(starts_of(text)) * 2 // 3)

@@ -1,7 +1,5 @@
 """Prompts: the template is ours, the document is not, and only the document is cut."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
@@ -32,7 +30,7 @@ def shown(tokenizer: Any, text: str, **options: Any) -> str:
     return str(tokenizer.decode(render(tokenizer, text, **options).token_ids))
 
 
-def test_a_chat_template_takes_system_instruction_and_document(chat_tokenizer: Any) -> None:
+def test_a_chat_template_takes_system_instruction_and_document(chat_tokenizer):
     assert shown(chat_tokenizer, "A TEXT", instruction="Do:", system="Be brief.") == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nDo:\n\nA TEXT<|im_end|>\n<|im_start|>assistant\n"
@@ -43,11 +41,11 @@ def test_a_chat_template_takes_system_instruction_and_document(chat_tokenizer: A
     assert render(chat_tokenizer, "A TEXT").token_ids == chat_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_model_without_chat_template_gets_a_plain_one(plain_tokenizer: Any) -> None:
+def test_a_model_without_chat_template_gets_a_plain_one(plain_tokenizer):
     assert shown(plain_tokenizer, "A TEXT", instruction="Do:", system="Be.") == "Be.\n\nDo:\n\nA TEXT\n\nSummary:"
 
 
-def test_examples_are_turns_before_the_question(chat_tokenizer: Any, plain_tokenizer: Any) -> None:
+def test_examples_are_turns_before_the_question(chat_tokenizer, plain_tokenizer):
     examples = (Example(user="Do:\n\nOTHER", assistant="It."),)
     text = shown(chat_tokenizer, "A TEXT", instruction="Do:", examples=examples)
     assert text.startswith("<|im_start|>user\nDo:\n\nOTHER<|im_end|>\n<|im_start|>assistant\nIt.<|im_end|>\n")
@@ -58,9 +56,7 @@ def test_examples_are_turns_before_the_question(chat_tokenizer: Any, plain_token
 
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize(("begin", "end"), THINKING)
-def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(
-    plain_tokenizer: Any, begin: str, end: str, is_special: bool
-) -> None:
+def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(plain_tokenizer, begin, end, is_special):
     """Mistral's are special tokens, which are no text: the thought was glued to the answer. A template may be one of
     several that have names, and write the beginning for the model, or all of a thought, to have none.
     """
@@ -70,7 +66,7 @@ def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(
     content = "{{ messages[-1].content }}"
     tokenizer.chat_template = {"default": content, "begun": content + begin, "quiet": content + begin + end}
 
-    def told(output: str, template: str = "default") -> tuple[str, str | None]:
+    def told(output, template="default"):
         options = PromptOptions(template_options={"chat_template": template})
         token_ids = tokenizer(output)["input_ids"]
         text = tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -86,7 +82,7 @@ def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(
         Prompts(tokenizer, PromptOptions(), 1000)
 
 
-def test_a_template_that_looks_at_the_document_sees_what_is_left_of_it(chat_tokenizer: Any) -> None:
+def test_a_template_that_looks_at_the_document_sees_what_is_left_of_it(chat_tokenizer):
     """A prompt that says how long its document is must not speak of what was cut."""
     tokenizer = copy.copy(chat_tokenizer)
     tokenizer.chat_template = (
@@ -100,7 +96,7 @@ def test_a_template_that_looks_at_the_document_sees_what_is_left_of_it(chat_toke
     assert 80 < len(prompt.token_ids) <= 180
 
 
-def test_a_clock_in_a_template_says_the_time_that_it_is_told(chat_tokenizer: Any) -> None:
+def test_a_clock_in_a_template_says_the_time_that_it_is_told(chat_tokenizer):
     tokenizer = copy.copy(chat_tokenizer)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[-1].content }}"
     assert shown(tokenizer, "x", instruction="", template_options={CLOCK: "2024-02-29T23:59"}) == "29 Feb 2024: x"
@@ -112,13 +108,13 @@ def test_a_clock_in_a_template_says_the_time_that_it_is_told(chat_tokenizer: Any
     assert with_time(PromptOptions(), chat_tokenizer, None) == PromptOptions()
 
 
-def test_half_of_a_surrogate_pair_is_replaced(chat_tokenizer: Any) -> None:
+def test_half_of_a_surrogate_pair_is_replaced(chat_tokenizer):
     text = shown(chat_tokenizer, "a\ud83db", system="c\udfffd")
     assert "a\ufffdb" in text
     assert "c\ufffdd" in text
 
 
-def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
+def test_a_document_cannot_forge_control_tokens(chat_tokenizer):
     """Text from anywhere is summarised: `<|im_end|>` in it, or in its own instruction, must not end the user's turn.
 
     An added token that is not special (`<think>`) is one wherever it is written, as in transformers.
@@ -132,7 +128,7 @@ def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
         assert data in chat_tokenizer.decode(token_ids)
 
 
-def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any) -> None:
+def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer):
     """The same words give the same prompt, whether they come from the configuration or from the data."""
     own = ("Do:", "Text: {{ document }}\nSummarise it.", "{{ document }}")
     for tokenizer, instruction in product((chat_tokenizer, AutoTokenizer.from_pretrained(DEFAULT_PAIR)), own):
@@ -141,7 +137,7 @@ def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any)
         assert prompts.render("A TEXT", 0, around_document(instruction)) == asked
 
 
-def test_a_rows_own_instruction_takes_room(chat_tokenizer: Any) -> None:
+def test_a_rows_own_instruction_takes_room(chat_tokenizer):
     prompts = Prompts(chat_tokenizer, PromptOptions(), 120)
     assert len(prompts.render("a" * 500, 0, around_document("b" * 40)).token_ids) == 120
     with pytest.raises(DocumentError, match="the template takes"):
@@ -151,7 +147,7 @@ def test_a_rows_own_instruction_takes_room(chat_tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "kept"), [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
 )  # fmt: skip
-def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer: Any, policy: Any, kept: str) -> None:
+def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer, policy, kept):
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="", length_policy=policy), 10_000)
     limit = prompts.num_template_tokens + 5 + 16
     prompt = render(plain_tokenizer, "abcdefghijklmnopqrstuvwxyz", limit, 16, instruction="", length_policy=policy)
@@ -159,7 +155,7 @@ def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer: Any,
     assert (prompt.num_dropped_tokens, prompt.length_policy, len(prompt.token_ids)) == (21, policy, limit - 16)
 
 
-def test_under_policy_error_an_over_long_document_is_a_row_error(plain_tokenizer: Any) -> None:
+def test_under_policy_error_an_over_long_document_is_a_row_error(plain_tokenizer):
     options: dict[str, Any] = {"instruction": "", "length_policy": "error"}
     template = len("\n\nSummary:")
     assert render(plain_tokenizer, "abc", template + 3 + 4, 4, **options).num_dropped_tokens == 0
@@ -170,7 +166,7 @@ def test_under_policy_error_an_over_long_document_is_a_row_error(plain_tokenizer
         render(plain_tokenizer, "x", limit=20, max_new_tokens=18, length_policy="error")
 
 
-def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokenizer: Any) -> None:
+def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokenizer):
     """A chat template brings its own; twice would be a prompt the model has never seen."""
     backend = Tokenizer.from_str(plain_tokenizer.backend_tokenizer.to_str())
     bos = backend.token_to_id("<|bos|>")
@@ -192,9 +188,7 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
         ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
     ],
 )
-def test_a_template_that_cannot_take_the_document_is_refused(
-    plain_tokenizer: Any, template: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer, template, message, monkeypatch):
     """It comes with the model, and each of its loops may have 100,000 turns."""
     monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 1.0)
     tokenizer = type(plain_tokenizer)(tokenizer_object=plain_tokenizer.backend_tokenizer)
@@ -301,7 +295,7 @@ DOCUMENTS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_prompt_is_that_of_transformers_to_the_token(kind: str, template: str) -> None:
+def test_a_prompt_is_that_of_transformers_to_the_token(kind, template):
     """The template trims, replaces or counts the document, and a tokenizer joins words over the edges of it: a prompt
     that was put together of parts was another one than the model has learned.
     """
@@ -347,7 +341,7 @@ def prompts_like(kind: str) -> tuple[PreTrainedTokenizerFast, Prompts]:
 @pytest.mark.parametrize("kind", [*KINDS, "smollm2"])
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), min_size=1))
-def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind: str, pieces: list[str]) -> None:
+def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind, pieces):
     """`Taş` was `Ta` for a tokenizer with an added `ş`. Special tokens alone are kept from text, as which they
     are tokenized, whatever a normalizer makes of it; what a vocabulary lacks is its unknown token.
     """
@@ -370,9 +364,7 @@ def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind: str, piec
         *(("gpt-2", "words", "head"), ("llama-3", "no spaces", "middle"), ("llama-2", "one endless word", "head")),
     ],
 )
-def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(
-    kind: str, name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(kind, name, policy, monkeypatch):
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
     text, tokenizer, options = LONG_TEXTS[name], tokenizer_like(kind), PromptOptions(length_policy=policy)
     prompts = Prompts(tokenizer, options, 10_000)

@@ -1,7 +1,5 @@
 """Each flag is raised by the text that it is about, and not by the one beside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,7 +51,7 @@ def assessed(
         ("no no no", [7] * 23, "stop", []),
     ],
 )
-def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags: list[str]) -> None:
+def test_flags_of_the_tokens(text, token_ids, reason, flags):
     """How the output ended: nothing of its words has to be read for that."""
     assert assessed(text, token_ids=tuple(token_ids), reason=reason).quality_flags == flags
 
@@ -71,7 +69,7 @@ def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags
         ("It met.\r\n\tThen it left.", []),
     ],
 )
-def test_flags_of_the_text(text: str, flags: list[str]) -> None:
+def test_flags_of_the_text(text, flags):
     """A flag that is raised by what is usual is one that nobody looks at."""
     assert assessed(text).quality_flags == flags
 
@@ -85,7 +83,7 @@ def test_flags_of_the_text(text: str, flags: list[str]) -> None:
         ("委员会星期一开会讨论学校预算", 0, []),
     ],
 )
-def test_flags_of_the_document(document: str, dropped: int, flags: list[str]) -> None:
+def test_flags_of_the_document(document, dropped, flags):
     """A text about which 2.5% of its document, or five words, decided looked as good as any other."""
     assert assessed("It met.", document, dropped=dropped).quality_flags == [
         *(["wrong_script"] if not document.isascii() else []),
@@ -107,7 +105,7 @@ FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des é
         (FRENCH[:60], ENGLISH, []),  # too short to tell
     ],
 )
-def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document: str, flags: list[str]) -> None:
+def test_the_language_is_the_documents_if_that_is_asked_for(text, document, flags):
     """Models like to answer in English whatever they read, and the script does not show it."""
     asked = QualityOptions(language=True)
     assert [flag for flag in assessed(text, document, asked).quality_flags if flag != "copied"] == flags
@@ -115,7 +113,7 @@ def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document:
 
 
 @pytest.mark.parametrize("gap", [" ", ""])
-def test_a_run_is_found_wherever_in_a_long_document_it_is(gap: str) -> None:
+def test_a_run_is_found_wherever_in_a_long_document_it_is(gap):
     """Documents are read in pieces of 262,144 characters, and a run may begin in one and end in the next."""
     letters, marked = ("abc", "αβγδεζηθ") if gap else ("委員会", "話予算月曜日新年")
     document = gap.join(letters[number * number % 3] for number in range(280_000 // (1 + len(gap))))
@@ -136,9 +134,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("summary", "reference", "scores"), PUBLISHED)
-def test_rouge_is_that_of_the_package_that_papers_use(
-    summary: str, reference: str, scores: tuple[float, float, float]
-) -> None:
+def test_rouge_is_that_of_the_package_that_papers_use(summary, reference, scores):
     """Else nobody could compare with a published figure."""
     found = assessed(summary, reference=reference)
     assert (found.rouge1, found.rouge2, found.rougeL) == pytest.approx(scores)
@@ -150,7 +146,7 @@ ANY_TEXT = st.text(st.characters(), max_size=200)
 
 @given(ANY_TEXT, ANY_TEXT, st.none() | ANY_TEXT, st.sampled_from(["stop", "length", "repetition"]))
 @settings(max_examples=200, derandomize=True)
-def test_any_text_has_a_quality(text: str, document: str, reference: str | None, reason: Any) -> None:
+def test_any_text_has_a_quality(text, document, reference, reason):
     """An odd character must not cost a document that was decoded; flags are in one order, each once."""
     options = QualityOptions(language=True)
     found = assessed(text, document, options, reason=reason, reference=reference)

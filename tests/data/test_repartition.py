@@ -1,19 +1,12 @@
 """Parquet files with large row groups, through the command that a user types."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from tests.job.conftest import in_process
 
 
-def test_files_with_large_row_groups_are_written_in_smaller_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_with_large_row_groups_are_written_in_smaller_ones(tmp_path, monkeypatch):
     """What the job asks for where a worker could not hold a row group. Every column and type stays."""
     monkeypatch.chdir(tmp_path)
     table = pa.table(

@@ -1,7 +1,5 @@
 """Storage on the real S3 protocol: moto's server on loopback, found and unlocked through the environment alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -30,7 +28,6 @@ from specextend.data.inputs import InputError, InputOptions, InputUnreachableErr
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.source import Source, open_source
 from specextend.data.storage import (
-    Location,
     atomic_output,
     list_files,
     resolve,
@@ -39,17 +36,15 @@ from specextend.data.storage import (
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
 
-MakeRow = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Endpoint]:
+def server():
     with s3_server() as endpoint:
         yield endpoint
 
 
 @pytest.fixture
-def s3(server: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
+def s3(server, monkeypatch):
     """An empty bucket, and the environment in which a client finds it."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -58,7 +53,7 @@ def s3(server: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
 
 
 @pytest.fixture
-def output(s3: Endpoint) -> Location:
+def output(s3):
     return resolve("s3://corpus/runs/one night")
 
 
@@ -84,7 +79,7 @@ def two_files_again() -> Source:
     )
 
 
-def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> None:
+def test_a_commit_is_one_put(s3, output, done):
     """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
     writer = CommitWriter(output, "0000000a")
     s3.requests.clear()
@@ -93,7 +88,7 @@ def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> N
     assert read_commits(output).done == {DocumentKey(0, row) for row in range(64)}
 
 
-def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRow) -> None:
+def test_keys_are_named_as_they_are(s3, output, done):
     """Hive folders as Spark writes them, and `#` in a name: what is written there has the very key."""
     folder = "in/date=2026-01-01%2000%3A00/run#1"
     upload(f"{folder}/a b.parquet", {"text": ["one", "two"]})
@@ -107,7 +102,7 @@ def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRo
     assert every.read(DocumentKey(1, 0)).document.text == "three"
 
 
-def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
+def test_a_run_is_written_resumed_and_finished(s3, output, done, failed):
     """All that a driver does to an output folder, on object storage."""
     source = two_files()
     manifest = build_manifest(source, {}, {})
@@ -135,7 +130,7 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
 
 
 @pytest.mark.parametrize("path", ["lake", "lake/orders/day=1", "lake/orders/day=1/*.parquet", "lake/**/a.parquet"])
-def test_a_table_on_a_store_is_refused_by_its_name(s3: Endpoint, path: str) -> None:
+def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
     """As on a disk. Whoever may not list what lies above the input may read it all the same."""
     upload("lake/orders/day=1/a.parquet", {"text": ["one"]})
     s3.refuses = lambda method, query: "prefix=" in query and "day" not in query and path.startswith("lake/orders")
@@ -155,13 +150,13 @@ REFUSALS: dict[str, Callable[[str, str], bool]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSALS)
-def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, output: Location, refused: str) -> None:
+def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused):
     """It was deleted: yesterday's summaries were gone because today's could not be written."""
     location = output.child("summaries", "part-00000.parquet")
     write_bytes(location, b"yesterday's")
     s3.refuses = REFUSALS[refused]
 
-    def rewrite() -> None:
+    def rewrite():
         with atomic_output(location) as path:
             Path(path).write_bytes(os.urandom(1 << 20) * (1 if refused == "a small file" else 25))
 
@@ -173,7 +168,7 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, outpu
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
 
 
-def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
+def test_two_drivers_do_not_share_a_folder(s3, output):
     with held(OutputLock(output, "0000000a")):
         found = read_lock(output)
     assert found.run_id == "0000000a"
@@ -190,7 +185,7 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
-def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3: Endpoint, path: str) -> None:
+def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3, path):
     """Exit 2 would keep a scheduler from trying again."""
     upload("in/a.parquet", {"text": ["one"]})
     config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
@@ -204,7 +199,7 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpoint) -> None:
+def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
     """The one comes back, so what is to be done can wait for it; and a document still has a name."""
     upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
     source = open_source(InputOptions(path="s3://corpus/in", id_column="id"))
@@ -225,8 +220,8 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
 @pytest.mark.parametrize("attribute", ["refuses", "empties"])
 @pytest.mark.parametrize("num_faults", [1, 2, 10**6])
 def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
-    s3: Endpoint, output: Location, done: MakeRow, monkeypatch: pytest.MonkeyPatch, attribute: str, num_faults: int
-) -> None:
+    s3, output, done, monkeypatch, attribute, num_faults
+):
     """Both were "cannot be read as Parquet; repair it or take it out", and a commit was to be deleted."""
     source = two_files()
     write_manifest(output, build_manifest(source, {}, {}))
@@ -261,7 +256,7 @@ def suppress_passing() -> Iterator[None]:
             raise
 
 
-def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:
+def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3):
     """Not after the first commit."""
     upload("in/a.parquet", {"text": ["one"]})
     with pytest.raises(InputError, match="there is no bucket nobody-made-this; give another folder"):
@@ -291,7 +286,7 @@ def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint)
         f"s3://corpus/in?region=x;secret_key={SECRET_KEY}",
     ],
 )
-def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
+def test_a_uri_with_credentials_is_refused_and_not_repeated(uri):
     """It would be in the manifest, in the report and in every message: credentials come from the environment."""
     for attempt in (resolve, lambda uri: InputOptions(path=uri), lambda uri: OutputOptions(path=uri)):
         with pytest.raises(ValueError, match="not hold credentials; give them in the environment") as caught:
@@ -300,7 +295,7 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
         assert ACCESS_KEY not in str(caught.value)
 
 
-def test_a_user_and_an_at_sign_are_no_secret() -> None:
+def test_a_user_and_an_at_sign_are_no_secret():
     assert resolve("s3://corpus/mail@example.org/in?region=us-east-1").path == "corpus/mail@example.org/in"
     for uri in (
         "abfs://container@account.dfs.core.windows.net/in",
@@ -311,7 +306,7 @@ def test_a_user_and_an_at_sign_are_no_secret() -> None:
         assert InputOptions(path=uri).path == uri
 
 
-def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
+def test_a_shipped_source_carries_no_credentials(s3):
     """It goes through Ray's object store; workers have an environment of their own."""
     shipped = pickle.dumps(two_files())
     assert SECRET_KEY.encode() not in shipped
@@ -319,7 +314,7 @@ def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_job_reads_and_writes_object_storage(s3: Endpoint, tmp_path: Path) -> None:
+def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
     upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)

@@ -1,7 +1,5 @@
 """What a row of results says, and what it leaves out."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
@@ -11,7 +9,7 @@ from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, result_row
 from specextend.stats import DecodingStats
 
 
-def test_what_there_is_nothing_to_say_about_is_null() -> None:
+def test_what_there_is_nothing_to_say_about_is_null():
     """Plain decoding has no acceptance: 0 would pull an average down."""
     completion = Completion("1:2", [4, 5], "text", "stop", DecodingStats(num_output_tokens=1))
     facts = {"content_sha256": "00", "queue_s": 0.5, "started_at": 1.25, "worker": "host/0", "attempts": 2}

@@ -1,18 +1,14 @@
 """Which rows of its input a run is about: filter, sample, limit, and what earlier runs have done."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
@@ -22,12 +18,9 @@ from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from tests.properties.rows import done
 
-Write = Callable[..., Path]
-Corpus = Callable[..., InputOptions]
-
 
 @pytest.fixture
-def corpus(tmp_path: Path, write: Write) -> Corpus:
+def corpus(tmp_path, write):
     """Two files of a folder with partitions; keywords are options of the input."""
     for number, lang in enumerate(("de", "en")):
         ids = [f"{lang}{row}" for row in range(5)]
@@ -44,7 +37,7 @@ def keys_of(source: Source) -> list[DocumentKey]:
     return [DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)]
 
 
-def test_filter_sample_and_limit_choose_rows_in_this_order(corpus: Corpus) -> None:
+def test_filter_sample_and_limit_choose_rows_in_this_order(corpus):
     """Files without a chosen row are no part of the run, so they get no empty files of results."""
     english = select_rows(open_source(corpus(filter="lang == 'en' and year >= 2021 and pages > 1")))
     assert ids_of(english) == ["en2", "en3", "en4"]
@@ -56,7 +49,7 @@ def test_filter_sample_and_limit_choose_rows_in_this_order(corpus: Corpus) -> No
     assert counted.selection.counts == counts
 
 
-def test_a_sample_depends_on_ids_alone(corpus: Corpus, write: Write) -> None:
+def test_a_sample_depends_on_ids_alone(corpus, write):
     """A pilot on one document in two must not change its documents because others have arrived."""
     before = ids_of(select_rows(open_source(corpus(sample=0.5))))
     assert 0 < len(before) < 10
@@ -65,7 +58,7 @@ def test_a_sample_depends_on_ids_alone(corpus: Corpus, write: Write) -> None:
     assert len(ids_of(select_rows(open_source(corpus(sample=3))))) == 3
 
 
-def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus) -> None:
+def test_a_selection_that_makes_no_sense_is_refused(corpus):
     with pytest.raises(InputError, match="matches none of 10 rows"):
         select_rows(open_source(corpus(filter="pages > 9")))
     with pytest.raises(InputError, match=r"has no column 'page' \(input.filter\)"):
@@ -76,7 +69,7 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus) -> None:
         InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
 
 
-def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path: Path, write: Write) -> None:
+def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path, write):
     """Drafts without ids kept a run from the documents that have some."""
     write("in/a.parquet", {"id": ["a", None, "a"], "text": ["t"] * 3, "is_final": [True, False, False]})
     options = InputOptions(path=str(tmp_path / "in"), id_column="id")
@@ -85,7 +78,7 @@ def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path: Path, write:
     assert ids_of(select_rows(open_source(replace(options, filter="is_final")))) == ["a"]
 
 
-def test_rows_with_bad_ids_can_be_error_rows(tmp_path: Path, write: Write) -> None:
+def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     """They go by their places, so that no id stands for two rows, and a resumed run knows them."""
     write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
     write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
@@ -102,7 +95,7 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path: Path, write: Write) -> No
     assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
 
 
-def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
+def manifest_of(source: Source, max_new_tokens: int = 5) -> Values:
     config = {"input": {"filter": source.options.filter}, "decoding": {"max_new_tokens": max_new_tokens}}
     return build_manifest(source, config, {"target": "t"})
 
@@ -123,7 +116,7 @@ def night(
     return source
 
 
-def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> dict[str, Any]:
+def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> Values:
     row = source.read(key)
     own = {"doc_id": row.document.doc_id, "content_sha256": row.content_sha256}
     if own["doc_id"] == failing:
@@ -144,7 +137,7 @@ def rewrite(path: Path, **changed: str) -> None:
     pq.write_table(table.set_column(1, "text", pa.array(texts)), path)
 
 
-def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus: Corpus, tmp_path: Path, write: Write) -> None:
+def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, write):
     """Rows are found by id, in whichever file they are by now, and compared by content; errors are tried again."""
     nights = [resolve(str(tmp_path / "out" / str(number))) for number in range(4)]
     options = corpus(except_done_in=(str(tmp_path / "out" / "*"),), passthrough=("lang", "pages"))
@@ -170,7 +163,7 @@ def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus: Corpus, tm
     assert third.selection.notes == (f"not counted as done: rows of {which}, {why}",)
 
 
-def test_a_row_that_would_fail_again_waits_until_it_changes(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_row_that_would_fail_again_waits_until_it_changes(corpus, tmp_path):
     """An empty text counted as new, and as a failure, every night: also where the file is written anew each day."""
     options, file = corpus(except_done_in=(str(tmp_path / "out" / "*"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
     outputs = [resolve(str(tmp_path / "out" / str(number))) for number in range(3)]
@@ -184,7 +177,7 @@ def test_a_row_that_would_fail_again_waits_until_it_changes(corpus: Corpus, tmp_
     assert ids_of(night(options, outputs[2])) == ["de3"]
 
 
-def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: Path) -> None:
+def test_only_files_that_were_written_since_are_read(corpus, tmp_path):
     """Reading ten million texts every night to find out that they are the same would take the night.
 
     Whoever changes a file and sets its old time again, byte for byte of the same size, is not found out.
@@ -201,7 +194,7 @@ def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: P
         assert counts_of(select_rows(whole, earlier))["changed"] == num_changed
 
 
-def test_rows_stay_those_of_the_first_start(corpus: Corpus, tmp_path: Path, write: Write) -> None:
+def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
     """A night that is resumed must not take in what has arrived since, nor drop what another run has done since."""
     options, output = corpus(except_done_in=(str(tmp_path / "out-*"),)), resolve(str(tmp_path / "out-1"))
     source = night(options, output)
@@ -216,7 +209,7 @@ def test_rows_stay_those_of_the_first_start(corpus: Corpus, tmp_path: Path, writ
         recall_selection(again, output, manifest)
 
 
-def test_an_earlier_output_must_be_one(corpus: Corpus, tmp_path: Path) -> None:
+def test_an_earlier_output_must_be_one(corpus, tmp_path):
     """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
     manifest, own = manifest_of(open_source(corpus())), resolve(str(tmp_path / "own"))
     with pytest.raises(InputError, match="is no output folder"):

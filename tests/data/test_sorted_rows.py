@@ -1,11 +1,8 @@
 """Rows in the order of the input, whatever the order in which they came."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from contextlib import closing
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -23,7 +20,7 @@ def text_of(file: int, row: int) -> str:
 
 @settings(max_examples=40)
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=60), st.integers(1, 4000), st.randoms())
-def test_rows_come_in_order(wanted: set[tuple[int, int]], buffer_bytes: int, draw: random.Random) -> None:
+def test_rows_come_in_order(wanted, buffer_bytes, draw):
     """From memory, from a temporary file, or from many of them."""
     keys = sorted(wanted)
     order = draw.sample(keys, len(keys))
@@ -35,7 +32,7 @@ def test_rows_come_in_order(wanted: set[tuple[int, int]], buffer_bytes: int, dra
     assert [(row["file"], row["row"], row["text"]) for row in taken] == [(*key, text_of(*key)) for key in keys]
 
 
-def test_runs_of_many_batches_are_merged() -> None:
+def test_runs_of_many_batches_are_merged():
     """Each temporary file has more than is read of it at once."""
     keys = [(row % 3, row) for row in range(3000)]
     random.Random(1).shuffle(keys)
@@ -49,7 +46,7 @@ def test_runs_of_many_batches_are_merged() -> None:
     assert max(table.nbytes for table in tables) < 5 << 20
 
 
-def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     """It is not the output folder that is full, and freeing that would not help."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with (

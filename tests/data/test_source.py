@@ -1,9 +1,6 @@
 """What may be wrong with an input, and who pays for it: the run before it starts, or one row."""
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from itertools import product
@@ -22,8 +19,6 @@ from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
-Write = Callable[..., Path]
-
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
 
@@ -31,7 +26,7 @@ def keys(source: Source) -> list[DocumentKey]:
     return [DocumentKey(file.number, row) for file in source.files for row in range(file.num_rows)]
 
 
-def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path, write: Write) -> None:
+def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write):
     """Whoever repairs a corpus wants to do it once."""
     write("in/a.parquet", {"body": ["one"]})
     write("in/b.parquet", {"text": [1]})
@@ -61,7 +56,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
     ],
     ids=str,
 )
-def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
+def test_every_type_of_text_is_text(write, kind):
     text = pa.array(["one", None, "two"]).cast(kind)
     source = open_source(
         InputOptions(path=str(write("a.parquet", {"text": text, "id": ["x", "y", "z"]})), id_column="id")
@@ -86,7 +81,7 @@ def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
         ),
     ],
 )
-def test_ids_are_strings_and_integers_become_decimal(write: Write, ids: pa.Array, expected: list[str]) -> None:
+def test_ids_are_strings_and_integers_become_decimal(write, ids, expected):
     source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x", "y"], "n": ids})), id_column="n"))
     assert [source.read(key).document.doc_id for key in keys(source)] == expected
     assert [source.doc_id(key) for key in keys(source)] == expected
@@ -100,7 +95,7 @@ def run_error(path: Path, **options: Any) -> str:
     return message
 
 
-def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
+def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
     assert run_error(path, text_column="boddy").endswith("it has body, n; did you mean body?")
@@ -109,11 +104,11 @@ def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) ->
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
 
 
-def test_a_field_that_the_instruction_misspells_is_a_run_error(write: Write) -> None:
+def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
     """It was an error row of each document, after the models were loaded. A field of a null struct is an empty text."""
     path = write("a.parquet", {"text": ["x", "y"], "meta": [{"land": "fr", "at": {"page": 1}}, None]})
 
-    def ask(instruction: str) -> Source:
+    def ask(instruction):
         return open_source(InputOptions(path=str(path)), template=Instruction("prompt.instruction", instruction))
 
     missing = {"meta.lnd": "'lnd'; it has land, at; did you mean land?", "meta['at'].p": "'p'; it has page"}
@@ -144,9 +139,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write: Write) -> 
         ("reference_column", "bytes", 'decode("bytes")'),
     ],
 )
-def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(
-    write: Write, option: str, column: str, cast: str
-) -> None:
+def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option, column, cast):
     """The cast is SQL that works: what DuckDB writes with it is read."""
     columns = {
         "body": ["x"],
@@ -167,9 +160,7 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(
     assert open_source(InputOptions(path=f"{path.parent}/b.parquet", **options)).num_rows == 1
 
 
-def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(write, monkeypatch):
     """A worker reads all of it for one document. Only columns of documents count; a name with dots is one of them."""
     path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": [b"y" * 999_999] * 60}, 60)
     options = InputOptions(path=str(path), text_column="a.text")
@@ -180,7 +171,7 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
         open_source(options)
 
 
-def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
+def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
     message = run_error(tmp_path / "in", id_column="id")
     assert "nulls in column 'id' (input.id_column): 1, the first in a.parquet row 2; " in message
@@ -208,8 +199,8 @@ def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, wri
     ],
 )
 def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_error(
-    tmp_path: Path, write: Write, values: pa.Array, path_value: str
-) -> None:
+    tmp_path, write, values, path_value
+):
     """It was found when everything was decoded, and the summaries could never be written."""
     write("in/year=2025/a.parquet", {"text": ["x"], "year": values})
     write(f"in/year={quote(path_value, safe='')}/b.parquet", {"text": ["y"]})
@@ -217,7 +208,7 @@ def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_e
         open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("year",)))
 
 
-def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path: Path, write: Write) -> None:
+def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path, write):
     write("in/day=2025-01-01/a.parquet", {"text": ["x"], "day": pa.array(["2025-01-01"]).cast(pa.date32())})
     write("in/day=2025-01-02/b.parquet", {"text": ["y"]})
     source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("day",)))
@@ -235,7 +226,7 @@ def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path: 
         (NOT_UTF8, "UndecodableText"),
     ],
 )
-def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, error_class: str) -> None:
+def test_a_bad_text_costs_its_row_and_no_more(write, text, error_class):
     path = write("a.parquet", {"text": text, "id": ["one"]})
     source = open_source(InputOptions(path=str(path), id_column="id"))
     with pytest.raises(DocumentError) as caught:
@@ -246,7 +237,7 @@ def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, erro
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
-def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
+def test_a_row_may_have_a_reference(write, kind):
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
     path = write("a.parquet", {"text": ["x", "y", "z"], "abstract": references})
@@ -255,7 +246,7 @@ def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
     assert open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).reference is None
 
 
-def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write: Write) -> None:
+def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write):
     """An unsigned column holds what no signed one takes."""
     path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
     source = open_source(InputOptions(path=str(path), max_new_tokens_column="n", num_tokens_column="n"))
@@ -265,7 +256,7 @@ def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write: Writ
         source.read(DocumentKey(0, 0))
 
 
-def test_known_lengths_spare_reading_the_text(write: Write) -> None:
+def test_known_lengths_spare_reading_the_text(write):
     """Of every file that has them all; a null or a count that no document has is no length."""
     write("in/a.parquet", {"text": ["x", None], "n": [100, 200]})
     write("in/b.parquet", {"text": ["four", None, "five5", "six"], "n": [None, None, -1, 300]}, group_rows=4)
@@ -282,7 +273,7 @@ def test_known_lengths_spare_reading_the_text(write: Write) -> None:
     ]
 
 
-def test_a_source_ships_without_its_data(write: Write) -> None:
+def test_a_source_ships_without_its_data(write):
     path = write("a.parquet", {"text": ["x" * 1_000_000] * 4})
     source = open_source(InputOptions(path=str(path)))
     source.read(DocumentKey(0, 0))
@@ -291,7 +282,7 @@ def test_a_source_ships_without_its_data(write: Write) -> None:
     assert pickle.loads(shipped).read(DocumentKey(0, 3)).document.text == "x" * 1_000_000
 
 
-def test_no_text_passes_for_another_one_with_an_instruction() -> None:
+def test_no_text_passes_for_another_one_with_an_instruction():
     """A document that was crafted to have the hash of an earlier one would be left out of the night as unchanged."""
     pieces = (b"a", b"1", b"1:", b"a2:", b"[1, {}]", b"0:12:")
     texts = [*pieces, *(b"".join(pair) for pair in product(pieces, repeat=2))]
@@ -301,7 +292,7 @@ def test_no_text_passes_for_another_one_with_an_instruction() -> None:
     assert len({reader.content(dict(zip(columns, row, strict=True))) for row in rows}) == len(rows)
 
 
-def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
+def test_a_row_may_have_an_instruction_of_its_own(write):
     """Null and blank leave the run's; two places for the document are the row's error, not the run's."""
     own = ["Count the words.", None, " ", "{{ document }} {{document}}", "Again."]
     path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
@@ -318,7 +309,7 @@ def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
-def test_a_temperature_that_is_none_is_an_error_of_its_row(temperature: float) -> None:
+def test_a_temperature_that_is_none_is_an_error_of_its_row(temperature):
     """NaN is below nothing, so it went to the sampler."""
     with pytest.raises(DocumentError, match="BadOptions: temperature must be at least 0"):
         own_options({"temperature": temperature})

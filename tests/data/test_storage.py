@@ -1,7 +1,5 @@
 """A file is there whole or not at all, on every file system."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +24,14 @@ ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(params=["local", "other"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+def folder(request, tmp_path):
     """A local folder, and the same through a file system that has no local paths."""
     if request.param == "local":
         return resolve(str(tmp_path / "folder"))
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
 
 
-def test_what_was_written_is_read_back_and_replaced_whole(folder: Location) -> None:
+def test_what_was_written_is_read_back_and_replaced_whole(folder):
     location = folder.child("a", "b.json")
     assert read_bytes(location) is None
     write_bytes(location, b"first, and longer")
@@ -45,11 +43,11 @@ def test_what_was_written_is_read_back_and_replaced_whole(folder: Location) -> N
     assert not exists(location)
 
 
-def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None:
+def test_a_failure_while_writing_leaves_what_was_there(folder):
     location = folder.child("summary")
     write_bytes(location, b"old")
 
-    def write_half() -> None:
+    def write_half():
         with atomic_output(location) as path:
             Path(path).write_bytes(b"half")
             raise ZeroDivisionError
@@ -60,7 +58,7 @@ def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None
     assert list_files(folder) == ["summary"]
 
 
-def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None:
+def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path):
     """A file URI comes from a program, a path from a person; neither has parameters or fragments."""
     name = "date=2026-01-01%2000%3A00#1?x=y"
     assert resolve(f"{tmp_path}/{name}").path == f"{tmp_path}/{name}"
@@ -72,7 +70,7 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("scheme", "parameters"), [("s3", "?region=us-east-1"), ("gs", "")])
 @pytest.mark.parametrize("key", ["date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
-def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme: str, parameters: str, key: str) -> None:
+def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme, parameters, key):
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
     assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
 
@@ -103,7 +101,7 @@ CHANGES: dict[str, Callable[[Location], object]] = {
 
 @pytest.mark.parametrize("num_open", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_changes_behind_a_gate_that_is_shut(folder: Location, change: str, num_open: int) -> None:
+def test_nothing_changes_behind_a_gate_that_is_shut(folder, change, num_open):
     """Whoever lost its folder while it wrote a file must not give it its name; all writers pass the one gate."""
     write_bytes(folder.child("a", "file"), b"old")
     gate = Gate(num_open if change != "delete" else 0)
@@ -116,7 +114,7 @@ def test_nothing_changes_behind_a_gate_that_is_shut(folder: Location, change: st
     assert [info.base_name for info in left] == ["file"]
 
 
-def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder: Location) -> None:
+def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder):
     """Workers read; a gate holds threads and locks."""
     sent = pickle.loads(pickle.dumps(folder.behind(Gate(0)).child("a")))
     assert sent == folder.child("a")
@@ -133,14 +131,12 @@ NO_NETWORK = "When resolving region for bucket 'bucket': AWS Error NETWORK_CONNE
         ("Bucket 'bucket' not found", ValueError, "cannot open s3://bucket/x: Bucket 'bucket' not found"),
     ],
 )
-def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], said: str
-) -> None:
+def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(monkeypatch, answer, error, said):
     """A plain `s3://` asks for its bucket's region when it is opened: without a network that was exit 2."""
 
     class FileSystem(fs.FileSystem):
         @staticmethod
-        def from_uri(uri: str) -> None:
+        def from_uri(uri):
             raise OSError(answer)
 
     monkeypatch.setattr(fs, "FileSystem", FileSystem)

@@ -1,7 +1,5 @@
 """The KV cache: rows are lent and come back, an accepted path is packed."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Scored answers: the log probabilities are those of plain transformers, whatever runs beside them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -11,13 +9,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specextend.data.answers import choices_of, schema_of
 from tests.tiny_models import (
-    FAMILIES,
     load_reference,
     random_prompt,
     request,
-    spelling_tokenizer,
     tiny_engine,
-    write_pair,
 )
 
 FIELDS = {
@@ -32,9 +27,8 @@ LENGTHS = (40, 71, 150)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    family = FAMILIES["llama"]
-    return write_pair(tmp_path_factory.mktemp("choices"), family, vocab_size=320, tokenizer=spelling_tokenizer)
+def pair(spelling_pair):
+    return spelling_pair
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +99,7 @@ def test_an_audit_compares_values(pair):
 
 
 @pytest.mark.parametrize("most", [1, 12])
-def test_an_answer_without_room_breaks_off(pair, most: int):
+def test_an_answer_without_room_breaks_off(pair, most):
     engine = tiny_engine(pair, "good")
     [found] = engine.generate([replace(asked(40), max_new_tokens=most)])
     assert found.finish_reason == "length"

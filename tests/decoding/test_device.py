@@ -1,7 +1,5 @@
 """The seam between the engine and its device, as far as it can be seen without a GPU."""
 
-from __future__ import annotations
-
 import platform
 
 import torch

@@ -1,19 +1,16 @@
 """A prompt that begins as the one before it is read from where they differ, and nothing of its output tells."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from specextend.decoding.prefill import LEAST_REUSED
 from tests.covering import each_once_then_slow
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import BACKENDS, random_prompt, request, tiny_engine
 
 NEW = 20
 """New tokens of each prompt."""
 DRAFTS = ("good", "eagle", "eagle3", "merged-eagle")
-BACKENDS = ("reference", "sdpa", "compiled")
 DOCUMENT = random_prompt(1100, seed=1)
 """Longer than a chunk of prefill."""
 QUESTIONS = [random_prompt(length, seed=length) for length in (40, 3, 300)]
@@ -25,11 +22,6 @@ CACHED = [0, 0, 1100, 1100, 0, 500]
 def run(engine, *prompts):
     requests = [request(str(number), prompt, NEW) for number, prompt in enumerate(prompts)]
     return sorted(engine.generate(requests), key=lambda completion: int(completion.request_id))
-
-
-@pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What a model asks of the machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Under a schema, output equals transformers' own with the library's masks, and sampled output plain sampling."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -17,19 +15,17 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specextend.data.answers import answer_fields, schema_of
 from specextend.decoding.device import Graphs
 from specextend.decoding.speculation import Adaptive
+from tests.contract.test_lossless_penalties import engine_of
 from tests.covering import covering
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import Ties, generate
 from tests.test_adaptive import NUM_NODES, PausesAtRandom, ScriptedCosts, adaptive_engine
 from tests.tiny_models import (
     EOS_TOKEN_ID,
-    FAMILIES,
     load_reference,
     random_prompt,
     request,
-    spelling_tokenizer,
     tiny_engine,
-    write_pair,
 )
 
 MAX_NEW_TOKENS = 150
@@ -59,9 +55,8 @@ SLOW = [case for case in covering(*AXES) if case not in FAST]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    family = FAMILIES["llama"]
-    return write_pair(tmp_path_factory.mktemp("spelling"), family, vocab_size=320, tokenizer=spelling_tokenizer)
+def pair(spelling_pair):
+    return spelling_pair
 
 
 class Masks(LogitsProcessor):
@@ -108,11 +103,6 @@ def requests(**sampling) -> list:
         for number, name in enumerate(OPTIONS)
     ]
     return [*constrained, request("free", random_prompt(37), MAX_NEW_TOKENS, **sampling)]
-
-
-def engine_of(pair, mode: str, draft: str, batch: int):
-    how = {"decoding__mode": mode} if mode in ("autoregressive", "tree") else {"cache__policy": mode}
-    return tiny_engine(pair, draft, decoding__max_batch_size=batch, **how)
 
 
 def outputs(engine, **sampling) -> dict:

@@ -1,7 +1,5 @@
 """Measuring at the start: what is measured, how it is kept, and that nothing of it can stop a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,14 +13,13 @@ from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs
 from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
 from specextend.decoding.model import CachedModel
-from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    pair = write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+def engine(pair):
     return tiny_engine(pair, attention__tree="hybrid")
 
 
@@ -101,7 +98,7 @@ def test_a_measurement_that_shares_its_core_is_disturbed():
     cores, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
     busy = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
 
-    def spin() -> None:
+    def spin():
         end = time.thread_time() + 0.2
         while time.thread_time() < end:
             pass

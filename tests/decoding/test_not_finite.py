@@ -1,7 +1,5 @@
 """Weights with NaN or infinity: a document becomes an error, never a text; a draft with them costs time alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -31,7 +29,7 @@ def decode(engine, *requests) -> tuple[dict[str, list[int]], set[str]]:
     """Return the completions' tokens by request, and the requests that ended for logits that are not finite."""
     broken: set[str] = set()
 
-    def note(name: str, error: Exception) -> None:
+    def note(name, error):
         assert type(error).__name__ == "NonFiniteLogits", error
         broken.add(name)
 
@@ -40,13 +38,13 @@ def decode(engine, *requests) -> tuple[dict[str, list[int]], set[str]]:
 
 @pytest.mark.parametrize(("draft", "nodes"), [*((draft, 8) for draft in DRAFTS), ("good", "auto"), ("eagle3", "auto")])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_document_that_meets_nan_is_an_error_and_its_neighbours_do_not_know(pairs, draft, nodes, sampling):
+def test_a_document_that_meets_nan_is_an_error_and_its_neighbours_do_not_know(pair, draft, nodes, sampling):
     """They said `!!!!` or nothing, with exit 0. One bad row of the embedding meets some documents only: others go on.
 
     The error comes where plain decoding meets it: behind the poisoned token of an output, not where a draft proposes
     it, and an output that ends there is whole. A neighbour takes no rows of the prompt that failed over.
     """
-    engine = tiny_engine(pairs("llama"), draft, tree__nodes=nodes, decoding__max_batch_size=3)
+    engine = tiny_engine(pair, draft, tree__nodes=nodes, decoding__max_batch_size=3)
     requests = [request(str(length), TEXT[:length], NEW, **SAMPLINGS[sampling]) for length in LENGTHS]
     healthy, broken = decode(engine, *requests)
     assert not broken
@@ -69,7 +67,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [("norm", nan), ("norm", inf), ("lm_head", nan), ("lm_head", -inf)])
-def test_a_broken_target_answers_nothing(tmp_path: Path, name: str, value: float):
+def test_a_broken_target_answers_nothing(tmp_path, name, value):
     """Also where a grammar leaves the broken token out, or where the values of a choice are scored."""
     pair = write_pair(tmp_path, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)
     file = Path(pair.target, "model.safetensors")
@@ -85,9 +83,8 @@ def test_a_broken_target_answers_nothing(tmp_path: Path, name: str, value: float
 
 @pytest.mark.parametrize("draft", ["good", "eagle", "merged-good", "merged-eagle"])
 @pytest.mark.parametrize("nodes", [8, "auto"])
-def test_a_broken_draft_changes_no_text(pairs, tmp_path: Path, draft, nodes):
+def test_a_broken_draft_changes_no_text(pair, tmp_path, draft, nodes):
     """NaN sorts before every number: a tree without its root gave other tokens, and one in a mean never leaves it."""
-    pair = pairs("llama")
     folder = Path(pair.drafts[draft.removeprefix("merged-")])
     broken = shutil.copytree(folder, tmp_path / "draft")
     weights = load_file(broken / "model.safetensors")

@@ -1,7 +1,5 @@
 """All layers in one compiled call: what they compute one after the other."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +94,7 @@ def test_a_node_of_a_tree_has_the_bits_of_a_plain_step(models):
     model = in_one_call(models[1])
     token_ids = torch.randint(0, 100, (1, 70 + len(TREE)), generator=torch.Generator().manual_seed(2))
 
-    def run(tokens: Tensor, first: int, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def run(tokens, first, mask=None, positions=None):
         length = first + tokens.shape[1]
         places = torch.arange(first, length)[None] if positions is None else positions
         hidden = model.forward(tokens, places, AttentionPlan([0], [length], tokens.shape[1], mask, "dense"))

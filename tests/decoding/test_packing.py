@@ -1,7 +1,5 @@
 """Linear layers whose weights are laid out for the compiled kernel give the same products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

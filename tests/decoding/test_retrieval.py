@@ -1,7 +1,5 @@
 """What the draft may see: scores against a slow twin, selections by hand, schedules step by step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

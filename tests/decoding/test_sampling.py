@@ -1,7 +1,5 @@
 """The target's choice: the right distribution, by noise that is a function of seed, position and token id alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -42,7 +40,7 @@ def slow_choice(logits: Tensor, position: int, sampling: SamplingParams) -> int:
 def splitmix_uniform(seed: int, position: int, token_id: int) -> float:
     """The generator's definition on Python integers."""
 
-    def mix(state: int) -> int:
+    def mix(state):
         state &= 2**64 - 1
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,7 +1,5 @@
 """When to speculate and how much, in plain numbers: no model, no clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,7 +113,7 @@ def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
     draft_loads = sorted(draft_loads)
     chosen = who_speculates(states, verify_s, lambda count: draft_loads[count - 1], in_credit=True)
 
-    def rate(size: int) -> float:
+    def rate(size):
         best = sorted((state.gain for state in states), reverse=True)[:size]
         return (len(states) + sum(best)) / (LOAD + draft_loads[size - 1])
 

@@ -1,7 +1,5 @@
 """A GPU waits for its host at each upload and download, and 7 to 10 us for each operator: a step may have few."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -27,7 +25,7 @@ class Capturing:
     def __call__(self, name, function):
         replay, outputs = record(name, function)
 
-        def launch() -> None:
+        def launch():
             self.tracer.steps[-1].operators["launch"] += 1
             self.tracer.leaving_out(replay)()
 
@@ -46,9 +44,9 @@ def traced_steps(pair, batch: int, calls_before_capture: int, monkeypatch) -> li
 
 
 @pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
-def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pairs, monkeypatch):
+def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pair, monkeypatch):
     """Eight nodes, four levels. `docs/log.md` says what the figures were before."""
-    steps = traced_steps(pairs("llama"), batch, sys.maxsize, monkeypatch)
+    steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)
     assert len(steps) >= 4
     for step in steps:
         assert step.operators.total() <= operators, step.operators
@@ -57,9 +55,9 @@ def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, upload
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
+def test_a_captured_step_is_three_launches(batch, pair, monkeypatch):
     """Drafting, verification and absorption. What is left copies their inputs, and files the new roots."""
-    *_, step = traced_steps(pairs("llama"), batch, 1, monkeypatch)
+    *_, step = traced_steps(pair, batch, 1, monkeypatch)
     assert step.operators["launch"] == 3
     assert step.operators.total() <= 13, step.operators
     assert step.num_downloads == 1
@@ -67,14 +65,14 @@ def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["eagle", "good"])
-def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
+def test_a_step_crosses_at_most_fifteen_modules(draft, pair, monkeypatch):
     """Who follows one through the code holds as many pages in the head; options that it reads do not count."""
     changes = {"cache__refresh_every": 1, "tree__nodes": "auto", "attention__backend": "sdpa"}
-    engine = tiny_engine(pairs("llama"), draft, **changes)
+    engine = tiny_engine(pair, draft, **changes)
     drafter, steps = engine.drafter, list[set[str]]()
     propose, absorb = drafter.propose, drafter.absorb
 
-    def note(frame, event, arg) -> None:
+    def note(frame, event, arg):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")
         steps[-1].add(module)
 
@@ -83,7 +81,7 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
         sys.setprofile(note)
         return propose(slots, num_nodes)
 
-    def end(slots, decided) -> None:
+    def end(slots, decided):
         absorb(slots, decided)
         sys.setprofile(None)
 

@@ -1,7 +1,5 @@
 """A sequence ends exactly where it must, whatever the borders of its tokens."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

@@ -1,7 +1,5 @@
 """OPT-Tree against brute force on lookup-table models, whose next-token probabilities depend on the whole path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +17,7 @@ Table = Callable[[tuple[int, ...]], Tensor]
 
 
 def random_table(seed: int, vocab_size: int = 4, sharpness: float = 2.0) -> Table:
-    def logits(path: tuple[int, ...]) -> Tensor:
+    def logits(path):
         generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
         return torch.randn(vocab_size, generator=generator) * sharpness
 

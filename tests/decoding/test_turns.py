@@ -1,8 +1,5 @@
 """A prompt is read in turns with the steps of those that run: nobody waits for more than a chunk, no token changes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +8,7 @@ from specextend.decoding import device
 from specextend.decoding.engine import Engine
 from tests.alive import fresh
 from tests.covering import covering
-from tests.faults.scarce import Forward, before_forwards, run_out
+from tests.faults.scarce import before_forwards, run_out
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHUNK = 64
@@ -30,13 +27,13 @@ DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 
 
 @pytest.fixture
-def in_turns(pairs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def in_turns(pair, monkeypatch):
     """Makes engines whose chunks are short; without a `share` a prompt is read while all others wait."""
 
-    def make(draft: str | None, batch: int, share: float = 0.5, **changes) -> Engine:
+    def make(draft, batch, share=0.5, **changes):
         monkeypatch.setattr(device, "CPU", replace(device.CPU, prefill_chunk=CHUNK))
         mode = {} if draft else {"decoding__mode": "autoregressive"}
-        engine = tiny_engine(pairs("llama"), draft or "good", decoding__max_batch_size=batch, **mode, **changes)
+        engine = tiny_engine(pair, draft or "good", decoding__max_batch_size=batch, **mode, **changes)
         engine.decode_share = share
         return engine
 
@@ -53,7 +50,7 @@ def run(engine: Engine, sampling: dict, on_error=None) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def alone(in_turns) -> dict[str, list[int]]:
+def alone(in_turns):
     """What each prompt gives by itself, greedily and without a draft."""
     return run(in_turns(None, 1), GREEDY)
 
@@ -100,7 +97,7 @@ def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
     acts = {"cancelled": lambda: engine.cancel("1"), "failed": fail}
     half_read, done = [False], [False]
 
-    def look(forward: Forward) -> None:
+    def look(forward):
         half_read[0] |= not forward.is_step and forward.longest == 4 * CHUNK
         if half_read[0] and not done[0] and forward.is_step == (how == "neighbour lacks memory"):
             done[0] = True

@@ -1,7 +1,5 @@
 """EAGLE heads of every format against a slow twin that reads the files by the format's own names, over whole texts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the folder of a head is told, before a tensor is loaded or a document touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -42,7 +40,7 @@ def target(tmp_path_factory):
 def write(tmp_path):
     """A head's folder; keywords go into its config, None removes a key."""
 
-    def write(variant: str, **values) -> Path:
+    def write(variant, **values):
         ALL[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
         edit_config(tmp_path / "head", **values)
         return tmp_path / "head"

@@ -1,7 +1,5 @@
 """What a level of drafting must promise to pay, learned from a clock that tests set."""
 
-from __future__ import annotations
-
 import pytest
 
 from specextend.drafters.causal import LevelGain
@@ -28,11 +26,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
-def test_a_level_must_promise_what_a_step_decides_in_its_time(clock: Clock):
+def test_a_level_must_promise_what_a_step_decides_in_its_time(clock):
     """Three milliseconds of steps that decide two tokens in thirty: a fifth of a token."""
     gain = LevelGain(clock, 0.7)
     found = []
@@ -43,7 +41,7 @@ def test_a_level_must_promise_what_a_step_decides_in_its_time(clock: Clock):
     assert found[2:] == [pytest.approx(LEVEL_S * NUM_TOKENS / STEP_S)] * 2
 
 
-def test_what_stands_between_two_steps_does_not_count(clock: Clock):
+def test_what_stands_between_two_steps_does_not_count(clock):
     """A prompt of a minute, or the tokens of a long pause read at once, say nothing of a step."""
     gain = LevelGain(clock, 0.7)
     for _ in range(3):

@@ -1,7 +1,5 @@
 """N-gram drafts in the engine, alone and merged: text that repeats itself, cost, and what they need of the target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

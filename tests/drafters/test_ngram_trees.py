@@ -1,7 +1,5 @@
 """Trees of n-gram drafts: what they hold, and how they learn from what the target said."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The model draft: windowed prefill is full attention with a band mask, and rows come and go cleanly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Matches of a text's end, kept up to date token by token, are those that a search finds."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,10 +1,7 @@
 """The corpus of the contract, driven from this process, with engines that do what a fault does to real ones."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ class RealJob(Run):
 
 
 @pytest.fixture
-def real_job(tmp_path: Path, kept_kernels: None, local_ray: None) -> Iterator[RealJob]:
+def real_job(tmp_path, kept_kernels, local_ray):
     with kept_handlers():
         yield RealJob(tmp_path)
 

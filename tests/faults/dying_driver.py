@@ -4,8 +4,6 @@ Its process gets the signal before or after the NUMBERth file that matches PATTE
 `HANG` in place of a signal, the thread that renames never goes on, and the run has one second to end.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
@@ -26,7 +24,7 @@ Rename = Callable[[str, str], None]
 def mortal(rename: Rename, death: str, when: str, pattern: str, number: int) -> Rename:
     seen = []
 
-    def renames(source: str, target: str) -> None:
+    def renames(source, target):
         matches = fnmatch(target, pattern)
         seen.extend([target] * matches)
         is_due = matches and len(seen) == number

@@ -1,7 +1,5 @@
 """The real engine with a death at a moment of choice, and the fake one with much to say."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +74,7 @@ def note_received(screen: Screen, marker: Path) -> None:
     received = received_beside(marker)
     received.touch()
 
-    def note(name: str, facts: dict[str, Any]) -> None:
+    def note(name, facts):
         if name == "document_done":
             with received.open("a") as file:
                 file.write(".")
@@ -102,8 +100,6 @@ class DiesOnce:
 class WordyEngine(FakeEngine):
     """Its summaries are a MiB and more."""
 
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        for completion in super().generate(source, on_error):
-            yield replace(completion, text=completion.text + "." * (1 << 20))
+    def completion(self, running: Any) -> Completion:
+        completion = running.completion()
+        return replace(completion, text=completion.text + "." * (1 << 20))

@@ -1,9 +1,6 @@
 """More machines for the Ray of the tests: raylets of their own on this one."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -88,7 +85,7 @@ def thaw(frozen: list[psutil.Process]) -> None:
 
 
 @pytest.fixture
-def nodes(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def nodes(local_ray, monkeypatch):
     """None yet. The job sees a cluster that it did not start."""
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     found = Nodes()

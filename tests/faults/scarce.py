@@ -1,7 +1,5 @@
 """The real engine on a machine that fails on purpose: too little memory for a forward, a dead device, a hang."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from specextend.attention.plan import AttentionPlan
 from specextend.config import RunConfig
 from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
@@ -40,9 +36,7 @@ def before_forwards(engine: Engine, look: Callable[[Forward], None]) -> None:
     """Let `look` see every forward of the target before it runs; what it raises, the forward raises."""
     run = engine.target.forward_with_features
 
-    def watched(
-        token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def watched(token_ids, positions, plan, layers):
         is_step = plan.mask is not None or token_ids.shape[1] == 1
         look(Forward(*token_ids.shape, max(plan.lengths), is_step))
         return run(token_ids, positions, plan, layers)

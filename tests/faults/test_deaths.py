@@ -1,16 +1,12 @@
 """A worker's process is killed: at every moment of a document's life."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from specextend.cluster.exits import EXIT_DONE
-from tests.faults.conftest import RealJob, each
+from tests.faults.conftest import each
 from tests.faults.engines import DiesOnce, note_received
 
 
 @each("decoding", "prefill", "finished")
-def test_a_worker_killed_at_any_moment_changes_no_summary(real_job: RealJob, undisturbed, tmp_path: Path, kind: str):
+def test_a_worker_killed_at_any_moment_changes_no_summary(real_job, undisturbed, tmp_path, kind):
     """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
     marker = tmp_path / "killed"
     note_received(real_job.screen, marker)

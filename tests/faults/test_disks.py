@@ -1,11 +1,9 @@
 """The output folder's file system fills up, or takes no more files, while a run goes on."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ def mount(*arguments: str) -> None:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A file system of its own, of a few MiB, where the output goes: with room for a part for each row."""
     folder = tmp_path / "output"
     folder.mkdir()
@@ -82,7 +80,7 @@ FAULTS = {"full": Full, "read-only": ReadOnly}
 def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
     """Do something once that many rows are done."""
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if snapshot.num_done >= number:
             run.screen.on_show = lambda snapshot: None
             action()
@@ -91,7 +89,7 @@ def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
 
 
 @each("full", "read-only", fast=0)
-def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk: Path, kind: str):
+def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk, kind):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
     fault = FAULTS[kind]()
     run: Job = job(TEXTS, **SLOWLY)
@@ -111,7 +109,7 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
 
 
 @each("full", "read-only", fast=2)
-def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk: Path, kind: str):
+def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk, kind):
     """Not after ten minutes of loading one."""
     fault = FAULTS[kind]()
     run: Job = job(TEXTS)

@@ -1,9 +1,5 @@
 """Memory that runs out, and a device that is beyond use."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
@@ -14,7 +10,7 @@ from specextend.decoding.engine import Engine
 from tests.alive import fresh
 from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
 from tests.job.conftest import rows
-from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 LENGTHS = (300, 37, 129, 90)
 NEW = 24
@@ -23,11 +19,6 @@ BATCHES = Memory(step_rows=9)  # a whole tree of 8 nodes and its root, once
 TREES = Memory(step_rows=3)
 CHUNKS = Memory(chunk=64)
 PLAIN = Memory(step_rows=1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +31,10 @@ def alone(pair):
 def run(engine: Engine, *lengths: int, on_error=None) -> dict[str, Completion]:
     requests = (request(str(length), random_prompt(length), NEW) for length in lengths)
     return {each.request_id: each for each in engine.generate(requests, on_error)}
+
+
+def tokens(completions: dict[str, Completion]) -> dict[int, list[int]]:
+    return {int(name): each.token_ids for name, each in completions.items()}
 
 
 def watched(engine: Engine) -> list[Forward]:
@@ -59,7 +54,7 @@ def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, 
     ran = watched(engine)
     before_forwards(engine, memory.allow)
     completions = run(engine, *LENGTHS)
-    assert {int(name): each.token_ids for name, each in completions.items()} == alone
+    assert tokens(completions) == alone
     assert max(forward.num_rows for forward in ran if forward.is_step) <= memory.step_rows
     assert max(forward.num_rows for forward in ran if not forward.is_step) <= memory.chunk
     assert max(each.stats.num_memory_retries for each in completions.values()) >= 1, "and the row says so"
@@ -88,7 +83,7 @@ def test_a_draft_that_runs_out_of_memory_is_done_without(moment, pair, alone, mo
     before = fresh(engine)
     monkeypatch.setattr(engine.drafter, moment, lambda *_: run_out())
     completions = run(engine, *LENGTHS)
-    assert {int(name): each.token_ids for name, each in completions.items()} == alone
+    assert tokens(completions) == alone
     assert sum(each.stats.num_spec_steps for each in completions.values()) == 0
     before.assert_nothing_is_left(batch=2)
 
@@ -100,9 +95,7 @@ def test_a_document_that_does_not_fit_at_all_fails_alone(pair, alone):
     before_forwards(engine, Memory(document=200).allow)
     errors = []
     completions = run(engine, *LENGTHS, on_error=lambda name, error: errors.append((name, is_out_of_memory(error))))
-    assert {int(name): each.token_ids for name, each in completions.items()} == {
-        length: token_ids for length, token_ids in alone.items() if length != 300
-    }
+    assert tokens(completions) == {length: token_ids for length, token_ids in alone.items() if length != 300}
     assert errors == [("300", True)]
     before.assert_nothing_is_left(batch=3)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -115,7 +108,7 @@ def test_after_some_documents_everything_is_tried_again(pair):
     ran = watched(engine)
     failures = iter([True])
 
-    def fail_once(forward: Forward) -> None:
+    def fail_once(forward):
         if forward.is_step and next(failures, False):
             run_out()
 
@@ -132,7 +125,7 @@ def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     engine = tiny_engine(pair, decoding__max_batch_size=2)
     before = fresh(engine)
 
-    def cancel_and_run_out(forward: Forward) -> None:
+    def cancel_and_run_out(forward):
         if forward.is_step and forward.num_sequences > 1:
             engine.cancel("300")
             run_out()
@@ -170,7 +163,7 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
 
 
 @pytest.mark.slow
-def test_a_dead_device_ends_its_process_and_another_takes_over(real_job, undisturbed, tmp_path: Path):
+def test_a_dead_device_ends_its_process_and_another_takes_over(real_job, undisturbed, tmp_path):
     """After a device error every later call fails: the worker must go, and is not asked again."""
     assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed

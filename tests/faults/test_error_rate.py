@@ -1,9 +1,5 @@
 """A run in which most documents fail ends early, not in the morning."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, TooManyErrorsError
@@ -17,7 +13,7 @@ TOO_LONG = Failed("", "OverLength", "9000 tokens", "prompt", retryable=False)
 
 
 @pytest.mark.parametrize(("num_documents", "least"), [(200, MIN_ENDED), (50_000, 500)])
-def test_a_few_documents_say_nothing_about_a_night(num_documents: int, least: int):
+def test_a_few_documents_say_nothing_about_a_night(num_documents, least):
     """The longest go first: 150 of them that do not fit the memory are no reason to stop 100,000 others.
 
     Nor are documents that are at fault themselves: null texts and documents over length.
@@ -34,7 +30,7 @@ def test_a_few_documents_say_nothing_about_a_night(num_documents: int, least: in
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_early_keeps_what_is_done_and_goes_on_when_the_cause_is_mended(job, tmp_path: Path):
+def test_a_run_that_stopped_early_keeps_what_is_done_and_goes_on_when_the_cause_is_mended(job, tmp_path):
     """The longest fail for as long as something is broken: an outage at midnight."""
     (tmp_path / "outage").touch()
     texts = [f"raise@{tmp_path}/outage and {row} more words" for row in range(MIN_ENDED)]

@@ -1,7 +1,5 @@
 """Machines that go away, and machines that come back."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -13,8 +11,7 @@ import pytest
 from specextend.cluster.exits import EXIT_DONE
 from tests.cluster.conftest import Job
 from tests.contract.conftest import committed
-from tests.faults.conftest import RealJob
-from tests.faults.nodes import CPUS, Nodes, thaw
+from tests.faults.nodes import CPUS, thaw
 from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
@@ -24,7 +21,7 @@ def during(run: Job, *actions) -> None:
     """Do one after the other, each when the driver next looks and the one before is done; False: not yet."""
     waiting = list(actions)
 
-    def look(snapshot) -> None:
+    def look(snapshot):
         if waiting and waiting[0](snapshot) is not False:
             waiting.pop(0)
 
@@ -54,12 +51,12 @@ def all_done_once(run: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes):
+def test_a_node_that_is_removed_charges_no_document(job, nodes):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def remove(snapshot) -> bool:
+    def remove(snapshot):
         if snapshot.num_done < 3:
             return False
         first.kill()
@@ -74,13 +71,13 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
+def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
     first = nodes.add()
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
     run: Job = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def drain(snapshot) -> bool:
+    def drain(snapshot):
         if snapshot.num_done < 3:
             return False
         first.drain(seconds=3000)
@@ -99,19 +96,19 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
 
 
 @pytest.mark.slow
-def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes):
+def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
     frozen: list[psutil.Process] = []
 
-    def hang(snapshot) -> bool:
+    def hang(snapshot):
         if snapshot.num_done < 3:
             return False
         frozen.extend(first.freeze())
         return True
 
-    def come_back(snapshot) -> bool:
+    def come_back(snapshot):
         if first.is_alive or not noted(run, "died"):
             return False
         thaw(frozen)
@@ -141,7 +138,7 @@ def other_cluster():
 
 
 @pytest.mark.slow
-def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster):
+def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job, undisturbed, other_cluster):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
     moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")

@@ -1,7 +1,5 @@
 """A document that fails, and its neighbours, which do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

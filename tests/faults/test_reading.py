@@ -1,13 +1,10 @@
 """What cannot be read: at one worker, at all of them for a while, or at all."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +19,6 @@ from specextend.cluster.exits import (
     StoreError,
     exit_code,
 )
-from specextend.cluster.progress import Snapshot
 from specextend.config import RunConfig
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
@@ -53,7 +49,7 @@ class LacksTheMount:
 
 @needs_root
 @pytest.mark.slow
-def test_what_most_workers_cannot_read_another_one_does(job, tmp_path: Path):
+def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
     """They fail at once and ask for more: the whole corpus could become error rows in a second.
 
     The others decode nothing until one of them has failed: the worker that reads would be done with all.
@@ -61,7 +57,7 @@ def test_what_most_workers_cannot_read_another_one_does(job, tmp_path: Path):
     (tmp_path / "held").touch()
     run: Job = job([f"crawl@{tmp_path}/held {text}" for text in TEXTS], workers=3)
 
-    def let_go(name: str, facts: dict[str, Any]) -> None:
+    def let_go(name, facts):
         if name == "document_unread":
             (tmp_path / "held").unlink(missing_ok=True)
 
@@ -98,7 +94,7 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, 
     begin = texts.dictionary_page_offset or texts.data_page_offset
     end = begin + texts.total_compressed_size
 
-    def after_planning(snapshot: Snapshot) -> None:
+    def after_planning(snapshot):
         write_unnoticed(path, whole[:begin] + b"\xff" * (end - begin) + whole[end:])
         run.screen.on_show = lambda snapshot: None
 
@@ -120,13 +116,13 @@ def answers_nothing(source: Source, number: int) -> None:
 
 @needs_root
 @pytest.mark.slow
-def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_path: Path):
+def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_path):
     """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run: Job = job(TEXTS)
 
-    def after_planning(snapshot: Snapshot) -> None:
+    def after_planning(snapshot):
         patch.setattr(Source, "check_unchanged", answers_nothing)
         run.screen.on_show = lambda snapshot: None
         wait_for((tmp_path / "empty-0").exists, "engine")  # of this the driver's clock counts ten seconds at most
@@ -146,7 +142,7 @@ def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeyp
     """Exit 2 would tell a scheduler that running again changes nothing."""
     run: Job = job(TEXTS)
 
-    def at_the_end(snapshot: Snapshot) -> None:
+    def at_the_end(snapshot):
         if snapshot.num_done == len(TEXTS):
             patch.setattr(Source, "check_unchanged", answers_nothing)
 

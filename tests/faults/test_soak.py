@@ -1,7 +1,5 @@
 """The soak of `scripts/soak.py`, shorter: enough documents for some kills of workers and of the driver."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def soak(documents: int, folder: Path) -> Counter[str]:
     return Counter(kill["victim"] for kill in record["kills"])
 
 
-def test_whatever_is_killed_whenever_every_document_is_summarized_once(tmp_path: Path):
+def test_whatever_is_killed_whenever_every_document_is_summarized_once(tmp_path):
     """Other tests kill one thing at a moment they choose; here the moments choose themselves.
 
     And one of the three places kills every worker that is handed a document there. How many kills that makes is a

@@ -1,7 +1,5 @@
 """What stands still: a document, a worker, the whole job."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from specextend.cluster import workers
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
 from specextend.config import RunConfig
 from tests.cluster.fakes import FakeEngine
-from tests.faults.nodes import CPUS, Nodes
+from tests.faults.nodes import CPUS
 from tests.faults.scarce import Breaks
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
@@ -28,7 +26,7 @@ class NeverReady:
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(real_job, undisturbed, tmp_path: Path):
+def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(real_job, undisturbed, tmp_path):
     """A kernel that never returns, in the middle of a batch: the outputs are what they would have been."""
     assert real_job.run(Breaks("hang", tmp_path / "hung"), stall_s=12, max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed
@@ -64,7 +62,7 @@ class LoadsTheSecondTime:
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_path: Path):
+def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
     monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD)
@@ -76,13 +74,13 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, nodes: Nodes):
+def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, nodes):
     """A cluster may take ten minutes to grow, and its models a minute to load."""
     monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 
-    def grow(snapshot) -> None:
+    def grow(snapshot):
         if time.monotonic() - began > 12:
             run.screen.on_show = lambda snapshot: None
             assert not any("could not be built" in note for note in run.screen.notes)

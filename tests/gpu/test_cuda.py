@@ -1,7 +1,5 @@
 """The CUDA kernels, for `scripts/gpu_check.sh`; until it has passed, `auto` does not choose sdpa on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

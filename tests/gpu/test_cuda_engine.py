@@ -1,7 +1,5 @@
 """The whole engine on CUDA, from a configuration; in a file of its own, because kernels need fewer packages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

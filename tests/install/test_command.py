@@ -1,7 +1,5 @@
 """The command `specextend`: it answers at once, says errors in one line, and does what the scripts in jobs/ do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,7 +15,7 @@ from tests.job.conftest import ROOT, environment, specextend, write_corpus
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["configs"]])
-def test_help_comes_at_once(arguments: list[str]):
+def test_help_comes_at_once(arguments):
     """Importing torch takes seconds, in which who asks for a flag has given up. The clock proves nothing here."""
     heavy = {"torch", "ray", "transformers", "pydantic", "pyarrow", "numpy", "yaml"}
     code = (
@@ -59,7 +57,7 @@ def test_every_command_has_its_help():
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch):
+def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatch):
     """With exit code 2, whichever library found it."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
@@ -69,7 +67,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str, tmp_
     assert said in line
 
 
-def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path: Path):
+def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path):
     """As YAML that is itself a configuration."""
     ended = specextend("config", "show", "--config", "tiny-random", "--set", "tree.depth=3")
     assert {"  depth: 3  # --set", "  nodes: 8  # tiny-random", "  workers: 1  # tiny-random"} <= set(
@@ -79,7 +77,7 @@ def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path: Path):
     assert RunConfig.load(tmp_path / "shown.yaml") == RunConfig.load("tiny-random", ["tree.depth=3"])
 
 
-def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path: Path, monkeypatch):
+def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeypatch):
     """A pair, a task and somebody's own file; each value says whose it is, and a path is relative to its own file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
@@ -153,7 +151,7 @@ def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
 def test_a_shell_completes_commands_and_names_of_configurations():
     """By the variable that `--help` names."""
 
-    def complete(line: str) -> set[str]:
+    def complete(line):
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split())), "_SPECEXTEND_COMPLETE": "bash_complete"}
         code = "import sys; sys.argv = ['specextend']; from specextend.cli.main import main; main()"
         found = subprocess.run(
@@ -170,7 +168,7 @@ def test_a_shell_completes_commands_and_names_of_configurations():
     assert {"smollm2", "tiny-random"} <= complete("specextend run --config ")
 
 
-def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch):
+def test_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
     """A notebook or cron has another current folder; what is typed is relative to where one types."""
     values = {
         "input": {"path": "in"},
@@ -192,7 +190,7 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch):
     assert os.path.isdir(shipped.draft.model)
 
 
-def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypatch):
+def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     """It asks nothing, says why, and the plan takes what it has written."""
     monkeypatch.chdir(tmp_path)
     texts = [f"Report {number}. " + "The committee met. " * 9 for number in range(3)]
@@ -224,7 +222,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypa
     assert "is not translated by halves" in (tmp_path / "task.yaml").read_text(), "comments are the manual"
 
 
-def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypatch):
+def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
     """The run refuses repeated ids, and numbers rows where there are none."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
@@ -233,7 +231,7 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypat
     assert RunConfig.load("a.yaml").input.id_column is None
 
 
-def test_init_says_what_the_data_lacks_for_the_task(tmp_path: Path, monkeypatch):
+def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     """An id in another language, a second file with other columns, and a template's column that is nowhere."""
     monkeypatch.chdir(tmp_path)
     texts = [f"Report {number} of the committee, which met." for number in range(12)]

@@ -1,7 +1,5 @@
 """The package from Python: what `help` shows, a run as a call, and the examples of docs/python.md."""
 
-from __future__ import annotations
-
 import pydoc
 import re
 import signal
@@ -32,7 +30,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").rea
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     return write_corpus(tmp_path / "in" / "a.parquet", ["one two three", None, "four five"], id=[*"abc"])
 
 
@@ -45,7 +43,7 @@ def test_help_shows_the_public_names():
         assert name in dir(specextend)
 
 
-def test_a_run_is_a_call(corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_a_call(corpus, tmp_path, local_ray, monkeypatch):
     """With the counts, the paths and the report as values; handlers and streams stay the caller's."""
     monkeypatch.chdir(tmp_path)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -66,7 +64,7 @@ def test_a_run_is_a_call(corpus: Path, tmp_path: Path, local_ray: None, monkeypa
     assert (again.exit_code, again.rows) == (0, result.rows)
 
 
-def test_a_run_in_a_thread_can_be_cancelled(tmp_path: Path, local_ray: None):
+def test_a_run_in_a_thread_can_be_cancelled(tmp_path, local_ray):
     """As an orchestrator does; what is finished is there, and the process goes on."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", long_texts(20), doc_id=[*map(str, range(20))])
     overrides = [f"input.path={corpus}", f"output.path={tmp_path / 'out'}", f"job.commit_every_s={AT_ONCE_S}"]
@@ -83,7 +81,7 @@ def test_a_run_in_a_thread_can_be_cancelled(tmp_path: Path, local_ray: None):
     assert result.rows["pending"] > 0
 
 
-def test_what_the_command_refuses_is_raised(corpus: Path, tmp_path: Path):
+def test_what_the_command_refuses_is_raised(corpus, tmp_path):
     """In the same words."""
     with pytest.raises(ValueError, match="did you mean nodes"):
         specextend.run("tiny-random", settings={"tree.nods": 3})
@@ -99,7 +97,7 @@ def script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_page_run(tmp_path: Path):
+def test_the_examples_of_the_page_run(tmp_path):
     """In their order and in a script, which starts a Ray of its own, with the tiny pair in place of the large one."""
     page = "\n".join(BLOCKS).replace('"smollm2"', '"tiny-random"').replace("threading.Timer(", "threading.Timer(9e6 + ")
     ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on")
@@ -111,7 +109,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path):
     assert "\x1b[" not in ended.stderr
 
 
-def test_a_ray_that_was_imported_too_early_is_said(tmp_path: Path):
+def test_a_ray_that_was_imported_too_early_is_said(tmp_path):
     """It had read its variables by then: the private one would not have been private, and did not start."""
     ended = script(tmp_path, f"import ray, specextend\nspecextend.run({str(CONFIG)!r}, output='out')")
     assert "call ray.init() before and the run takes that Ray" in ended.stderr.splitlines()[-1]

@@ -1,7 +1,5 @@
 """The wheel: what it holds, and that it works where there is no checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ ALONE = ["--no-deps", "--no-index"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """It is built from a copy, because setuptools leaves folders behind."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -38,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def command(wheel, tmp_path_factory):
     """The script `specextend` of a fresh environment, which shares the libraries of this one, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -63,7 +61,7 @@ def call(command: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-def test_the_wheel_holds_all_modules_and_what_they_need(wheel: Path):
+def test_the_wheel_holds_all_modules_and_what_they_need(wheel):
     """A new folder of the package must be named in pyproject.toml; type checkers look for py.typed."""
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specextend").rglob("*.py")}
@@ -72,7 +70,7 @@ def test_the_wheel_holds_all_modules_and_what_they_need(wheel: Path):
     assert held - modules == {"specextend/py.typed", "specextend/report/page.html"} | shipped
 
 
-def test_the_tiny_pair_runs_from_the_wheel(command: Path, tmp_path: Path):
+def test_the_tiny_pair_runs_from_the_wheel(command, tmp_path):
     """Outside the checkout: configuration, documents and page come out of the package."""
     ended = call(command, tmp_path, "run", "--config", "tiny-random", "--output", "out", "--set", "input.limit=3")
     assert ended.returncode == 0, ended.stderr
@@ -83,7 +81,7 @@ def test_the_tiny_pair_runs_from_the_wheel(command: Path, tmp_path: Path):
     assert call(command, tmp_path, "--version").stdout == "specextend 0.1.0\n"
 
 
-def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path):
+def test_the_demo_runs_in_an_empty_folder(command, tmp_path):
     """With the draft and the documents of the wheel, and the target where an earlier demo has put it."""
     few = ["--set", "input.limit=1", "--set", "decoding.max_new_tokens=8"]
     ended = call(command, tmp_path, "demo", *few)

@@ -1,7 +1,5 @@
 """The job as its users start it: a process with arguments, an exit code, and an output folder."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy
@@ -14,7 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -95,11 +93,11 @@ def summarize(*arguments: str, config: Path = CONFIG) -> Ended:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start():
     """Start the job and go on; what is left of it is ended after the test."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, command: Callable[..., list[str]] = command) -> subprocess.Popen[str]:
+    def start(*arguments, command=command):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command("--config", str(CONFIG), *arguments), env=environment(), cwd=ROOT, **pipes)
         processes.append(process)
@@ -133,7 +131,7 @@ def specextend(*arguments: str) -> Ended:
 
 
 def _as_main(run: Callable[[], object], *argv: str) -> Ended:
-    def leave(code: int) -> NoReturn:
+    def leave(code):
         raise SystemExit(code)
 
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
@@ -147,7 +145,7 @@ def _as_main(run: Callable[[], object], *argv: str) -> Ended:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+def call(monkeypatch):
     """Call the job with arguments. It must not get as far as to start a Ray."""
     monkeypatch.setattr("ray.init", None)
     return partial(in_process, "summarize.py")

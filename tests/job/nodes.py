@@ -1,7 +1,5 @@
 """A cluster of several nodes on this machine: each line on stdin adds one, the end of file ends it."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from typing import Any

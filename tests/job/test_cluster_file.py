@@ -1,10 +1,5 @@
 """`ray_cluster.yaml`, checked offline: Ray's own check, and what that does not look at."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -14,23 +9,23 @@ from tests.job.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
-def cluster() -> dict[str, Any]:
+def cluster():
     return yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def node_types(cluster: dict[str, Any]) -> dict[str, Any]:
+def node_types(cluster):
     return {name: kind for name, kind in cluster["available_node_types"].items() if name != cluster["head_node_type"]}
 
 
-def test_ray_accepts_the_file(cluster: dict[str, Any]):
+def test_ray_accepts_the_file(cluster):
     """A key that Ray does not know would stop `ray up`, or be ignored."""
     prepared = prepare_config(cluster)
     validate_config(prepared)
     assert set(prepared["available_node_types"]) == set(cluster["available_node_types"])
 
 
-def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin(cluster: dict[str, Any]):
+def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin(cluster):
     """A driver and a cluster of different versions do not speak to each other; torch needs its CUDA."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     [pinned] = [line.removeprefix("ray==") for line in constraints if line.startswith("ray==")]
@@ -41,7 +36,7 @@ def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin(cluster: dict
     assert cluster["setup_commands"]
 
 
-def test_the_head_drives_and_runs_no_worker(cluster: dict[str, Any]):
+def test_the_head_drives_and_runs_no_worker(cluster):
     """A worker on the head would take the driver's node down with it. An idle node of GPUs goes."""
     assert cluster["idle_timeout_minutes"] <= 15
     head = cluster["available_node_types"][cluster["head_node_type"]]
@@ -49,7 +44,7 @@ def test_the_head_drives_and_runs_no_worker(cluster: dict[str, Any]):
     assert "GPU" not in head["resources"]
 
 
-def test_nobody_outside_reaches_the_cluster_without_its_token(cluster: dict[str, Any]):
+def test_nobody_outside_reaches_the_cluster_without_its_token(cluster):
     """Whoever reaches a Ray port runs code: dashboard on loopback, tokens on."""
     for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
         [start] = [command for command in commands if "ray start" in command]
@@ -59,7 +54,7 @@ def test_nobody_outside_reaches_the_cluster_without_its_token(cluster: dict[str,
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*a100*.yaml")), ids=lambda path: path.name)
-def test_a_worker_of_every_a100_configuration_fits_a_node(path: Path, node_types: dict[str, Any]):
+def test_a_worker_of_every_a100_configuration_fits_a_node(path, node_types):
     """Resources that no node type has are waited for without end. Of 80 GB a target of 8 billion parameters takes 16
     GiB, activations a tenth, and the cache the rest.
     """

@@ -1,12 +1,9 @@
 """`--dry-run` as its users call it: time, workers, memory and cost, before anybody pays for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +11,7 @@ from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
 from specextend.cluster.forecast import Rates
 from specextend.config import RunConfig
+from specextend.core import Values
 from tests.job.conftest import CONFIG, Ended, write_corpus
 
 Call = Callable[..., Ended]
@@ -21,11 +19,11 @@ NOON = datetime(2026, 11, 22, 12, 0).astimezone()
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     return write_corpus(tmp_path / "in" / "a.parquet", ["word " * count for count in (50, 100, 200, 400, 800)])
 
 
-def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[Values, str]:
     """Do the dry run; return the plan, and what is printed."""
     where = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
     plan = tmp_path / "plan.json"
@@ -37,7 +35,7 @@ def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[di
     return json.loads(plan.read_text()), ended.stdout
 
 
-def test_a_calibration_measures_the_time(local_ray: None, call: Call, corpus: Path, tmp_path: Path):
+def test_a_calibration_measures_the_time(local_ray, call, corpus, tmp_path):
     """The real engine over real documents, and what the night would cost."""
     price = ["--set", "report.price_per_worker_hour=36"]
     plan, said = ahead(call, corpus, tmp_path, "--calibrate", "3", *price, "--set", "job.workers=2")
@@ -50,7 +48,7 @@ def test_a_calibration_measures_the_time(local_ray: None, call: Call, corpus: Pa
     assert "time: by a calibration of 3 documents on" in said
 
 
-def foreseen(corpus: Path, tmp_path: Path, by_s: float = 3600.0) -> tuple[dict[str, Any], str]:
+def foreseen(corpus: Path, tmp_path: Path, by_s: float = 3600.0) -> tuple[Values, str]:
     """A dry run by made-up rates: a second for each document, and ten minutes until the first one."""
     config = RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=null", f"output.path={tmp_path}/out"])
     rates = Rates(prefill=0, decode=1 / 24, output_share=1, spread=0, num_documents=9, start_s=600, device="an H200")
@@ -59,7 +57,7 @@ def foreseen(corpus: Path, tmp_path: Path, by_s: float = 3600.0) -> tuple[dict[s
     return plan, describe_dry_run(plan)
 
 
-def test_workers_that_are_done_by_an_hour_are_counted(corpus: Path, tmp_path: Path):
+def test_workers_that_are_done_by_an_hour_are_counted(corpus, tmp_path):
     """Five documents of a second each: in an hour one worker is enough, in a minute none loads its models."""
     plan, said = foreseen(corpus, tmp_path)
     assert (plan["by"]["workers"], plan["by"]["workers_surely"], plan["cost"]) == (1, 1, None)
@@ -71,7 +69,7 @@ def test_workers_that_are_done_by_an_hour_are_counted(corpus: Path, tmp_path: Pa
     assert "with no number of workers" in said
 
 
-def test_nothing_to_do_takes_no_time(tmp_path: Path):
+def test_nothing_to_do_takes_no_time(tmp_path):
     """A corpus of null texts, which is one that somebody exported wrongly."""
     plan, said = foreseen(write_corpus(tmp_path / "in" / "a.parquet", [None, None]), tmp_path)
     assert plan["forecast"]["seconds"] == 0
@@ -89,6 +87,6 @@ def test_nothing_to_do_takes_no_time(tmp_path: Path):
         ("2026-11-24T08:00", datetime(2026, 11, 24, 8, 0)),
     ],
 )
-def test_a_time_is_that_of_the_clock_on_the_wall(text: str, expected: datetime):
+def test_a_time_is_that_of_the_clock_on_the_wall(text, expected):
     """`HH:MM` is the next time that it shows it: at noon, seven is tomorrow's."""
     assert parse_time(text, NOON) == expected.astimezone()

@@ -1,7 +1,5 @@
 """The pages that people follow: their commands are taken, their keys exist, their links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -30,7 +28,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_job_takes_the_commands_of_a_guide(page: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_job_takes_the_commands_of_a_guide(page, monkeypatch):
     """A reader who copies a command that is refused stops reading."""
     monkeypatch.chdir(ROOT)
     called = r"^(?:\.venv/bin/)?specextend (?:plan|run) (.*)$"
@@ -66,7 +64,7 @@ def test_a_pipeline_has_a_cpu_left_to_read_with():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RECORDS], ids=lambda page: page.stem)
-def test_the_keys_that_a_page_names_exist(page: Path):
+def test_the_keys_that_a_page_names_exist(page):
     """Keys are renamed, and a guide that says to turn one of the old ones is worse than none."""
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\.)", prose(page)))
@@ -75,7 +73,7 @@ def test_the_keys_that_a_page_names_exist(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_links_of_a_page_lead_somewhere(page: Path):
+def test_the_links_of_a_page_lead_somewhere(page):
     """To a file, and to a heading that is there."""
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if link.startswith("http"):

@@ -1,11 +1,8 @@
 """`deploy/kuberay/`, checked offline: what KubeRay would be told, and that it agrees with the code it starts."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from typing import Any
 
 import pytest
 import yaml
@@ -20,14 +17,14 @@ START_S = 900
 
 
 @pytest.fixture(scope="module")
-def spec() -> dict[str, Any]:
+def spec():
     manifest = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     return manifest["spec"]
 
 
 @pytest.fixture(scope="module")
-def pods(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def pods(spec):
     """Pod specs of the head and of each group of workers."""
     cluster = spec["rayClusterSpec"]
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]} | {"head": cluster["headGroupSpec"]}
@@ -35,7 +32,7 @@ def pods(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def config(spec: dict[str, Any]) -> RunConfig:
+def config(spec):
     """What the job makes of the entrypoint, as a submitted job reads it."""
     python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
@@ -43,7 +40,7 @@ def config(spec: dict[str, Any]) -> RunConfig:
     return RunConfig.load(arguments.config, arguments.overrides, allow_relative=False)
 
 
-def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: dict[str, Any]):
+def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec):
     """Retries resume from the output folder; a submitter that is retried would only find its own job there."""
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["backoffLimit"] > 0
@@ -51,27 +48,27 @@ def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: di
     assert spec["activeDeadlineSeconds"] > 0
 
 
-def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec: dict[str, Any], config: RunConfig):
+def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec, config):
     """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
     job = config.job
     assert job.deadline_s > 0
     assert START_S + job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
 
 
-def test_a_stopped_job_has_the_time_to_commit(spec: dict[str, Any], config: RunConfig):
+def test_a_stopped_job_has_the_time_to_commit(spec, config):
     """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
     variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
     assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
 
 
-def test_the_head_drives_and_runs_no_worker(spec: dict[str, Any]):
+def test_the_head_drives_and_runs_no_worker(spec):
     """A worker on the head would take the driver down with it."""
     assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert float(spec.get("entrypointNumCpus", 0)) == 0, "the driver would wait for CPUs that the head has not"
 
 
-def test_all_workers_of_the_job_find_a_pod(spec: dict[str, Any], config: RunConfig):
+def test_all_workers_of_the_job_find_a_pod(spec, config):
     """Resources that no pod has are waited for until the deadline."""
     [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
     [container] = group["template"]["spec"]["containers"]
@@ -82,14 +79,14 @@ def test_all_workers_of_the_job_find_a_pod(spec: dict[str, Any], config: RunConf
     assert fitting * group["maxReplicas"] >= config.job.workers
 
 
-def test_nobody_reaches_the_cluster_without_its_token(spec: dict[str, Any]):
+def test_nobody_reaches_the_cluster_without_its_token(spec):
     """Whoever reaches a Ray port runs code: tokens on, and no door to the outside."""
     cluster = spec["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
 
 
-def test_credentials_come_from_a_secret_and_stand_in_no_file(pods: dict[str, dict[str, Any]]):
+def test_credentials_come_from_a_secret_and_stand_in_no_file(pods):
     """A manifest lies in a repository and in `kubectl get -o yaml`."""
     for pod in pods.values():
         [container] = pod["containers"]
@@ -98,7 +95,7 @@ def test_credentials_come_from_a_secret_and_stand_in_no_file(pods: dict[str, dic
         assert written <= {"RAY_USAGE_STATS_ENABLED", "HF_HOME"}
 
 
-def test_versions_agree(spec: dict[str, Any], pods: dict[str, dict[str, Any]]):
+def test_versions_agree(spec, pods):
     """A driver and workers of different Rays or Pythons do not speak to each other."""
     dockerfile = (FOLDER / "Dockerfile").read_text()
     [base] = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)

@@ -1,12 +1,9 @@
 """`docs/cluster.md` and the schedulers' files of `deploy/`: what people copy must be what the code takes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import yaml
 
 from specextend.cluster import exits
 from specextend.config import RunConfig
+from specextend.core import Values
 from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT, parse
 
@@ -48,11 +46,11 @@ def constant(name: str) -> Any:
     return ast.literal_eval(node.value)
 
 
-def cron_job() -> dict[str, Any]:
+def cron_job() -> Values:
     return yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
 
 
-def container() -> dict[str, Any]:
+def container() -> Values:
     [found] = cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     return found
 
@@ -68,7 +66,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
     """Flags, keys and variables; the schedulers' files share the configuration of the page."""
     for name in ("CORPUS", "SUMMARIES"):
         monkeypatch.setenv(name, f"/data/{name.lower()}")
@@ -106,7 +104,7 @@ def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
+def test_an_alert_asks_for_what_a_run_exports(rule):
     """An alert on a metric that is gone never fires."""
     names = set(re.findall(r"ray_specextend_\w+", rule["expr"]))
     assert names
@@ -118,7 +116,7 @@ def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_a_submitted_job_takes_its_commands(arguments: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_submitted_job_takes_its_commands(arguments, monkeypatch):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
     monkeypatch.chdir(ROOT)

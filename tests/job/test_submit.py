@@ -1,7 +1,5 @@
 """`ray job submit` on a cluster of one node with its token: upload, logs, exit codes, stop, resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +101,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Ports of its own: the agents of a killed node hold Ray's usual ones for a minute."""
     port, dashboard, agent = free_ports(3)
     folder = tempfile.mkdtemp(prefix="sx", dir="/tmp")  # socket paths must stay short
@@ -135,7 +133,7 @@ def is_told_to_stop(pid: int) -> bool:
     return bool(int(pending, 16) & 1 << signal.SIGTERM - 1)
 
 
-def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_it(cluster: Cluster, tmp_path: Path):
+def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_it(cluster, tmp_path):
     """`ray job stop`, a preempted driver: the attempt's record says 75, the next job does the rest."""
     output = tmp_path / "out"
     arguments = [*long_corpus(tmp_path), "--output", str(output)]
@@ -158,7 +156,7 @@ def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_
     assert {path: path.read_bytes() for path in parts(output)}.items() >= kept.items()
 
 
-def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster: Cluster, tmp_path: Path):
+def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster, tmp_path):
     """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both."""
     corpus = write_corpus(tmp_path / "in.parquet", ["The committee met and talked about the weather.", None])
     arguments = [*TINY, "--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
@@ -173,7 +171,7 @@ def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster: Clu
     assert {one["driver_exit_code"], other["driver_exit_code"]} == {0, 3}
 
 
-def test_nobody_submits_without_the_token(cluster: Cluster):
+def test_nobody_submits_without_the_token(cluster):
     """Whoever submits a job runs code on the cluster."""
     refused = cluster.run(*RAY, "job", "submit", "--no-wait", "--", "true", token="0" * 64)
     assert refused.returncode != 0
@@ -181,7 +179,7 @@ def test_nobody_submits_without_the_token(cluster: Cluster):
     assert not any(job["entrypoint"] == "true" for job in cluster.job())
 
 
-def test_the_log_of_a_job_holds_no_token(cluster: Cluster, tmp_path: Path):
+def test_the_log_of_a_job_holds_no_token(cluster, tmp_path):
     """Logs are kept, and read by more people than may run code."""
     cluster.submit("quiet", *long_corpus(tmp_path, 1), "--output", str(tmp_path / "out"))
     assert cluster.ended("quiet") == ("SUCCEEDED", 0)

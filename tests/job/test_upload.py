@@ -1,7 +1,5 @@
 """What `ray job submit --working-dir .` sends, by Ray's own packaging."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path
@@ -18,7 +16,7 @@ LARGEST_BYTES = 4 << 20
 
 
 @pytest.fixture(scope="module")
-def upload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def upload(tmp_path_factory):
     package = tmp_path_factory.mktemp("upload") / "package.zip"
     create_package(
         str(ROOT),
@@ -30,7 +28,7 @@ def upload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return package
 
 
-def test_the_upload_holds_what_a_job_needs_and_no_more(upload: Path):
+def test_the_upload_holds_what_a_job_needs_and_no_more(upload):
     """Every config and every module of the package; no model, no document, no test, no history. It is small."""
     assert upload.stat().st_size < LARGEST_BYTES
     sent = {name for name in ZipFile(upload).namelist() if not name.endswith("/")}
@@ -42,7 +40,7 @@ def test_the_upload_holds_what_a_job_needs_and_no_more(upload: Path):
     assert {Path(name).suffix for name in sent}.isdisjoint({".parquet", ".safetensors", ".gguf", ".whl", ".pyc"})
 
 
-def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path: Path):
+def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path):
     """The 100 MiB that Ray refuses are soon reached; and a document is nobody else's business."""
     shutil.copy(ROOT / ".rayignore", tmp_path)
     for name in ("jobs/a.parquet", "configs/model.safetensors", "b.gguf", "specextend/core.py"):

@@ -1,10 +1,6 @@
 """Tiny random checkpoints, written as a user would have them: with `save_pretrained`."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,10 +35,10 @@ def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def write_model(tmp_path: Path) -> Callable[..., Path]:
+def write_model(tmp_path):
     """Writes a checkpoint and returns its folder; keywords go into its config."""
 
-    def write(name: str = "target", model_type: str = "llama", **values: Any) -> Path:
+    def write(name="target", model_type="llama", **values):
         torch.manual_seed(0)
         sliding = {"sliding_window": None} if model_type == "mistral" else {}
         config = CONFIG_MAPPING[model_type](**(SHAPE | sliding | values))
@@ -54,10 +50,10 @@ def write_model(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def edit_json() -> Callable[..., None]:
+def edit_json():
     """Changes keys of a JSON file; a value of None removes the key."""
 
-    def edit(path: Path, **values: Any) -> None:
+    def edit(path, **values):
         merged = json.loads(path.read_text()) | values
         path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
 

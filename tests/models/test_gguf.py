@@ -1,7 +1,5 @@
 """GGUF files: unpacked once, to a folder that holds the same model."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from dataclasses import replace
@@ -152,7 +150,7 @@ def divided(**changes: float):
 def scaled(kind: str, also=lambda writer: None):
     """Adds the keys of a scaling by four."""
 
-    def add(writer: gguf.GGUFWriter) -> None:
+    def add(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(4.0)
         also(writer)
@@ -166,7 +164,7 @@ def convert(write_model, tmp_path):
     folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
 
-    def convert(**changes) -> int:
+    def convert(**changes):
         write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
         return unpack(tmp_path / "tiny.gguf", tmp_path / "made")
 

@@ -1,8 +1,5 @@
 """Models by their names on the Hub: one commit for all, and hashes that do not depend on who computes them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -26,7 +23,7 @@ def change(folder: Path) -> None:
     save_file({name: weight + 1 for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
-def test_a_pair_is_checked_and_identified_without_its_weights(hub: Hub, write_model: Callable[..., Path]) -> None:
+def test_a_pair_is_checked_and_identified_without_its_weights(hub, write_model):
     """A head without a disk for them: of sixteen gigabytes it needs a name."""
     commits = [
         hub.push(name, folder)
@@ -39,9 +36,7 @@ def test_a_pair_is_checked_and_identified_without_its_weights(hub: Hub, write_mo
     assert WEIGHTS not in hub.fetched
 
 
-def test_weights_of_another_shape_are_refused_by_their_header(
-    hub: Hub, write_model: Callable[..., Path], edit_json: Callable[..., None]
-) -> None:
+def test_weights_of_another_shape_are_refused_by_their_header(hub, write_model, edit_json):
     """Where they are fetched, before any is loaded."""
     folder = write_model()
     edit_json(folder / "config.json", intermediate_size=64)
@@ -50,7 +45,7 @@ def test_weights_of_another_shape_are_refused_by_their_header(
         load_target(TargetOptions(model=NAME))
 
 
-def test_a_model_fetches_what_its_index_names_alone(hub: Hub, write_model: Callable[..., Path]) -> None:
+def test_a_model_fetches_what_its_index_names_alone(hub, write_model):
     """Repositories hold the same weights in several formats: of Mistral's, half of what was fetched was never read."""
     folder = write_model()
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
@@ -67,7 +62,7 @@ def test_a_model_fetches_what_its_index_names_alone(hub: Hub, write_model: Calla
         check_model("owner/shards")
 
 
-def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
+def test_a_repository_of_pickles_alone_is_refused_unopened(hub, write_model):
     """With the command that fetches it for conversion."""
     folder = write_model()
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
@@ -77,7 +72,7 @@ def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model
     assert "pytorch_model.bin" not in hub.fetched
 
 
-def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub: Hub, write_model: Callable[..., Path]) -> None:
+def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_model):
     """Workers start over hours, and `main` moves in between: each would load what it finds."""
     folder = write_model()
     first = hub.push(NAME, folder)
@@ -95,9 +90,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub: Hub, wr
 
 
 @pytest.mark.parametrize("way", ["down", "gone", "offline"])
-def test_without_the_hub_its_cache_answers(
-    way: str, hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_hub_its_cache_answers(way, hub, write_model, monkeypatch):
     """A run that has what it needs must not fail for a look that it could do without."""
     commit = hub.push(NAME, write_model())
     load_target(TargetOptions(model=NAME))
@@ -109,9 +102,7 @@ def test_without_the_hub_its_cache_answers(
 
 
 @pytest.mark.parametrize("way", ["down", "gone"])
-def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(
-    way: str, hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(way, hub, write_model, monkeypatch):
     """The next try may succeed; a model that is not there is a mistake in the configuration."""
     hub.push(NAME, write_model())
     with pytest.raises(ModelError) as refused:

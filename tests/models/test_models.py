@@ -1,7 +1,5 @@
 """Which models are served, what is said of the others, and what is read from their files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts that do not fit their target are refused by name, before any weight is read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

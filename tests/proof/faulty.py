@@ -1,7 +1,5 @@
 """Kernels with the faults that a proof must find. They are called by their places, so each runs where it is tried."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

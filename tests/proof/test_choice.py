@@ -1,7 +1,5 @@
 """What a proof chose is what an engine runs, once the loaded target has confirmed it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,9 +18,9 @@ TAKEN = Trial(name="better", taken=True, why="2.00 times as fast")
 
 
 @pytest.fixture
-def target(pairs):
+def target(pair):
     """The tiny target of an engine."""
-    return tiny_engine(pairs("llama")).target
+    return tiny_engine(pair).target
 
 
 def test_a_target_confirms_kernels_that_are_right(target):
@@ -64,7 +62,7 @@ def test_a_first_choice_may_differ_where_two_are_nearly_tied():
 
 
 @pytest.mark.parametrize(("tree", "names"), [("auto", {"captured steps"}), ("hybrid", set())])
-def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pairs, monkeypatch):
+def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pair, monkeypatch):
     """Without a proof nothing but torch's own; a kernel that is named is taken without one."""
     asked = []
 
@@ -73,12 +71,12 @@ def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pairs
         return Proof(Kernels(steps="triton", graphs=True), (TAKEN,))
 
     monkeypatch.setattr(loading, "load_proof", load_proof)
-    config = tiny_config(pairs("llama"), attention__tree=tree, decoding__max_batch_size=3, tree__nodes=7)
+    config = tiny_config(pair, attention__tree=tree, decoding__max_batch_size=3, tree__nodes=7)
     facts = check_pair(config.target, config.active_draft)
     assert choose_kernels(config, facts, torch.device("cuda")).kernels.graphs
     [(subject, ladder)] = asked
     assert (subject.batch, subject.num_nodes, subject.device) == (4, 7, "cuda"), "batches of 3 and 4 share a proof"
     assert ladder & {"captured steps"} == names
-    named = tiny_config(pairs("llama"), attention__backend="sdpa")
+    named = tiny_config(pair, attention__backend="sdpa")
     assert choose_kernels(named, facts, torch.device("cuda")).kernels == Kernels()
     assert len(asked) == 1

@@ -1,7 +1,5 @@
 """A start proves its own kernels: a rung that is not right, or not faster, costs itself alone, and says why."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -23,7 +21,7 @@ NEVER = 600.0
 
 
 @pytest.fixture
-def subject() -> Subject:
+def subject():
     """A tiny model, in fp32, which all kernels of a CPU take."""
     return Subject(
         device="cpu",
@@ -102,7 +100,7 @@ def counted(tmp_path, monkeypatch):
     """Count the proofs, which find nothing."""
     calls = []
 
-    def prove_nothing(subject: Subject, *_: object) -> Proof:
+    def prove_nothing(subject, *_):
         calls.append(subject)
         is_late = subject.batch == BUSY and len(calls) == 1
         return Proof(Kernels(prompts="flash"), (Trial(name="any", taken=False, why="", is_late=is_late),))

@@ -1,16 +1,13 @@
 """Rows of parts, and inputs to which they belong."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion, DocumentKey, Values
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -19,14 +16,14 @@ from specextend.data.source import Source, open_source
 from specextend.stats import DecodingStats
 
 
-def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
+def done(key: DocumentKey, text: str = "a summary") -> Values:
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
     prompt, times = Prompt([1], 0, "middle"), {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
     return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 
-def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:
+def failed(key: DocumentKey, message: str = "why") -> Values:
     """A document given up."""
     told = {"error_class": "WorkerDied", "message": message, "stage": "decode", "retryable": True, "attempts": 3}
     return {**key._asdict(), "doc_id": name_of(key), **told}
@@ -44,11 +41,6 @@ def source_of(folder: Path, sizes: list[int], text_of: Callable[[DocumentKey], s
         columns = {"text": pa.array(texts, pa.string()), "n": pa.array(range(size), pa.int64())}
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=3)
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Rows of all Parquet files of a folder, in the order of their names."""
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def in_a_folder(check: Callable[[Path], None]) -> None:

@@ -1,7 +1,5 @@
 """Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The documents that wait, against a list that is searched anew for every question."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -27,7 +25,7 @@ def group_of(key: DocumentKey, files: list[list[int]]) -> tuple[int, int]:
 
 
 @given(st.data(), FILES, STEPS)
-def test_a_worker_stays_in_a_row_group_until_it_is_empty(data: st.DataObject, files: list, steps: list) -> None:
+def test_a_worker_stays_in_a_row_group_until_it_is_empty(data, files, steps):
     """Whatever others take or leave, but what came back goes first; nothing is lost or doubled."""
     every = [DocumentKey(file, row) for file, sizes in enumerate(files) for row in range(sum(sizes))]
     lengths = {key: data.draw(st.integers(1, 50)) for key in every if data.draw(st.booleans()) or key == every[0]}
@@ -74,7 +72,7 @@ def reads(num_workers: int, group_rows: list[int]) -> int:
     return len(begun)
 
 
-def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin() -> None:
+def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin():
     """With longest first over the whole corpus, 64 workers read each of 665 times."""
     assert reads(8, [16] * 40) == 40
     assert reads(8, [16] * 41) <= 41 + 8
@@ -82,7 +80,7 @@ def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin() -> None
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=40))
-def test_no_document_goes_before_one_that_is_much_longer(lengths: list[int]) -> None:
+def test_no_document_goes_before_one_that_is_much_longer(lengths):
     """A long one begun last would run on while every other worker idles; a tenth more makes no such tail."""
     backlog = Backlog(rows_of_length(lengths))
     order = [lengths[key.row] for key in iter(lambda: backlog.take("a"), None)]

@@ -1,7 +1,5 @@
 """The real driver, scheduler, roster, commits and finalize, over workers and a clock that are made up."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path
@@ -23,14 +21,15 @@ from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
-from tests.properties.rows import in_a_folder, name_of, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import in_a_folder, name_of, source_of
 from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPool, driver_of
 
 MAX_STARTS = 60
 
 
 @pytest.fixture(autouse=True)
-def _no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_silence(monkeypatch):
     """Hours of the made-up clock may pass between two signs of life."""
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1e9)
 
@@ -91,12 +90,12 @@ class Night:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed: int, interrupt: Interrupt) -> None:
+def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed, interrupt):
     """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail; files are
     out of reach.
     """
 
-    def check(folder: Path) -> None:
+    def check(folder):
         night = Night(folder, seed, interrupt)
         night.pass_by()
         counts = finalize(night.source, night.output)

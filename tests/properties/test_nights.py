@@ -24,7 +24,8 @@ from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
-from tests.properties.rows import done, in_a_folder, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import done, in_a_folder, source_of
 
 KILLED = 137
 RETRIED = (EXIT_FAILED, KILLED)
@@ -216,7 +217,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
     """A night; checks what holds for each, and returns the exit codes of each scheduler."""
     codes: list[list[int]] = []
 
-    def check(folder: Path) -> None:
+    def check(folder):
         night = Night(folder, random.Random(seed), where(folder), num_schedulers)
         with pytest.MonkeyPatch.context() as patch:
             for module, name, call in ((lock, "read_bytes", read_bytes), (lock, "write_bytes", write_bytes)):
@@ -235,7 +236,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
 
 
 def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(*arguments: Any) -> Any:
+    def ask(*arguments):
         world.request()
         return call(*arguments)
 
@@ -245,9 +246,7 @@ def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("where", [local, object_store])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
-    seed: int, where: Callable[[Path], Location]
-) -> None:
+def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(seed, where):
     """Nobody does: its own dead and its own suspension were taken for another driver, and the retry ended with 4."""
     [codes] = play(seed, where, 1)
     assert EXIT_LOCKED not in codes
@@ -257,9 +256,7 @@ def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
 @pytest.mark.parametrize("where", [local, object_store])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_told(
-    seed: int, where: Callable[[Path], Location]
-) -> None:
+def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_told(seed, where):
     """Exit 4 is a promise: somebody lives who goes on, or who is started again."""
     codes = play(seed, where, 2)
     assert EXIT_DONE in [each[-1] for each in codes]

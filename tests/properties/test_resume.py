@@ -1,10 +1,7 @@
 """Starts that end anywhere, and what a run is at its end."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,8 @@ from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
-from tests.properties.rows import done, failed, in_a_folder, name_of, rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import done, failed, in_a_folder, name_of, source_of
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
@@ -95,10 +93,10 @@ def killed(*arguments: Any) -> None:
 
 @settings(max_examples=20)
 @given(st.data(), st.lists(st.booleans(), max_size=4))
-def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
+def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data, starts):
     """Killed between commits or inside one, with error rows done again or not: nothing lost, nothing twice."""
 
-    def check(folder: Path) -> None:
+    def check(folder):
         history = History(folder, data)
         for retry_errors in starts:
             history.start(retry_errors=retry_errors, to_its_end=False)
@@ -113,15 +111,15 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
 
 @settings(max_examples=12)
 @given(st.data(), st.integers(0, 9))
-def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.DataObject, num_files: int) -> None:
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data, num_files):
     """Each file is whole or not there, so a second finalize only adds what is missing."""
 
-    def check(folder: Path) -> None:
+    def check(folder):
         history = History(folder, data)
         history.start(retry_errors=False, to_its_end=True)
         left = iter(range(num_files))
 
-        def replace(source: str, target: str, rename: Callable[[str, str], None] = os.replace) -> None:
+        def replace(source, target, rename=os.replace):
             if next(left, None) is None:
                 raise Killed
             rename(source, target)

@@ -1,7 +1,5 @@
 """Nights on GPUs some of which are broken, with the real driver over workers that are made up."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from specextend.core import DocumentKey
 from specextend.data.commits import read_commits
 from specextend.data.storage import resolve
 from tests.cluster.conftest import Screen
-from tests.properties.rows import rows_of, source_of
+from tests.job.conftest import rows as rows_of
+from tests.properties.rows import source_of
 from tests.properties.simulated import Clock, SimulatedPool, driver_of
 
 GPUS = 8
@@ -61,7 +60,7 @@ def night(
     return Night({key.row for key in progress.errors}, attempts, pool.deaths, driver.display)
 
 
-def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path: Path, interrupt) -> None:
+def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path, interrupt):
     """It made 48 of 2,000 healthy documents error rows in an hour: a charged document was tried again where a worker
     was empty, and that was always the broken GPU's next one.
     """
@@ -77,15 +76,13 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("sick", "max_attempts"), [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
-def test_healthy_documents_are_done_however_few_attempts_they_have(
-    tmp_path: Path, interrupt, sick: set[int], max_attempts: int
-) -> None:
+def test_healthy_documents_are_done_however_few_attempts_they_have(tmp_path, interrupt, sick, max_attempts):
     """Up to half of the GPUs are broken."""
     run = night(tmp_path, interrupt, sick, 300, max_attempts=max_attempts)
     assert run.failed == set()
 
 
-def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path: Path, interrupt) -> None:
+def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path, interrupt):
     """Each is an error row after three deaths at three places, and its neighbours lose time alone."""
     deadly = frozenset({7, 100, 333})
     run = night(tmp_path, interrupt, {3}, 600, deadly)
@@ -94,7 +91,7 @@ def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path: Path, inter
     assert len(run.screen.told("place_left_out")) <= 1
 
 
-def test_many_documents_that_kill_leave_no_healthy_gpu_out(tmp_path: Path, interrupt) -> None:
+def test_many_documents_that_kill_leave_no_healthy_gpu_out(tmp_path, interrupt):
     """One document in ten kills its worker: a bad corpus, not eight broken GPUs."""
     deadly = frozenset(range(0, 400, 10))
     run = night(tmp_path, interrupt, set(), 400, deadly)
@@ -102,7 +99,7 @@ def test_many_documents_that_kill_leave_no_healthy_gpu_out(tmp_path: Path, inter
     assert run.screen.told("place_left_out") == []
 
 
-def test_a_run_on_broken_gpus_alone_ends(tmp_path: Path, interrupt) -> None:
+def test_a_run_on_broken_gpus_alone_ends(tmp_path, interrupt):
     """The last place is never left out: the run says what happens, and leaves most of the corpus alone."""
     with pytest.raises(WorkersFailError, match=f"{MAX_FRUITLESS_DEATHS} workers died and no document was done between"):
         night(tmp_path, interrupt, set(range(GPUS)), 300)

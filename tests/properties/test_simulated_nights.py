@@ -1,11 +1,9 @@
 """A night with nodes that are reclaimed and nodes of two speeds, as `scripts/scale_driver.py` runs it, only smaller."""
 
-from __future__ import annotations
-
 from scripts.scale_driver import DriverScale, run_night
 
 
-def test_every_document_is_done_once_and_none_is_charged() -> None:
+def test_every_document_is_done_once_and_none_is_charged():
     """Two of four nodes are reclaimed, one of them without notice, and two are a quarter as fast."""
     options = DriverScale(documents=1000, workers=32, rate=5.0, spot=2, slow=0.5)
     night = run_night(options)

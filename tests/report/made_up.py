@@ -1,7 +1,5 @@
 """A run of two nights: the first driver is killed, the second one ends the run. Each event has a time that we chose."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from specextend.cluster.lock import LockHolder
 from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion, DocumentKey, Values
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint
 from specextend.data.prompts import Prompt
@@ -144,7 +142,7 @@ def some_stats(draw: random.Random) -> DecodingStats:
 
 def done_row(
     row: int, stats: DecodingStats, worker: str, started_at: float, draw: random.Random, doc_id: str = ""
-) -> dict[str, Any]:
+) -> Values:
     reason = draw.choice(["stop", "stop", "stop", "length"])
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
     text = "" if draw.random() < 0.05 else f"text {row}"
@@ -164,12 +162,12 @@ def done_row(
     )
 
 
-def failed_row(row: int, error_class: str = "PromptTooLong", doc_id: str = "") -> dict[str, Any]:
+def failed_row(row: int, error_class: str = "PromptTooLong", doc_id: str = "") -> Values:
     told = {"error_class": error_class, "message": "it is too long", "stage": "prompt", "retryable": False}
     return {"file": 0, "row": row, "doc_id": doc_id or f"doc-{row:04d}", **told, "attempts": 1}
 
 
-def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) -> list[dict[str, Any]]:
+def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) -> list[Values]:
     """Documents one after the other, with a pause after each."""
     made = []
     for row in rows:

@@ -1,7 +1,5 @@
 """Findings: each rule speaks up when it should, with the figures on which it rests, and advises what can be changed."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -9,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from specextend.core import Values
 from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
-QUIET: dict[str, Any] = {
+QUIET: Values = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
@@ -36,7 +35,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-def changed(**values: Any) -> dict[str, Any]:
+def changed(**values: Any) -> Values:
     """A report that gives no advice, with values at dotted paths replaced (`a__b` is `a.b`)."""
     report = copy.deepcopy(QUIET)
     for path, value in values.items():
@@ -48,7 +47,7 @@ def changed(**values: Any) -> dict[str, Any]:
     return report
 
 
-def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> dict[str, Any]:
+def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> Values:
     return {"bucket": name, "documents": documents, "mean_acceptance_length": length, "retrieval_coverage": seen}
 
 
@@ -114,7 +113,7 @@ BELOW = [
 
 
 @pytest.mark.parametrize(("rule", "report", "said"), CASES, ids=[case[0] for case in CASES])
-def test_a_rule_says_what_it_found_with_its_figures(rule: str, report: dict[str, Any], said: str):
+def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     """A finding without figures cannot be checked."""
     [advice] = give_advice(report)
     assert advice["rule"] == rule
@@ -124,7 +123,7 @@ def test_a_rule_says_what_it_found_with_its_figures(rule: str, report: dict[str,
 
 
 @pytest.mark.parametrize("report", BELOW, ids=range(len(BELOW)))
-def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
+def test_what_is_as_usual_is_not_mentioned(report):
     """Findings that are always there are not read."""
     assert give_advice(report) == []
 

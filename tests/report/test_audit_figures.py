@@ -1,7 +1,5 @@
 """The audit's figures: what counts as rounding, what as a wrong text, and a speed-up that divides by hand."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 

@@ -1,9 +1,6 @@
 """The page in a real browser: on a screen and on a telephone, with the network watched."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,14 @@ VISITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     run = write_run(tmp_path_factory.mktemp("browser") / "run", price_per_worker_hour=PRICE)
     write_report(run)
     return Path(run, "report.html")
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -59,13 +56,13 @@ class Visit:
 
 
 @pytest.fixture(params=VISITS)
-def visit(browser: Any, written: Path, request: pytest.FixtureRequest) -> Iterator[Visit]:
+def visit(browser, written, request):
     opened = Visit(browser, written, request.param)
     yield opened
     opened.page.context.close()
 
 
-def test_markup_in_an_id_is_shown_and_does_nothing(visit: Visit):
+def test_markup_in_an_id_is_shown_and_does_nothing(visit):
     """An image would be fetched, a handler would change the title, a tag would make the class bold.
 
     On a telephone wide tables scroll alone, and both drawings fit.

@@ -1,13 +1,10 @@
 """The report of a run folder: what it is made from, what is written and printed, and folders that are damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +12,7 @@ import pytest
 
 from specextend.cli.command import call
 from specextend.cli.report import report
+from specextend.core import Values
 from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
@@ -24,24 +22,24 @@ from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_
 DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
 
 
-def commit(folder: Path, rows: list[dict[str, Any]]) -> str:
+def commit(folder: Path, rows: list[Values]) -> str:
     CommitWriter(resolve(str(folder)), FIRST).commit(rows)
     return str(folder)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> str:
+def run(tmp_path):
     """Two documents done, one given up."""
     return commit(tmp_path / "run", [*DONE, failed_row(2)])
 
 
-def summaries(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema = SUMMARY_SCHEMA) -> str:
+def summaries(folder: Path, rows: list[Values], schema: pa.Schema = SUMMARY_SCHEMA) -> str:
     (folder / "summaries").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "summaries" / "part-00000.parquet")
     return str(folder)
 
 
-def test_summaries_alone_give_the_same_figures(run: str, tmp_path: Path):
+def test_summaries_alone_give_the_same_figures(run, tmp_path):
     """What is left of a run when its commits have been cleared away; which start did what is then unknown."""
     schema = SUMMARY_SCHEMA.append(pa.field("title", pa.string()))
     copied, original = build_report(summaries(tmp_path / "copy", DONE, schema)), build_report(run)
@@ -51,7 +49,7 @@ def test_summaries_alone_give_the_same_figures(run: str, tmp_path: Path):
     assert copied["wall_clock"] == dict.fromkeys(copied["wall_clock"]) | {"is_exact": False}
 
 
-def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):
+def test_the_end_of_a_run_is_shown_in_few_lines(report):
     """Twelve tables had scrolled away what everybody asks first: how many failed, and why."""
     text = render_outcome(report, width=200)
     lines = {" ".join(line.split()) for line in text.splitlines()}
@@ -63,7 +61,7 @@ def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):
     assert re.search(r"\d+ more findings in the report", text)
 
 
-def test_rows_to_do_come_from_the_manifest(run: str):
+def test_rows_to_do_come_from_the_manifest(run):
     """A run under way: its report says how much is left, which run it is, and when it was started."""
     write_manifest_file(resolve(run), config_of(run), num_rows=5)
     attempts = Path(run, "_run", "attempts")
@@ -78,7 +76,7 @@ def test_rows_to_do_come_from_the_manifest(run: str):
 
 
 @pytest.mark.parametrize("values", [None, {"num_prompt_tokens": "many\n", "decode_s": ["x"]}])
-def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Any):
+def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys, values):
     """The report is what people run on folders that somebody sent them."""
     row = {name: DONE[0].get(name) for name in SUMMARY_SCHEMA.names}
     summaries(tmp_path, [row])
@@ -91,7 +89,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "part-00000.parquet is damaged" in line
 
 
-def test_a_folder_that_takes_no_files_is_reported_all_the_same(run: str, capfd: pytest.CaptureFixture[str]):
+def test_a_folder_that_takes_no_files_is_reported_all_the_same(run, capfd):
     """A full disk, or the run of somebody else: nobody is kept from reading. The tests of root need a folder."""
     Path(run, "report.json").mkdir()
     assert call(report, [run], "report") == 0
@@ -102,7 +100,7 @@ def test_a_folder_that_takes_no_files_is_reported_all_the_same(run: str, capfd: 
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"[" * 100_000], ids=range(4))
-def test_a_damaged_record_of_a_start_hides_no_figures(run: str, content: bytes):
+def test_a_damaged_record_of_a_start_hides_no_figures(run, content):
     """A driver was killed on a full disk: what it did is in the parts."""
     path = Path(run, "_run", "attempts", "0a.json")
     path.parent.mkdir()
@@ -113,11 +111,7 @@ def test_a_damaged_record_of_a_start_hides_no_figures(run: str, content: bytes):
     assert report["starts"] == [nothing | {"run_id": "0a", "documents": 0}]
 
 
-def no_constant(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
-
-
-def test_report_json_is_json_whatever_the_rows_hold(tmp_path: Path):
+def test_report_json_is_json_whatever_the_rows_hold(tmp_path):
     """Numbers that are none and halves of characters: programs that read the report are stricter than Python."""
     bad = DONE[0] | {"retrieval_coverage": math.nan, "verify_s": math.inf}
     run = commit(tmp_path / "run", [bad, failed_row(1) | {"message": "half \u2028 \x1b \x00"}])
@@ -125,7 +119,7 @@ def test_report_json_is_json_whatever_the_rows_hold(tmp_path: Path):
     attempts.mkdir()
     attempts.joinpath("a.json").write_text(json.dumps({"run_id": "\ud800", "begin": "\udfff"}))
     write_report(run)
-    report = json.loads(Path(run, "report.json").read_bytes().decode(), parse_constant=no_constant)
+    report = json.loads(Path(run, "report.json").read_bytes().decode(), parse_constant=pytest.fail)
     assert report["time"]["shares"]["verify"] == 0, "an infinite time is none"
     assert report["starts"][0]["run_id"] == "\ud800"
     assert report["errors"][0]["example_message"] == "half \u2028 \x1b \x00"

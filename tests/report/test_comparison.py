@@ -1,7 +1,5 @@
 """Two runs side by side."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,14 @@ def run_of(folder: Path, texts: dict[int, str], digest: str = "a" * 64, **decodi
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[str, str]:
+def pair(tmp_path):
     """Two runs that share three documents, one of whose texts differs by a space."""
     here = run_of(tmp_path / "here", {0: "a", 1: "b", 2: "c", 3: "only here"})
     there = run_of(tmp_path / "there", {0: "a", 1: "b ", 2: "c"}, digest="b" * 64, max_new_tokens=99)
     return here, there
 
 
-def test_texts_are_compared_by_id_and_character_by_character(pair: tuple[str, str]):
+def test_texts_are_compared_by_id_and_character_by_character(pair):
     """Whether a change was lossless is this number; of the configuration nothing is named but what differs."""
     compared = compare(*pair)
     assert compared["texts"] == {
@@ -48,7 +46,7 @@ def test_texts_are_compared_by_id_and_character_by_character(pair: tuple[str, st
     assert compared["configuration"] == {"decoding.max_new_tokens": [256, 99], "hash of target": ["a" * 12, "b" * 12]}
 
 
-def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+def test_figures_stand_side_by_side(pair, capsys):
     """The command prints them and writes nothing."""
     here, there = pair
     before = sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))
@@ -77,7 +75,7 @@ def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.Captur
         (("--max-slower", "0.1"), 3, "--max-slower 0.1: the speed of {} is not known"),
     ],
 )
-def test_a_comparison_is_a_gate(pair: tuple[str, str], limits: tuple[str, ...], code: int, said: str):
+def test_a_comparison_is_a_gate(pair, limits, code, said):
     """For a pipeline that takes a new draft only if texts stay the same; a speed that is not known is none."""
     ended = specextend("compare", *pair, "--json", "-", *limits)
     assert ended.code == code, ended.stderr
@@ -99,7 +97,7 @@ def test_a_slower_candidate_is_named_with_both_speeds():
     assert over_limits(found, 0.0, 0.5) == []
 
 
-def test_there_is_nothing_to_compare_without_a_common_document(tmp_path: Path):
+def test_there_is_nothing_to_compare_without_a_common_document(tmp_path):
     """A gate that nothing has passed through is neither open nor closed."""
     here, there = run_of(tmp_path / "here", {0: "a"}), run_of(tmp_path / "there", {1: "a"})
     ended = specextend("compare", here, there, "--max-differing", "1")
@@ -107,7 +105,7 @@ def test_there_is_nothing_to_compare_without_a_common_document(tmp_path: Path):
     assert "nothing to compare: " in ended.stderr
 
 
-def test_a_run_that_has_nothing_done_is_a_run(tmp_path: Path):
+def test_a_run_that_has_nothing_done_is_a_run(tmp_path):
     """It was interrupted before its first commit."""
     write_manifest_file(resolve(str(tmp_path)), config_of("/same"), 3)
     with pytest.raises(ValueError, match="holds a run of which nothing is done yet"):

@@ -1,15 +1,11 @@
 """`specextend export`, of runs whose commits and records are made up: each answer once, and none that is older."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +13,7 @@ import pytest
 
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, Values
 from specextend.data.commits import CommitWriter
 from specextend.data.parquet import write_table
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
@@ -28,7 +24,7 @@ from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
 
 
-def answer(row: int, text: str, doc_id: str = "") -> dict[str, Any]:
+def answer(row: int, text: str, doc_id: str = "") -> Values:
     return done(DocumentKey(0, row), text) | {"doc_id": doc_id or f"doc-{row}"}
 
 
@@ -37,7 +33,7 @@ def texts(folder: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Path:
+def stopped(tmp_path):
     """A run of four documents whose driver is gone: two commits, in which one document is done twice."""
     output = tmp_path / "run"
     write_manifest_file(resolve(str(output)), config_of(str(output)), 4)
@@ -46,7 +42,7 @@ def stopped(tmp_path: Path) -> Path:
     return output
 
 
-def commit(output: Path, run_id: str, *made: dict[str, Any]) -> None:
+def commit(output: Path, run_id: str, *made: Values) -> None:
     CommitWriter(resolve(str(output)), run_id).commit(made)
 
 
@@ -55,7 +51,7 @@ def follow(output: Path, to: Path, *more: str) -> Ended:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped: Path, tmp_path: Path, kind: str):
+def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path, kind):
     """A row that came twice would be counted twice; one that was left out is missed by nobody before the morning."""
     live, before = tmp_path / "live", sorted(stopped.rglob("*"))
     ended = follow(stopped, live, "--format", kind)
@@ -79,7 +75,7 @@ def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped: Path, tmp_pat
     assert {tuple(row) for row in rows(tmp_path / "two")} == {("summary", "doc_id")}
 
 
-def test_a_folder_of_another_export_is_not_followed_into(stopped: Path, tmp_path: Path):
+def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
     """Two runs in one folder would look like one."""
     assert follow(stopped, tmp_path / "live").code == 75
     other = tmp_path / "other"
@@ -89,14 +85,11 @@ def test_a_folder_of_another_export_is_not_followed_into(stopped: Path, tmp_path
     assert "which is no commit of this run; name another folder" in ended.stderr
 
 
-Night = Callable[..., Path]
-
-
 @pytest.fixture
-def night(tmp_path: Path) -> Night:
+def night(tmp_path):
     """Make the folder of a run that has ended: answers and failures by id, and when it began."""
 
-    def night(day: int, answers: dict[str, str], failed: tuple[str, ...] = (), **more: Any) -> Path:
+    def night(day, answers, failed=(), **more):
         output = tmp_path / "nights" / f"{9 - day}"  # its name says nothing
         values = config_of(str(output)).model_dump(mode="json", exclude_unset=True)
         values["input"]["id_column"], values["output"]["column"] = "id", more.pop("column", "summary")
@@ -126,7 +119,7 @@ def merge(to: Path, *arguments: str | Path) -> Ended:
     return specextend("export", "--latest", *map(str, arguments), "--to", str(to))
 
 
-def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night: Night, tmp_path: Path):
+def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night, tmp_path):
     """Whatever the order of the folders, by name or on the command line; a failure hides no answer, but is said."""
     nights = [
         night(1, {"a": "a1", "b": "b1", "c": "c1", "d": "d1"}, failed=("e",)),
@@ -141,7 +134,7 @@ def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night: 
     assert {row["doc_id"]: row["source"] for row in rows(to)} == dict.fromkeys("bcde") | {"a": "x"}
 
 
-def test_only_the_columns_that_are_named_are_exported_in_that_order(night: Night, tmp_path: Path):
+def test_only_the_columns_that_are_named_are_exported_in_that_order(night, tmp_path):
     """What goes to a colleague has two columns, not those of the decoding; a wrong name is met by those there are."""
     run, to = night(1, {"a": "a1"}, title="A"), tmp_path / "two.csv"
     assert merge(to, run, "--columns", "title,doc_id").code == 0
@@ -181,7 +174,7 @@ SPELLED = {
 }
 
 
-def test_every_value_is_written_without_quotes_inside_of_quotes(night: Night, tmp_path: Path):
+def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path):
     """A decimal was a quoted text inside of a cell, and NaN inside of a list made a line that is no JSON."""
     run = night(1, {"a": "a1"})
     write_table(resolve(str(run / "summaries" / "part-00000.parquet")), pa.table({"doc_id": ["a"]} | ODD_VALUES))
@@ -195,7 +188,7 @@ def test_every_value_is_written_without_quotes_inside_of_quotes(night: Night, tm
     assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
 
 
-def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night: Night, stopped: Path, tmp_path: Path):
+def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopped, tmp_path):
     """`=HYPERLINK(...)` in a summary sends a table to somebody once it is opened. Numbers stay numbers."""
     formulas = ["=1+1", "+1", "-1", "@a", " \t=1", "\t1", "\r1", "\uff1d1"]
     texts = [*formulas, "a=1", "", "1-1"]
@@ -214,7 +207,7 @@ def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night: Night
 
 
 @pytest.mark.parametrize("more", [(), ("--format", "openai"), ("--follow",)])
-def test_a_file_that_is_there_already_is_kept(night: Night, tmp_path: Path, more: tuple[str, ...]):
+def test_a_file_that_is_there_already_is_kept(night, tmp_path, more):
     """It was overwritten without a word: the export of another run, or what somebody had noted in it."""
     (to := tmp_path / "answers").write_text("mine")
     ended = specextend("export", str(night(1, {"a": "a1"})), *more, "--to", str(to))
@@ -223,7 +216,7 @@ def test_a_file_that_is_there_already_is_kept(night: Night, tmp_path: Path, more
     assert to.read_text() == "mine"
 
 
-def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_path: Path):
+def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
     """It was deleted, and its summary must go with it."""
     nights = night(1, {"a": "a1", "b": "b1"}), night(2, {"c": "c2"}, failed=("d",))
     write(tmp_path / "in", pa.table({"id": ["b", "c", "new"], "text": ["x"] * 3}))
@@ -236,9 +229,7 @@ def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_pat
 @pytest.mark.parametrize(
     ("command", "folder"), [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
 )
-def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Path, command: list[str], folder: str
-):
+def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, monkeypatch, stopped, command, folder):
     """It was exported with exit 0. Pages have checksums, which a reader compares only if it is asked to."""
     monkeypatch.chdir(tmp_path)
     commit(stopped, "0000000b", answer(3, "a summary"))
@@ -253,7 +244,7 @@ def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(
     assert not (tmp_path / "answers.csv").exists()
 
 
-def test_runs_that_do_not_belong_together_are_not_merged(night: Night, tmp_path: Path):
+def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     """One line says why; other models or options are allowed, and said."""
     first, keywords = night(1, {"a": "a1"}), night(2, {"a": "a2"}, column="keywords")
     number, text = night(3, {"a": "a3"}, source=1), night(4, {"a": "a4"}, source="x")

@@ -1,10 +1,7 @@
 """The page of a report, without a browser: what is in it, and what can never be."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -44,11 +41,11 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(report: dict[str, Any]) -> Page:
+def page(report):
     return Page(to_html(report))
 
 
-def test_the_page_holds_every_table_and_the_largest_figures(page: Page, report: dict[str, Any]):
+def test_the_page_holds_every_table_and_the_largest_figures(page, report):
     """The page and the terminal show the same sections; its tiles name where in report.json they come from."""
     for section in sections(report):
         for cell in (section.title, *section.header, *(cell for row in section.rows for cell in row)):
@@ -57,7 +54,7 @@ def test_the_page_holds_every_table_and_the_largest_figures(page: Page, report: 
     assert tiles == {path for path, _ in TILES.values()}
 
 
-def test_the_page_has_the_time_lines_and_every_finding(page: Page, report: dict[str, Any]):
+def test_the_page_has_the_time_lines_and_every_finding(page, report):
     """What is left out is not missed by anybody but its reader; a place that no worker took has nothing to see."""
     assert "seat 2" in page.text
     assert "seat 3" not in page.text
@@ -67,7 +64,7 @@ def test_the_page_has_the_time_lines_and_every_finding(page: Page, report: dict[
     assert rules == [advice["rule"] for advice in report["advice"]]
 
 
-def test_nothing_in_the_page_is_fetched_or_run(page: Page):
+def test_nothing_in_the_page_is_fetched_or_run(page):
     """It is opened from disks, mails and artifact stores, next to a corpus that must not leave the house."""
     fetching = {"script", "img", "iframe", "object", "embed", "link", "base"}
     assert {tag for tag, _ in page.elements} & fetching == set()
@@ -79,13 +76,13 @@ def test_nothing_in_the_page_is_fetched_or_run(page: Page):
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_an_id_with_markup_is_text(page: Page):
+def test_an_id_with_markup_is_text(page):
     """Ids and messages come from the corpus, whose authors nobody knows."""
     assert HOSTILE in page.text
     assert "<b>Bad</b>" in page.text
 
 
-def test_every_finding_leads_to_a_table_of_the_page(page: Page, report: dict[str, Any]):
+def test_every_finding_leads_to_a_table_of_the_page(page, report):
     """A reader who is told of cut texts asks which ones; the ids of each flag are there."""
     links = [values["href"] for tag, values in page.elements if tag == "a"]
     anchors = {f"#{values['id']}" for tag, values in page.elements if tag == "section"}
@@ -95,7 +92,7 @@ def test_every_finding_leads_to_a_table_of_the_page(page: Page, report: dict[str
         assert ", ".join(ids) in page.text
 
 
-def test_the_page_says_first_what_was_done_and_left_out(report: dict[str, Any]):
+def test_the_page_says_first_what_was_done_and_left_out(report):
     """Of a night whose rows were done before, too, which has no figures that anybody needs."""
     chosen = {"input": 900, "not_matching": 100, "unchanged": 500, "selected": 300, "changed": 0, "new": 300}
     text = Page(to_html(report | {"selection": chosen})).text.split("Documents done")[0]
@@ -112,7 +109,7 @@ def test_the_page_says_first_what_was_done_and_left_out(report: dict[str, Any]):
     ("code", "age_s", "said"),
     [(0, None, "complete"), (75, None, "stopped"), (1, None, "failed with exit 1"), (None, 300, "no end")],
 )
-def test_the_page_says_how_the_run_stands(report: dict[str, Any], code: int | None, age_s: int | None, said: str):
+def test_the_page_says_how_the_run_stands(report, code, age_s, said):
     """Also while it is going, and after its driver was killed."""
     sign = None if age_s is None else time_text(NIGHT_S - age_s)
     last = report["starts"][-1] | {"exit_code": code, "last_sign": sign}
@@ -120,7 +117,7 @@ def test_the_page_says_how_the_run_stands(report: dict[str, Any], code: int | No
     assert said in page.text.split("Documents done")[0]
 
 
-def test_a_fault_of_the_page_costs_the_page_alone(report: dict[str, Any]):
+def test_a_fault_of_the_page_costs_the_page_alone(report):
     """The texts of a night are done: a mistake in a template must not turn that into a failure."""
     page = Page(to_html({name: value for name, value in report.items() if name != "wall_clock"}))
     assert "This page could not be made (KeyError: 'wall_clock'). report.json holds" in page.text

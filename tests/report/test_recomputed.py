@@ -1,8 +1,5 @@
 """Every figure of a report, computed a second time from the Parquet by queries that share no code with it."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -30,7 +27,7 @@ DONE = """
 
 
 @pytest.fixture(scope="module")
-def rows(made_up: Path):
+def rows(made_up):
     """The rows that count, as views of a database."""
     connection = duckdb.connect()
     connection.execute(RESULTS.replace("{folder}", str(made_up)).replace("{{8}}", "{8}"))

@@ -1,7 +1,5 @@
 """What is said of a run's time if its records hold less than they might."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -35,7 +33,7 @@ def last_end(report: dict[str, Any]) -> float:
     return report["timeline"][0]["workers"][0]["spans"][-1][1]
 
 
-def test_the_last_sign_of_life_stands_for_an_end_that_nobody_wrote(tmp_path: Path):
+def test_the_last_sign_of_life_stands_for_an_end_that_nobody_wrote(tmp_path):
     """Killed with its machine: the lock still holds its heartbeat; without a lock, the last row says the most.
 
     So it does where the next start holds the lock while the report is made.
@@ -55,7 +53,7 @@ def test_the_last_sign_of_life_stands_for_an_end_that_nobody_wrote(tmp_path: Pat
     assert start["paid_s"]["lost"] == pytest.approx(100 - last_end(report), abs=1e-3)
 
 
-def test_a_worker_that_was_never_recorded_counts_what_its_rows_say(tmp_path: Path):
+def test_a_worker_that_was_never_recorded_counts_what_its_rows_say(tmp_path):
     """The driver was killed before it wrote that the worker is ready: its documents were not for nothing."""
     report = build_report(one_worker(tmp_path, workers=False))
     paid = report["wall_clock"]["paid_s"]

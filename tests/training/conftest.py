@@ -1,7 +1,5 @@
 """A target that reads bytes, so that texts come back from its tokens as they were, and documents for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -76,7 +74,7 @@ class Workshop:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory) -> Workshop:
+def workshop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     tokenizer = byte_tokenizer()
     tiny_model(FAMILIES["llama-tied-llama3"], 0, len(tokenizer)).save_pretrained(folder / "target")
@@ -88,7 +86,7 @@ def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:
     """A prompt of 24 tokens and two answers, with states that no target has made."""
     generator = torch.Generator().manual_seed(0)
 
-    def span(length: int) -> Span:
+    def span(length):
         token_ids = torch.randint(vocab_size, (length,), generator=generator)
         return Span(token_ids, torch.randn(length, hidden_size, generator=generator), torch.ones(length))
 

@@ -1,16 +1,12 @@
 """Whole trainings on a random target: what is learned means nothing, that it can be used and gone on with does."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from specextend.loading import load_engine
 from tests.tiny_models import random_prompt, request
-from tests.training.conftest import Workshop
 
 
 class Shown:
@@ -27,7 +23,7 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def draft(workshop: Workshop, tmp_path_factory) -> Path:
+def draft(workshop, tmp_path_factory):
     """A trained head, its figures in `figures.json` and what its training showed in `shown.json`."""
     folder, shown = tmp_path_factory.mktemp("drafts") / "head", Shown()
     figures = workshop.train(folder, shown)

@@ -1,7 +1,5 @@
 """The job as its users start it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ import yaml
 from specextend.cli.command import call
 from specextend.cli.train import train
 from tests.tiny_models import SECTIONS
-from tests.training.conftest import Workshop, document, write_texts
+from tests.training.conftest import document, write_texts
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "train_draft.py"
@@ -22,7 +20,7 @@ SMALL = ("--rounds", "1", "--answers", "6", "--samples", "2", "--min-tokens", "1
 
 
 @pytest.fixture
-def arguments(workshop: Workshop, tmp_path) -> list[str]:
+def arguments(workshop, tmp_path):
     """A configuration file for the tiny target, the text and an output."""
     sections = SECTIONS | {
         "target": {"model": workshop.target, "dtype": "float32", "device": "cpu"},

@@ -1,7 +1,5 @@
 """What is trained must be what runs: the trainable head against the network that drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,7 @@ def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
     network.prefill(0, token_ids, slots.hidden[torch.cat([prompt, own[:1]])])
     network.cache.select(0, torch.arange(num_read - 1))
 
-    def run(which: Tensor, hidden: Tensor) -> Tensor:
+    def run(which, hidden):
         places, first, count = slots.each(lambda x: x[which]), network.cache.of[0].visible, len(which)
         plan = AttentionPlan([network.cache.of[0].working.start], [first + count], count)
         positions = torch.arange(first, first + count)[None]

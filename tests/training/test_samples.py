@@ -1,7 +1,5 @@
 """What drafts learn from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
