@@ -1,7 +1,5 @@
 """A filter of rows: a condition of SQL over their columns, which DuckDB evaluates and which can reach nothing else."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import duckdb

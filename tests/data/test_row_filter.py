@@ -1,7 +1,5 @@
 """The filter of rows: a condition of SQL, and that nothing else gets through."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 
@@ -39,7 +37,7 @@ TABLE = pa.table(
         ("uuid == '12121212-1212-1212-1212-121212121212'", [0]),
     ],
 )
-def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
+def test_rows_match_as_in_sql(text, rows):
     """A comparison with null is neither true nor false, so neither it nor its opposite matches."""
     assert matches(text, TABLE.select(filter_columns(text))).nonzero()[0].tolist() == rows
 
@@ -63,7 +61,7 @@ def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
         ("Lang == 'en' or lang == 'de'", "differ in case"),
     ],
 )
-def test_what_reaches_beyond_a_row_is_refused(text: str, message: str) -> None:
+def test_what_reaches_beyond_a_row_is_refused(text, message):
     """A configuration may come from somebody who must not read files here; and a resumed run needs the same rows."""
     with pytest.raises(ValueError, match=message) as refused:
         filter_columns(text)
@@ -82,7 +80,7 @@ def test_what_reaches_beyond_a_row_is_refused(text: str, message: str) -> None:
         ("pages) from (select pages", "syntax error"),
     ],
 )
-def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text: str, what: str) -> None:
+def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text, what):
     """Whatever DuckDB says becomes one line; text that is not UTF-8 would end its database."""
     with pytest.raises(ValueError, match=f"does not fit its columns .*{what}") as refused:
         matches(text, TABLE.select(filter_columns(text)))
