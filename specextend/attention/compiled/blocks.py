@@ -18,7 +18,6 @@ weighted sum of the values. That score is its largest so far, or at most `MARGIN
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -55,12 +54,12 @@ HEADER = 2 * VECTOR_BYTES
 """Bytes of a row's state before its sum of values."""
 
 
-def units_of(element: Any) -> int:
+def units_of(element):
     """Return the number of columns in a unit."""
     return 2 if element == types.uint32 else 1
 
 
-def load_units(b: Value, element: Any, where: Value) -> Value:
+def load_units(b, element, where):
     """Read 16 units of a tensor."""
     if element != types.uint16:
         return load(b, where, UNITS)
@@ -68,46 +67,46 @@ def load_units(b: Value, element: Any, where: Value) -> Value:
     return b.shl(halves, vir.units([16] * LANES))
 
 
-def source_bytes(element: Any) -> int:
+def source_bytes(element):
     """Return the size of 16 units in a tensor."""
     return VECTOR_BYTES // 2 if element == types.uint16 else VECTOR_BYTES
 
 
-def times(b: Value, x: Value, n: int) -> Value:
+def times(b, x, n):
     """Multiply a count by a constant."""
     return b.mul(x, number(n))
 
 
-def is_tiled(element: Any) -> bool:
+def is_tiled(element) -> bool:
     """Return True if products are those of matrix tiles."""
     return tiles.HAS_TILES and element == types.uint32
 
 
 @emitted(types.int64)
-def tile_rows(b: Value, element: Any) -> Value:
+def tile_rows(b, element):
     """Return how many rows a product takes at most."""
     return number(MOST_ROWS if is_tiled(element) else TILE)
 
 
 @emitted(types.int64)
-def unit_columns(b: Value, element: Any) -> Value:
+def unit_columns(b, element):
     """Return the number of columns in a unit."""
     return number(units_of(element))
 
 
 @emitted(types.int64)
-def is_widened(b: Value, element: Any) -> Value:
+def is_widened(b, element):
     """Return 1 if the tensors hold bf16 and arithmetic is fp32."""
     return number(int(element == types.uint16))
 
 
 @emitted(types.int64)
-def add_to(b: Value, element: Any, counter: Value, amount: Value) -> Value:
+def add_to(b, element, counter, amount):
     """Add to a counter that threads share, and return what it was."""
     return b.atomic_rmw("add", b.inttoptr(counter, ir.PointerType()), amount, "acq_rel")
 
 
-def emit_copy(b: Value, element: Any, source: Value, num_vectors: Value, target: Value) -> None:
+def emit_copy(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
 
     def body(i: Value) -> None:
@@ -118,20 +117,18 @@ def emit_copy(b: Value, element: Any, source: Value, num_vectors: Value, target:
 
 
 @emitted()
-def copy_row(b: Value, element: Any, source: Value, num_vectors: Value, target: Value) -> None:
+def copy_row(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
     emit_copy(b, element, source, num_vectors, target)
 
 
-def smaller(b: Value, x: Value, y: Value) -> Value:
+def smaller(b, x, y):
     """Return the smaller of two counts."""
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
 @emitted()
-def lay_keys(
-    b: Value, element: Any, keys: Value, stride: Value, num_keys: Value, head_dim: Value, target: Value
-) -> None:
+def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
     """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it."""
     last, lanes, numbers = b.sub(num_keys, number(1)), REGISTER_LANES, 1 if element == types.float32 else 2
     rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
@@ -154,9 +151,7 @@ def lay_keys(
 
 
 @emitted()
-def lay_values(
-    b: Value, element: Any, values: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
-) -> None:
+def lay_values(b, element, values, stride, num_keys, num_vectors, target):
     """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one repeat it."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
@@ -175,7 +170,7 @@ def lay_values(
         vir.repeat(b, emit_num_units(b, element, num_keys), [], interleave)
 
 
-def emit_num_units(b: Value, element: Any, num_keys: Value) -> Value:
+def emit_num_units(b, element, num_keys):
     """Emit how many units a column of some keys has, whole tiles of them where products are those of tiles."""
     if units_of(element) == 1:
         return num_keys
@@ -184,12 +179,12 @@ def emit_num_units(b: Value, element: Any, num_keys: Value) -> Value:
 
 
 @emitted(types.int64)
-def num_units(b: Value, element: Any, num_keys: Value) -> Value:
+def num_units(b, element, num_keys):
     """Return how many units of a column of keys a product reads."""
     return emit_num_units(b, element, num_keys)
 
 
-def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Value) -> None:
+def emit_pairs(b, first, second, count, target):
     """Interleave two rows of bf16, 32 columns at a time."""
     halves = ir.VectorType(vir.I16, 2 * LANES)
     low = vir.units([lane for i in range(LANES) for lane in (i, i + 2 * LANES)])
@@ -205,7 +200,7 @@ def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Valu
 
 
 @emitted()
-def place_key(b: Value, element: Any, key: Value, head_dim: Value, keys: Value, column: Value) -> None:
+def place_key(b, element, key, head_dim, keys, column):
     """Copy a row to a column of a block of keys that is laid out."""
     size = 2 if element == types.uint16 else 4
     kind = vir.I16 if element == types.uint16 else vir.I32
@@ -220,7 +215,7 @@ def place_key(b: Value, element: Any, key: Value, head_dim: Value, keys: Value, 
 
 
 @emitted()
-def place_value(b: Value, element: Any, value: Value, num_vectors: Value, values: Value, row: Value) -> None:
+def place_value(b, element, value, num_vectors, values, row):
     """Copy a row to a row of a block of values that is laid out, or to half of a row of pairs."""
     place = address(b, values, b.mul(b.udiv(row, number(units_of(element))), times(b, num_vectors, VECTOR_BYTES)))
     if units_of(element) == 1:
@@ -236,13 +231,13 @@ def place_value(b: Value, element: Any, value: Value, num_vectors: Value, values
 
 
 @emitted(types.int64)
-def get_byte(b: Value, element: Any, where: Value) -> Value:
+def get_byte(b, element, where):
     """Read a byte."""
     return b.zext(load(b, where, vir.I8, 1), vir.I64)
 
 
 @emitted()
-def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value, num_lines: Value) -> None:
+def fetch(b, element, source, stride, num_rows, num_lines):
     """Ask for the cache lines of some rows, which may lie outside the tensor."""
 
     def fetch_row(row: Value) -> None:
@@ -257,9 +252,9 @@ def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value,
 
 
 def emit_product(
-    b: Value, element: Any, rows: int, width: int, left: Value, left_stride: Value, right: Value, right_stride: Value,
-    right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
-) -> None:  # fmt: skip
+    b, element, rows, width, left, left_stride, right, right_stride,
+    right_column, depth, sums, sums_stride, accumulate,
+):  # fmt: skip
     """Emit the product of a tile with all its sums in registers."""
     starts = [address(b, left, b.mul(left_stride, number(row))) for row in range(rows)]
     places = [
@@ -294,7 +289,7 @@ def emit_product(
         store(b, value, place)
 
 
-def widened(b: Value, pairs: Value) -> tuple[Value, Value]:
+def widened(b, pairs):
     """Return the first and the second numbers of pairs of bf16 as units of fp32."""
     count = pairs.type.count
     return b.shl(pairs, vir.units([16] * count)), b.and_(pairs, vir.units([-(1 << 16)] * count))
@@ -302,10 +297,10 @@ def widened(b: Value, pairs: Value) -> tuple[Value, Value]:
 
 @emitted()
 def product(
-    b: Value, element: Any, rows: Value, width: Value, left: Value, left_stride: Value, right: Value,
-    right_stride: Value, right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
-    ahead: Value,
-) -> None:  # fmt: skip
+    b, element, rows, width, left, left_stride, right,
+    right_stride, right_column, depth, sums, sums_stride, accumulate,
+    ahead,
+):  # fmt: skip
     """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them.
 
     Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of a later product are.
@@ -334,7 +329,7 @@ def product(
 
 
 @emitted()
-def hide_behind(b: Value, element: Any, scores: Value, limit: Value) -> None:
+def hide_behind(b, element, scores, limit):
     """Set the scores from `limit` on to -inf."""
     limits = vir.splat(b, b.trunc(limit, vir.I32))
     for first in range(0, BLOCK, LANES):
@@ -344,7 +339,7 @@ def hide_behind(b: Value, element: Any, scores: Value, limit: Value) -> None:
 
 
 @emitted()
-def hide_before(b: Value, element: Any, scores: Value, limit: Value) -> None:
+def hide_before(b, element, scores, limit):
     """Set the scores before `limit` to -inf."""
     limits = vir.splat(b, b.trunc(limit, vir.I32))
     for first in range(0, BLOCK, LANES):
@@ -353,24 +348,24 @@ def hide_before(b: Value, element: Any, scores: Value, limit: Value) -> None:
         store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
 
 
-def joined(b: Value, vectors: list[Value], join: Any) -> Value:
+def joined(b, vectors: list[Value], join):
     """Join vectors in pairs, in a fixed order."""
     while len(vectors) > 1:
         vectors = [join(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
-def add(b: Value, x: Value, y: Value) -> Value:
+def add(b, x, y):
     """Return the sum of two values."""
     return b.fadd(x, y)
 
 
-def finite(b: Value, x: Value) -> Value:
+def finite(b, x):
     """Return 0 for -inf, so that nothing visible yet gives weights of 0 instead of NaN."""
     return b.select(b.fcmp_ordered("==", x, vir.floats(-math.inf)), vir.floats(0.0), x)
 
 
-def emit_scaling(b: Value, state: Value, num_vectors: Value, factor: Value) -> None:
+def emit_scaling(b, state, num_vectors, factor):
     """Multiply a row's sums, of weights and of values, by a vector."""
 
     def body(i: Value) -> None:
@@ -380,9 +375,7 @@ def emit_scaling(b: Value, state: Value, num_vectors: Value, factor: Value) -> N
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
 
-def emit_weighing(
-    b: Value, element: Any, scores: Value, state: Value, num_vectors: Value, factor: Value, margin: Value
-) -> list[Value]:
+def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
     """Emit the weights of a row's block and add them to its sum; rescale the row if a score exceeds the margin."""
     values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
     peak = joined(b, values, vir.larger)
@@ -403,9 +396,9 @@ def emit_weighing(
 
 @emitted()
 def weigh(
-    b: Value, element: Any, num_rows: Value, scores: Value, states: Value, num_vectors: Value, scale: float,
-    weights: Value,
-) -> None:  # fmt: skip
+    b, element, num_rows, scores, states, num_vectors, scale: float,
+    weights,
+):  # fmt: skip
     """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind them weigh nothing.
 
     `scale` is the factor of scores, times log2(e).
@@ -434,7 +427,7 @@ def weigh(
 
 
 @emitted()
-def clear(b: Value, element: Any, state: Value, num_vectors: Value) -> None:
+def clear(b, element, state, num_vectors):
     """Set a row's state to that of no keys."""
     store(b, vir.floats(-math.inf), state)
 
@@ -445,7 +438,7 @@ def clear(b: Value, element: Any, state: Value, num_vectors: Value) -> None:
 
 
 @emitted()
-def fold(b: Value, element: Any, total: Value, part: Value, num_vectors: Value, scale: float) -> None:
+def fold(b, element, total, part, num_vectors, scale: float):
     """Add the state of a row over other keys to its total."""
     old, other = load(b, total), load(b, part)
     new = vir.larger(b, old, other)
@@ -462,7 +455,7 @@ def fold(b: Value, element: Any, total: Value, part: Value, num_vectors: Value, 
 
 
 @emitted(types.float32)
-def finish(b: Value, element: Any, state: Value, num_vectors: Value, out: Value) -> Value:
+def finish(b, element, state, num_vectors, out):
     """Write a row's result in the tensor's type, 0 if it saw no key; return the sum of its weights."""
     weight = vir.across(b, load(b, address(b, state, VECTOR_BYTES)), add)
     none = b.fcmp_ordered("==", weight, ir.Constant(vir.F32, 0.0))
@@ -481,24 +474,24 @@ def finish(b: Value, element: Any, state: Value, num_vectors: Value, out: Value)
 
 
 @emitted(types.float32)
-def reference_score(b: Value, element: Any, state: Value) -> Value:
+def reference_score(b, element, state):
     """Return the score that a row's weights are relative to."""
     return load(b, state, vir.F32)
 
 
 @emitted()
-def put(b: Value, element: Any, where: Value, value: float) -> None:
+def put(b, element, where, value: float):
     """Write a number."""
     store(b, value, where)
 
 
 @emitted(types.int64)
-def element_size(b: Value, element: Any) -> Value:
+def element_size(b, element):
     """Return the size of a tensor's element."""
     return number(4 if element == types.float32 else 2)
 
 
 @emitted(types.int64)
-def get(b: Value, element: Any, where: Value) -> Value:
+def get(b, element, where):
     """Read an int64."""
     return load(b, where, vir.I64, 8)

@@ -79,13 +79,13 @@ RECORD = np.dtype(
 )
 
 
-def load_wide(b: Value, where: Value) -> Value:
+def load_wide(b, where):
     """Read 16 numbers of bf16 as fp32."""
     return b.bitcast(load_units(b, types.uint16, where), FLOATS)
 
 
 @emitted()
-def normalise(b: Value, element: Any, x: Value, weight: Value, num_vectors: Value, eps: float, out: Value) -> None:
+def normalise(b, element, x, weight, num_vectors, eps: float, out):
     """Write the RMSNorm of a row of bf16."""
 
     def at(base: Value, i: Value) -> Value:
@@ -108,7 +108,7 @@ def normalise(b: Value, element: Any, x: Value, weight: Value, num_vectors: Valu
 
 
 @emitted()
-def turn(b: Value, element: Any, head: Value, cos: Value, sin: Value, num_vectors: Value, out: Value) -> None:
+def turn(b, element, head, cos, sin, num_vectors, out):
     """Apply RoPE to a head, whose halves have `num_vectors` each; `out` may be the head."""
     half = times(b, num_vectors, VECTOR_BYTES // 2)
 
@@ -125,20 +125,20 @@ def turn(b: Value, element: Any, head: Value, cos: Value, sin: Value, num_vector
 
 
 @emitted(types.int64)
-def look_at(b: Value, element: Any, counter: Value) -> Value:
+def look_at(b, element, counter):
     """Read a counter that other threads add to, after a pause."""
     b.call(vir.declared(b, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
     return b.load_atomic(b.inttoptr(counter, ir.PointerType()), "acquire", 8, typ=vir.I64)
 
 
 @emitted()
-def give_way(b: Value, element: Any) -> None:
+def give_way(b, element):
     """Let another thread have the processor."""
     b.call(vir.declared(b, ir.FunctionType(vir.I32, []), "sched_yield"), [])
 
 
 @numba.njit
-def wait_for(element: Any, counter: int, count: int) -> None:
+def wait_for(element, counter, count):
     """Wait until a counter is `count`."""
     looks = 0
     while look_at(element, counter) < count:
@@ -148,7 +148,7 @@ def wait_for(element: Any, counter: int, count: int) -> None:
 
 
 @numba.njit
-def normalise_rows(element: Any, layer: Any, call: Any, source: int, weight: int, number: int) -> None:
+def normalise_rows(element, layer, call, source, weight, number):
     """Write the norm of an item's rows of `source` as what `call` multiplies."""
     row_bytes = 4 * call.num_pairs
     for row in range(number * ROWS, min(call.num_rows, (number + 1) * ROWS)):
@@ -157,7 +157,7 @@ def normalise_rows(element: Any, layer: Any, call: Any, source: int, weight: int
 
 
 @numba.njit
-def rotate_rows(element: Any, layer: Any, number: int) -> None:
+def rotate_rows(element, layer, number):
     """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those of `own.copied`."""
     own, call = layer.own, layer.attention
     head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
@@ -187,7 +187,7 @@ def rotate_rows(element: Any, layer: Any, number: int) -> None:
 
 
 @numba.njit
-def count_items(layer: Any, phase: int) -> int:
+def count_items(layer, phase):
     """Return the number of items of a phase."""
     if phase == 1:
         return products.num_items(layer.qkv)
@@ -203,7 +203,7 @@ def count_items(layer: Any, phase: int) -> int:
 
 
 @numba.njit
-def run_item(element: Any, layer: Any, phase: int, sums: int, scratch: Any, number: int) -> None:
+def run_item(element, layer, phase, sums, scratch, number):
     """Do an item of a phase."""
     if phase == 0:
         normalise_rows(element, layer, layer.qkv, layer.o_proj.residual, layer.own.input_norm, number)
@@ -225,7 +225,7 @@ def run_item(element: Any, layer: Any, phase: int, sums: int, scratch: Any, numb
 
 
 @numba.njit
-def work(element: Any, layers: Any) -> None:
+def work(element, layers):
     """Take items of all phases in order. Every worker of a call runs this once."""
     counter = layers[0].own.counters
     worker = add_to(element, counter, 1)
@@ -253,7 +253,7 @@ def kernel() -> Any:
     version = (attend.ELEMENTS[torch.bfloat16](0), hashlib.sha256(b"".join(sources)).hexdigest())
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
-    def entry(call: Any) -> None:
+    def entry(call):
         work(version[0], numba.carray(call, numba.carray(call, 1)[0].own.num_layers))
 
     return entry
@@ -298,7 +298,7 @@ class Decoder:
 
     instructions = tiles.INSTRUCTIONS
 
-    def __init__(self, layers: Sequence[Any], scale: float, num_copied: int = 0) -> None:
+    def __init__(self, layers: Sequence[Any], scale: float, num_copied=0):
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies.
 
         num_copied: key heads whose rows `run` is given, behind those of the layers' own.

@@ -11,7 +11,7 @@ import math
 import struct
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -153,13 +153,13 @@ scratch_of = numba.njit(divide)
 
 
 @numba.njit
-def state_of(call: Any, states: int, row: int) -> int:
+def state_of(call, states, row):
     """Return the address of a row's state."""
     return states + row * (HEADER + 4 * call.head_dim)
 
 
 @numba.njit
-def num_visible(call: Any, item: Any, row: int) -> int:
+def num_visible(call, item, row):
     """Return the number of keys up to the last one that a row sees, those of a tree aside."""
     if call.causal == 0:
         return item.length
@@ -167,9 +167,7 @@ def num_visible(call: Any, item: Any, row: int) -> int:
 
 
 @numba.njit
-def multiply(
-    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int, ahead: int
-) -> None:
+def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
     """Multiply a tile left [rows, depth] by right [depth, width vectors]; see `blocks.product`."""
     first = 0
     while first < width:
@@ -182,7 +180,7 @@ def multiply(
 
 
 @numba.njit
-def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, num_rows: int, seen: int) -> None:
+def hide(element, call, item, scores, block, row, num_rows, seen):
     """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the block."""
     before = num_visible(call, item, row + num_rows - 1) - call.window - block
     if before <= 0 and min(seen, num_visible(call, item, row) - block) == BLOCK:
@@ -195,22 +193,20 @@ def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, 
 
 
 @numba.njit
-def takes_values_as_they_are(element: Any, item: Any, block: int) -> bool:
+def takes_values_as_they_are(element, item, block) -> bool:
     """Return True if a block's values are used once, so that widening them on the way takes no longer."""
     is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
     return blocks.is_widened(element) != 0 and is_once
 
 
 @numba.njit
-def values_of(call: Any, item: Any, block: int) -> int:
+def values_of(call, item, block):
     """Return the address of a block's values."""
     return call.v + item.key_head * call.v_head + (item.start + block) * call.v_row
 
 
 @inlined
-def attend_tile(
-    element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int, num_rows: int, seen: int
-) -> None:
+def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen):
     """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at most."""
     columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
@@ -229,7 +225,7 @@ def attend_tile(
 
 
 @numba.njit
-def place_own(element: Any, call: Any, item: Any, scratch: Any, block: int, row: int) -> int:
+def place_own(element, call, item, scratch, block, row):
     """Put the masked keys that a row's query sees, and their values, where they would stand without the others.
 
     So a node of a tree attends to its path as plain decoding does to the same tokens, in the same order. Returns how
@@ -252,7 +248,7 @@ def place_own(element: Any, call: Any, item: Any, scratch: Any, block: int, row:
 
 
 @inlined
-def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, first: int, last: int) -> None:
+def attend_split(element, call, item, scratch, states, first, last):
     """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
     vectors, lines = call.head_dim // LANES, call.head_dim * blocks.element_size(element) // VECTOR_BYTES
     tile_rows = blocks.tile_rows(element)
@@ -285,7 +281,7 @@ def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, 
 
 
 @numba.njit
-def lay_queries(element: Any, call: Any, item: Any, scratch: Any) -> None:
+def lay_queries(element, call, item, scratch):
     """Copy an item's rows."""
     depth = call.head_dim // blocks.unit_columns(element)
     for row in range(item.num_rows):
@@ -296,7 +292,7 @@ def lay_queries(element: Any, call: Any, item: Any, scratch: Any) -> None:
 
 
 @numba.njit
-def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
+def write_results(element, call, item, totals):
     """Write the output and the LSE of an item's rows."""
     for row in range(item.num_rows):
         token, head = divmod(item.first_row + row, call.group)
@@ -311,7 +307,7 @@ def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
 
 
 @numba.njit
-def find_item(element: Any, call: Any, number: int) -> WorkItem:
+def find_item(element, call, number):
     """Return the rows of the item with a number, parts aside."""
     rest, row_block = divmod(number, call.num_row_blocks)
     sequence, key_head = divmod(rest, call.num_key_heads)
@@ -325,7 +321,7 @@ def find_item(element: Any, call: Any, number: int) -> WorkItem:
 
 
 @inlined
-def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
+def run_item(element, call, scratch, number):
     """Attend with some rows to one split, or to all; the worker that is last to finish a split adds them up."""
     which, part = divmod(number, call.num_parts)
     item = find_item(element, call, which)
@@ -351,7 +347,7 @@ def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
 
 
 @numba.njit
-def add_up(element: Any, call: Any, item: Any, totals: int, states: int) -> None:
+def add_up(element, call, item, totals, states):
     """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
         total, state = state_of(call, totals, row), state_of(call, states, row)
@@ -359,13 +355,13 @@ def add_up(element: Any, call: Any, item: Any, totals: int, states: int) -> None
 
 
 @numba.njit
-def num_items(call: Any) -> int:
+def num_items(call):
     """Return the number of items of a call."""
     return call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
 
 
 @numba.njit
-def memory_of(call: Any, worker: int) -> Scratch:
+def memory_of(call, worker):
     """Return the memory of a worker."""
     rows = memory_rows(call.rows)
     size = scratch_of(call.head_dim, rows, 0).end
@@ -373,7 +369,7 @@ def memory_of(call: Any, worker: int) -> Scratch:
 
 
 @inlined
-def work(element: Any, call: Any) -> None:
+def work(element, call):
     """Take items until none is left. Every worker of a call runs this once."""
     scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
     number = blocks.add_to(element, call.counters + 8, 1)
@@ -385,13 +381,13 @@ def work(element: Any, call: Any) -> None:
 
 
 @cache
-def kernel(element: type) -> Any:
+def kernel(element: type):
     """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
     sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, tiles.__file__, vir.__file__)]
     version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
-    def entry(call: Any) -> None:
+    def entry(call):
         work(version[0], numba.carray(call, 1)[0])
 
     return entry

@@ -103,13 +103,13 @@ LAYOUT = struct.Struct(f"={len(LinearCall._fields)}q")
 """A `RECORD`'s bytes."""
 
 
-def emit_output(b: Value, i: int, sums: Value, scales: Value, bias: Value) -> Value:
+def emit_output(b, i, sums, scales, bias):
     """Emit a vector of a row's outputs: sums times their scales, with bias."""
     return vir.fma(b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias)))
 
 
 @emitted()
-def write_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, residual: Value, out: Value) -> None:
+def write_sums(b, element, sums, scales, bias, residual, out):
     """Write a row's outputs of a block as bf16, with a residual unless its address is 0."""
     is_added = b.icmp_signed("!=", residual, vir.number(0))
     for i in range(VECTORS):
@@ -122,9 +122,9 @@ def write_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, 
 
 @emitted()
 def write_gated(
-    b: Value, element: Any, gate: Value, gate_scales: Value, gate_bias: Value, sums: Value, scales: Value, bias: Value,
-    out: Value,
-) -> None:  # fmt: skip
+    b, element, gate, gate_scales, gate_bias, sums, scales, bias,
+    out,
+):  # fmt: skip
     """Write SwiGLU of a row's outputs of two blocks as bf16."""
     for i in range(VECTORS):
         value = b.fmul(
@@ -134,7 +134,7 @@ def write_gated(
 
 
 @emitted()
-def widen(b: Value, element: Any, source: Value, count: Value, target: Value) -> None:
+def widen(b, element, source, count, target):
     """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of bf16."""
 
     def body(i: Value) -> None:
@@ -158,7 +158,7 @@ def matrix_of(weight: int, start: int, num_pairs: int, size: int) -> Wide:
 
 
 @numba.njit
-def widen_some(element: Any, source: Any, depth: int, target: int) -> Wide:
+def widen_some(element, source, depth, target):
     """Widen some pairs of a block of int8."""
     if not _IN_COLUMNS:
         widen(element, source.start, depth * VECTORS, target)
@@ -169,7 +169,7 @@ def widen_some(element: Any, source: Any, depth: int, target: int) -> Wide:
 
 
 @numba.njit
-def depth_of(call: Any, num_rows: int, most: int) -> int:
+def depth_of(call, num_rows, most):
     """Return how many pairs of inputs are multiplied at once: few rows read no columns twice, others equal parts."""
     if num_rows <= _TILE and call.is_int8 == 0:
         return call.num_pairs
@@ -178,7 +178,7 @@ def depth_of(call: Any, num_rows: int, most: int) -> int:
 
 
 @numba.njit
-def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, first: int, num_rows: int) -> None:
+def multiply_rows(element, call, sums, widened, block, first, num_rows):
     """Multiply some rows with a block of the weight."""
     row_bytes, at_once, size = call.num_pairs * 4, DEPTH, VECTOR_BYTES
     if call.is_int8 != 0:
@@ -206,7 +206,7 @@ def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, 
 
 
 @numba.njit
-def write_rows(element: Any, call: Any, sums: int, block: int, first: int, num_rows: int) -> None:
+def write_rows(element, call, sums, block, first, num_rows):
     """Write some rows of a block, whose sums are followed by those of a second block if it is a gate."""
     width = call.num_blocks >> call.is_gated
     scales, bias = call.scales + block * _SUM_BYTES, call.bias + block * _SUM_BYTES
@@ -221,13 +221,13 @@ def write_rows(element: Any, call: Any, sums: int, block: int, first: int, num_r
 
 
 @numba.njit
-def num_items(call: Any) -> int:
+def num_items(call):
     """Return the number of items of a call."""
     return (call.num_blocks >> call.is_gated) * ((call.num_rows + ROWS - 1) // ROWS)
 
 
 @numba.njit
-def run_item(element: Any, call: Any, sums: int, number: int) -> None:
+def run_item(element, call, sums, number):
     """Multiply up to ROWS rows with a block, or with a gate's and the one that it belongs to."""
     block, part = divmod(number, (call.num_rows + ROWS - 1) // ROWS)
     at_once = ROWS
@@ -246,7 +246,7 @@ def run_item(element: Any, call: Any, sums: int, number: int) -> None:
 
 
 @numba.njit
-def work(element: Any, call: Any) -> None:
+def work(element, call):
     """Take items until none is left. Every worker of a call runs this once."""
     sums = call.workspace + add_to(element, call.counters, 1) * WORKER_BYTES
     number = add_to(element, call.counters + 8, 1)
@@ -265,7 +265,7 @@ def kernel() -> Any:
     version = (ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
-    def entry(call: Any) -> None:
+    def entry(call):
         work(version[0], numba.carray(call, 1)[0])
 
     return entry

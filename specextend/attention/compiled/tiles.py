@@ -16,7 +16,6 @@ Shapes: `T` rows, `I` inputs, `O` columns.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -60,7 +59,7 @@ INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
 """What multiplies bf16."""
 
 
-def _instruct(b: Value, name: str, *arguments: Value) -> None:
+def _instruct(b, name: str, *arguments):
     kind = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     b.call(vir.declared(b, kind, f"llvm.x86.{name}"), arguments)
 
@@ -69,12 +68,12 @@ def _tile(index: int) -> Value:
     return ir.Constant(I8, index)
 
 
-def _pointer(b: Value, where: Value) -> Value:
+def _pointer(b, where):
     return b.inttoptr(where, ir.PointerType())
 
 
 @emitted()
-def configure(b: Value, element: Any) -> None:
+def configure(b, element):
     """Let this thread use tiles; does nothing where there are none."""
     if not HAS_TILES:
         return
@@ -84,16 +83,16 @@ def configure(b: Value, element: Any) -> None:
 
 
 @emitted()
-def release(b: Value, element: Any) -> None:
+def release(b, element):
     """Forget the tiles of this thread; does nothing where there are none."""
     if HAS_TILES:
         _instruct(b, "tilerelease")
 
 
 def emit_product(
-    b: Value, width: int, left: Value, left_stride: Value, right: Value, right_stride: Value, right_column: Value,
-    depth: Value, sums: Value, sums_stride: Value, accumulate: Value, ahead: Value,
-) -> None:  # fmt: skip
+    b, width, left, left_stride, right, right_stride, right_column,
+    depth, sums, sums_stride, accumulate, ahead,
+):  # fmt: skip
     """Emit left [16, depth] pairs times right [depth, width vectors]; add to sums, or replace them.
 
     depth is a multiple of `PAIRS`. Of what lies `ahead`, unless that is 0, as many bytes as a sixteenth of the columns

@@ -70,7 +70,7 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
         first, second, *rest = inspect.signature(emit).parameters.values()
         wanted = [types.float32 if each.annotation in (float, "float") else types.int64 for each in rest]
 
-        def definition(typingctx: Any, element: Any, *args: Any) -> Any:
+        def definition(typingctx, element, *args):
             def generate(context: Any, builder: Any, signature: Any, values: Sequence[Value]) -> Value:
                 result = emit(builder, element, *values[1:])
                 return context.get_dummy_value() if returns == types.void else result
@@ -103,24 +103,24 @@ def units(values: Sequence[int]) -> Value:
     return ir.Constant(ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values])
 
 
-def address(b: Value, base: Value, *offsets: Value | int) -> Value:
+def address(b, base, *offsets: Value | int):
     """Return base plus offsets in bytes."""
     for offset in offsets:
         base = b.add(base, number(offset) if isinstance(offset, int) else offset)
     return base
 
 
-def load(b: Value, where: Value, type_: Value = FLOATS, align: int = 4) -> Value:
+def load(b, where, type_=FLOATS, align=4):
     """Read a value of `type_`."""
     return b.load(b.inttoptr(where, ir.PointerType()), typ=type_, align=align)
 
 
-def store(b: Value, value: Value, where: Value, align: int = 4) -> None:
+def store(b, value, where, align=4):
     """Write a value."""
     b.store(value, b.inttoptr(where, ir.PointerType()), align=align)
 
 
-def prefetch(b: Value, where: Value, cache: int = 1) -> None:
+def prefetch(b, where, cache=1):
     """Ask for a cache line, to be in the first or the second cache; an address without memory does no harm."""
     name = "llvm.prefetch.p0"
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
@@ -128,19 +128,19 @@ def prefetch(b: Value, where: Value, cache: int = 1) -> None:
     b.call(declared(b, kind, name), arguments)
 
 
-def splat(b: Value, scalar: Value) -> Value:
+def splat(b, scalar):
     """Repeat a scalar in all lanes."""
     empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     return b.shuffle_vector(b.insert_element(empty, scalar, ir.Constant(I32, 0)), empty, units([0] * LANES))
 
 
-def fma(b: Value, x: Value, y: Value, z: Value) -> Value:
+def fma(b, x, y, z):
     """Return x * y + z, fused where the processor can."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return b.call(declared(b, kind, "llvm.fmuladd.v16f32"), [x, y, z])
 
 
-def dot_pairs(b: Value, sums: Value, x: Value, y: Value) -> Value:
+def dot_pairs(b, sums, x, y):
     """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
     pairs = ir.VectorType(BFloat(), 2 * LANES)
     kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
@@ -148,7 +148,7 @@ def dot_pairs(b: Value, sums: Value, x: Value, y: Value) -> Value:
     return b.call(product, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
 
 
-def to_bf16(b: Value, x: Value) -> Value:
+def to_bf16(b, x):
     """Round a vector to 16 lanes of bf16, as i16: to nearest, ties to even."""
     halves = ir.VectorType(I16, LANES)
     if HAS_BF16:
@@ -161,12 +161,12 @@ def to_bf16(b: Value, x: Value) -> Value:
     return b.trunc(b.lshr(finite, units([16] * LANES)), halves)
 
 
-def larger(b: Value, x: Value, y: Value) -> Value:
+def larger(b, x, y):
     """Return the larger of each two lanes, and y where one is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def across(b: Value, x: Value, join: Callable[[Value, Value, Value], Value]) -> Value:
+def across(b, x, join: Callable[[Value, Value, Value], Value]):
     """Join the lanes of a vector to a scalar, halves first."""
     width = LANES
     while width > 1:
@@ -176,7 +176,7 @@ def across(b: Value, x: Value, join: Callable[[Value, Value, Value], Value]) -> 
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def exp2(b: Value, x: Value) -> Value:
+def exp2(b, x):
     """Return 2^x for x <= 0 with a relative error of 2e-7; 0 below -127, NaN for NaN."""
     if HAS_SCALES:
         rest = rest_of(b, x)
@@ -188,7 +188,7 @@ def exp2(b: Value, x: Value) -> Value:
     return b.fmul(power_of_rest(b, b.fsub(x, b.fsub(shifted, shift))), power)
 
 
-def power_of_rest(b: Value, x: Value) -> Value:
+def power_of_rest(b, x):
     """Return 2^x on [-0.5, 0.5]."""
     result = floats(EXP2[-1])
     for coefficient in EXP2[-2::-1]:
@@ -196,28 +196,28 @@ def power_of_rest(b: Value, x: Value) -> Value:
     return result
 
 
-def rest_of(b: Value, x: Value) -> Value:
+def rest_of(b, x):
     """Return what is left of x after rounding it to an integer, 0 of an infinite one (AVX-512)."""
     kind = ir.FunctionType(FLOATS, [FLOATS, I32, FLOATS, I16, I32])
     reduce = declared(b, kind, "llvm.x86.avx512.mask.reduce.ps.512")
     return b.call(reduce, [x, ir.Constant(I32, 0), x, ir.Constant(I16, -1), ir.Constant(I32, 4)])
 
 
-def scaled(b: Value, x: Value, exponent: Value) -> Value:
+def scaled(b, x, exponent):
     """Return x times two to the power of a whole exponent (AVX-512)."""
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS, I16, I32])
     scale = declared(b, kind, "llvm.x86.avx512.mask.scalef.ps.512")
     return b.call(scale, [x, exponent, x, ir.Constant(I16, -1), ir.Constant(I32, 4)])
 
 
-def silu(b: Value, x: Value) -> Value:
+def silu(b, x):
     """Return x / (1 + e^-x)."""
     power = exp2(b, b.fmul(larger(b, x, b.fneg(x)), floats(-math.log2(math.e))))  # of -|x|
     above = b.select(b.fcmp_ordered("<", x, floats(0.0)), power, floats(1.0))
     return b.fdiv(b.fmul(x, above), b.fadd(floats(1.0), power))
 
 
-def transposed(b: Value, rows: list[Value]) -> list[Value]:
+def transposed(b, rows: list[Value]):
     """Transpose 8 vectors of 8 units or 16 of 16, in rounds of shuffles that x86 has instructions for."""
     size, quarters = len(rows), range(0, len(rows), 4)
     low = [q + lane for q in quarters for lane in (0, size, 1, size + 1)]
@@ -247,9 +247,7 @@ def transposed(b: Value, rows: list[Value]) -> list[Value]:
     return columns
 
 
-def repeat(
-    b: Value, count: Value, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]
-) -> list[Value]:
+def repeat(b, count, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]):
     """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried values, if any."""
     before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
     b.branch(head)
@@ -266,7 +264,7 @@ def repeat(
     return new
 
 
-def declared(b: Value, kind: ir.FunctionType, name: str) -> Value:
+def declared(b, kind: ir.FunctionType, name: str):
     """Return a function of LLVM's or of the C library, declared once in a module."""
     known = b.module.globals.get(name)
     return known if known is not None else ir.Function(b.module, kind, name=name)
