@@ -13,14 +13,14 @@ from tests.tiny_models import random_prompt, request
 HELD_BY_CALLERS = ("specextend.core", "specextend.stats")
 
 
-def alive() -> Counter[type]:
+def alive():
     """Count the tensors, and the objects of each of our classes but those that a caller gives or gets."""
     gc.collect()
     counts = Counter(map(type, gc.get_objects()))
     return Counter({kind: count for kind, count in counts.items() if _is_counted(kind)})
 
 
-def _is_counted(kind: type) -> bool:
+def _is_counted(kind):
     module = str(kind.__module__)  # a few types of third parties have something else than a string
     return issubclass(kind, torch.Tensor) or (module.startswith("specextend.") and module not in HELD_BY_CALLERS)
 
@@ -33,7 +33,7 @@ class Fresh:
     num_rows: int
     objects: Counter[type]
 
-    def assert_nothing_is_left(self, batch: int = 1, cancelled: str = "probe") -> None:
+    def assert_nothing_is_left(self, batch=1, cancelled="probe"):
         """Memory is as it was, all rows are one gap again, all slots can be taken, and no name is cancelled still."""
         rows = self.engine.target.cache.rows
         assert self.engine.num_active == 0
@@ -45,7 +45,7 @@ class Fresh:
         rows.give_back(whole)
         assert self.most_at_once([cancelled, *map(str, range(batch))]) == batch
 
-    def most_at_once(self, names: list[str]) -> int:
+    def most_at_once(self, names):
         """Run a short request of each name to its end; return how many the engine took before its first step."""
         taken = []
 
@@ -58,5 +58,5 @@ class Fresh:
         return max(taken) + 1
 
 
-def fresh(engine: Engine) -> Fresh:
+def fresh(engine):
     return Fresh(engine, engine.target.cache.rows.num_free, alive())

@@ -1,8 +1,6 @@
 """Covering arrays: a few cases of a big product in which any two values of two axes still meet."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,7 @@ Pick = tuple[tuple[int, int], ...]
 """Values of some axes: (axis, number of the value), axes ascending."""
 
 
-def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+def covering(*axes, strength=2):
     """Choose cases, a value of each axis, such that any values of any `strength` axes meet in one of them.
 
     Greedy, and the same for equal arguments: each case begins with a combination that no case has yet, and takes for
@@ -36,14 +34,14 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     return cases
 
 
-def each_once_then_slow(*axes: Sequence[Any]) -> list[Any]:
+def each_once_then_slow(*axes):
     """Choose cases for `parametrize`: in every test run those with each value once, in the long one all pairs."""
     fast = covering(*axes, strength=1)
     slow = [case for case in covering(*axes) if case not in fast]
     return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
-def _gain(case: dict[int, int], item: tuple[int, int], missing: dict[Pick, None], strength: int) -> int:
+def _gain(case, item, missing, strength):
     """Count the missing combinations of `item` with values that the case has already."""
     known = itertools.combinations(case.items(), strength - 1)
     return sum(tuple(sorted((*others, item))) in missing for others in known)

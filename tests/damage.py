@@ -1,11 +1,9 @@
 """Ways in which a Parquet file comes to harm: pyarrow raises another class of exception for each."""
 
-from pathlib import Path
-
 DAMAGES = ("end", "footer", "pages", "byte")
 
 
-def damage(path: Path, where: str) -> None:
+def damage(path, where):
     """Cut the end of a file off, overwrite its footer or its pages, or flip one bit of a text."""
     content = bytearray(path.read_bytes())
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")

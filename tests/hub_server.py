@@ -3,12 +3,9 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from specextend.core import Values
@@ -25,7 +22,7 @@ class Hub:
     fetched: list[str] = field(default_factory=list)
     """Files that were handed out as a whole."""
 
-    def push(self, name: str, folder: Path, branch: str = "main") -> str:
+    def push(self, name, folder, branch="main"):
         """Make a folder's files the newest commit of a branch; its hash."""
         files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
         content = repr([(file, hashlib.sha256(data).hexdigest()) for file, data in files.items()])
@@ -34,11 +31,11 @@ class Hub:
         self.branches[name, branch] = commit
         return commit
 
-    def commit(self, name: str, revision: str) -> str | None:
+    def commit(self, name, revision):
         found = self.branches.get((name, revision), revision)
         return found if found in self.commits.get(name, {}) else None
 
-    def entry(self, name: str, data: bytes) -> Values:
+    def entry(self, name, data):
         """A file in a listing."""
         found: Values = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
         found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
@@ -54,16 +51,16 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.answer()
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.answer()
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments):
         pass
 
-    def answer(self) -> None:
+    def answer(self):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if self.hub.is_down:
             self.send(503, b"{}")
@@ -74,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send(404, b"{}")
 
-    def tell(self, name: str, rest: list[str]) -> None:
+    def tell(self, name, rest):
         """What a repository holds: `[revision, R]`, `[tree, R]` or nothing."""
         if name not in self.hub.commits:
             self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -87,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         about = files if rest[:1] == ["tree"] else {"id": name, "sha": commit, "siblings": files}
         self.send(200, json.dumps(about).encode())
 
-    def hand_out(self, name: str, revision: str, file: str) -> None:
+    def hand_out(self, name, revision, file):
         """A file."""
         commit = self.hub.commit(name, revision)
         data = None if commit is None else self.hub.commits[name][commit].get(file)
@@ -101,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.fetched.append(file)
         self.send(200, data, headers)
 
-    def send(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def send(self, code, body, headers=None):
         self.send_response(code)
         for name, value in (
             {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
@@ -113,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serving():
     """A Hub that listens on loopback."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("OwnHandler", (Handler,), {"hub": hub}))

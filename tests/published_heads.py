@@ -1,29 +1,25 @@
 """Small untrained EAGLE heads, written as the published ones are: file names, keys and tensor names of each format."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from specextend.core import Values
 
 HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
 Tensors = dict[str, Tensor]
 
 
-def matrix(*shape: int) -> Tensor:
+def matrix(*shape):
     return torch.randn(*shape) * 0.2
 
 
-def norm(size: int) -> Tensor:
+def norm(size):
     return 1 + torch.randn(size) * 0.2
 
 
-def layer(prefix: str, hidden: int, width: int, *, qkv_bias: bool = False) -> Tensors:
+def layer(prefix, hidden, width, *, qkv_bias=False):
     """A Llama layer without its input norm, whose q, k and v read `width` numbers."""
     sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
     tensors = {f"self_attn.{name}_proj.weight": matrix(size, width) for name, size in sizes.items()}
@@ -39,7 +35,7 @@ def layer(prefix: str, hidden: int, width: int, *, qkv_bias: bool = False) -> Te
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def llama_config(vocab_size: int, hidden: int, **values: Any) -> Values:
+def llama_config(vocab_size, hidden, **values):
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -57,7 +53,7 @@ def llama_config(vocab_size: int, hidden: int, **values: Any) -> Values:
     } | values
 
 
-def vocabulary_maps(vocab_size: int, draft_vocab_size: int) -> Tensors:
+def vocabulary_maps(vocab_size, draft_vocab_size):
     """`d2t`: target id minus draft id of each draft id. `t2d`: whether the draft has a target id."""
     kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
     mask = torch.zeros(vocab_size, dtype=torch.bool)
@@ -65,7 +61,7 @@ def vocabulary_maps(vocab_size: int, draft_vocab_size: int) -> Tensors:
     return {"d2t": kept - torch.arange(draft_vocab_size), "t2d": mask}
 
 
-def eagle3_tensors(prefix: str, hidden: int, target_hidden: int, draft_vocab_size: int) -> Tensors:
+def eagle3_tensors(prefix, hidden, target_hidden, draft_vocab_size):
     return {
         "fc.weight": matrix(hidden, 3 * target_hidden),
         **layer(prefix, hidden, 2 * hidden),
@@ -76,14 +72,14 @@ def eagle3_tensors(prefix: str, hidden: int, target_hidden: int, draft_vocab_siz
     }
 
 
-def save(folder: Path, config: Values, tensors: Tensors) -> str:
+def save(folder, config, tensors):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
 
-def write_eagle1(folder: Path, model: Any) -> str:
+def write_eagle1(folder, model):
     """SafeAILab's EAGLE-1 and EAGLE-2: a copy of the target's embedding, `fc` with a bias, no input or last norm."""
     torch.manual_seed(0)
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
@@ -97,7 +93,7 @@ def write_eagle1(folder: Path, model: Any) -> str:
     return save(folder, llama_config(vocab_size, hidden, bias=True, rope_scaling=None), tensors)
 
 
-def write_eagle1_biased(folder: Path, model: Any) -> str:
+def write_eagle1_biased(folder, model):
     """One for a Qwen2 target: biases of q, k and v, stretched RoPE; its own LM head and embedding."""
     torch.manual_seed(1)
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
@@ -111,7 +107,7 @@ def write_eagle1_biased(folder: Path, model: Any) -> str:
     return save(folder, llama_config(vocab_size, hidden, model_type="qwen2", bias=False, **rope), tensors)
 
 
-def write_eagle3(folder: Path, model: Any) -> str:
+def write_eagle3(folder, model):
     """SafeAILab's EAGLE-3 as SGLang reads it: `midlayer`, an LM head for a part of the vocabulary, no embedding."""
     torch.manual_seed(2)
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
@@ -134,7 +130,7 @@ def write_eagle3(folder: Path, model: Any) -> str:
     return save(folder, config, tensors | vocabulary_maps(vocab_size, vocab_size // 2))
 
 
-def write_eagle3_narrow(folder: Path, model: Any) -> str:
+def write_eagle3_narrow(folder, model):
     """A head narrower than its target, with an embedding of its own and the whole vocabulary; norms of q and k."""
     torch.manual_seed(3)
     hidden, vocab_size = 32, model.config.vocab_size
@@ -153,7 +149,7 @@ def write_eagle3_narrow(folder: Path, model: Any) -> str:
     return save(folder, config, {f"model.{name}": tensor for name, tensor in tensors.items()} | lm_head)
 
 
-def write_speculators_eagle3(folder: Path, model: Any) -> str:
+def write_speculators_eagle3(folder, model):
     """`speculators`' eagle3: the layer's config apart, layers counted by what enters them, the residual normed."""
     torch.manual_seed(4)
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
@@ -180,7 +176,7 @@ def write_speculators_eagle3(folder: Path, model: Any) -> str:
     return save(folder, config, tensors)
 
 
-def write_speculators_eagle(folder: Path, model: Any) -> str:
+def write_speculators_eagle(folder, model):
     """`speculators`' eagle with all its options: norms of embedding, layer and output, and a bias of the fusion."""
     torch.manual_seed(5)
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size

@@ -4,7 +4,6 @@ What a capture bakes in, such as numbers of the host, stays as it was; what it m
 on the host, make a tensor of the host's numbers, or have shapes that depend on values.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
-from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import MAX_MASKED, attend_reference, masked_rows
-from specextend.decoding.device import Graphs
-from specextend.decoding.engine import Engine
-from specextend.decoding.speculation import Adaptive
 from tests.attention.calls import attend_tree_slowly
-from tests.tiny_models import Pair, engine_with, tiny_config
+from tests.tiny_models import engine_with, tiny_config
 
 Outputs = tuple[Tensor, ...]
 DOWNLOADS = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "equal")
@@ -38,7 +33,7 @@ class Call:
     kwargs: dict[str, Any]
     result: Any
 
-    def replay(self) -> None:
+    def replay(self):
         """Run it again, into the same memory. Views need no copy, nor does what is written in place."""
         new = self.operator(*self.args, **self.kwargs)
         for mine, again in zip(tree_leaves(self.result), tree_leaves(new), strict=True):
@@ -49,11 +44,11 @@ class Call:
 class Recorder(TorchDispatchMode):
     """Records operators; refuses those that a capture would refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with self:
             if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
@@ -67,12 +62,12 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-def has_mask(args: Any) -> bool:
+def has_mask(args):
     """Return True if one of an operator's indices is a mask, whose places have to be found."""
     return isinstance(args[1], list) and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def record(name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+def record(name, function):
     """Record a function as `CudaCapture` captures it."""
     recorder = Recorder()
     with recorder:
@@ -86,15 +81,11 @@ def record(name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], Non
 
 
 @torch.library.custom_op("specextend_tests::attend_tree", mutates_args=())
-def _attend_tree(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend_tree(q, k, v, starts, lengths, visible, num_masked, scale):
     return attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale)
 
 
-def captured_engine(
-    pair: Pair, draft: str, graphs: Graphs, adaptive: Adaptive | None = None, *, any_head: bool = True, **changes: Any
-) -> Engine:
+def captured_engine(pair, draft, graphs, adaptive=None, *, any_head=True, **changes):
     """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`."""
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +93,7 @@ def captured_engine(
         return engine_with(config, graphs=graphs, adaptive=adaptive)
 
 
-def backend_triton(*, any_head: bool) -> Attend:
+def backend_triton(*, any_head):
     """The backend `triton`, with the kernel's twin in its place, and the reference in that of torch's kernels.
 
     The kernel takes heads of 64 and 128 elements only; `any_head` lets it take the small ones of tiny models.
@@ -116,12 +107,12 @@ def backend_triton(*, any_head: bool) -> Attend:
         return load_backend("triton", torch.device("cuda"))
 
 
-def has_few_rows(q: Tensor, span: KeySpan) -> bool:
+def has_few_rows(q, span):
     """What `tree_kernel.serves` says of a head size that the kernel takes."""
     return q.shape[1] <= tree_kernel.MAX_QUERIES and (span.mask is None or span.mask.shape[2] <= MAX_MASKED)
 
 
-def attend_on_device(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+def attend_on_device(q, k, v, span, scale):
     """Attend as the Triton kernel does: places and masks are read from tensors, in one operator."""
     starts, lengths = span.places(q.device)
     return _attend_tree(q, k, v, starts, lengths, *masked_rows(span, q), scale)

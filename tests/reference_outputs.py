@@ -1,7 +1,6 @@
 """What transformers' own `generate` says, and the comparison that knows ties."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ class Reference:
     """[n, V], as penalties left them"""
 
 
-def generate(model: Any, prompt: list[int], max_new_tokens: int, **options: Any) -> Reference:
+def generate(model, prompt, max_new_tokens, **options):
     """Greedy `generate`, stopped by the model's own EOS; `options` are more of its arguments."""
     output = model.generate(
         torch.tensor([prompt]),
@@ -39,7 +38,7 @@ class Ties:
     num_compared: int = 0
     found: list[str] = field(default_factory=list)
 
-    def assert_equal(self, token_ids: list[int], reference: Reference, what: str) -> None:
+    def assert_equal(self, token_ids, reference, what):
         """Equal token for token, or different first where the reference's two logits are a tie."""
         self.num_compared += 1
         if token_ids == reference.token_ids:
@@ -53,6 +52,6 @@ class Ties:
         )
         self.found.append(f"{what}, token {at}")
 
-    def summary(self) -> str:
+    def summary(self):
         """One line for people."""
         return f"{self.num_compared} outputs compared with transformers, {len(self.found)} ties {self.found or ''}"

@@ -1,16 +1,13 @@
 """What a decoding step asks of PyTorch: operators, and the moments at which a GPU and its host would wait."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specextend.decoding.engine import Engine
 from specextend.drafters.causal import CausalDrafter
 from tests.recorded_graph import DOWNLOADS, has_mask
 
@@ -38,13 +35,13 @@ class StepTrace:
 class Tracer(TorchDispatchMode):
     """Counts operators; those of models are only searched for downloads and uploads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.steps = [StepTrace(0)]
         """The first counts what is before the first proposal."""
         self.in_model = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with self:
             if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
@@ -57,7 +54,7 @@ class Tracer(TorchDispatchMode):
             step.operators[name] += 1
         return func(*args, **kwargs)
 
-    def leaving_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def leaving_out(self, function):
         """Wrap a method of a model, whose operators do not count."""
 
         def called(*args, **kwargs):
@@ -68,7 +65,7 @@ class Tracer(TorchDispatchMode):
 
         return called
 
-    def beginning_steps(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+    def beginning_steps(self, propose):
         """Wrap a drafter's `propose`, with which a step begins."""
 
         def proposing(slots, *num_nodes):
@@ -77,7 +74,7 @@ class Tracer(TorchDispatchMode):
 
         return proposing
 
-    def downloading(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
+    def downloading(self, tolist):
         """Wrap `Tensor.tolist`, which reads a tensor of a CPU without an operator."""
 
         def called(tensor):
@@ -88,7 +85,7 @@ class Tracer(TorchDispatchMode):
 
 
 @contextmanager
-def tracing(engine: Engine, tracer: Tracer) -> Iterator[Tracer]:
+def tracing(engine, tracer):
     """Trace what an engine with a causal draft runs inside the block."""
     drafter = engine.drafter
     assert isinstance(drafter, CausalDrafter)

@@ -5,8 +5,6 @@ import time
 import pytest
 
 from specextend.decoding import sequence
-from specextend.decoding.engine import Engine
-from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 NEW = 30
@@ -14,14 +12,14 @@ SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", 
 LENGTHS = (200, 90, 41, 15, 300)
 
 
-def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
+def stats_of(engine, lengths=LENGTHS, max_new_tokens=NEW):
     requests = [request(str(length), random_prompt(length), max_new_tokens) for length in lengths]
     completions = list(engine.generate(requests))
     assert len(completions) == len(lengths)
     return [completion.stats for completion in completions]
 
 
-def busy(stats: DecodingStats) -> float:
+def busy(stats):
     return sum(getattr(stats, name) for name in SHARES)
 
 
@@ -59,7 +57,7 @@ def test_seconds_of_a_batch_add_up_to_the_engines_time(decode_share, pair, clock
     assert sum(each.total_s for each in stats) > 1.5 * elapsed, "wall clocks overlap"
 
 
-def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:
+def trees_and_stats(engine):
     """Every proposed tree (token ids, parents), and the rows' statistics."""
     trees, propose = [], engine.drafter.propose
 

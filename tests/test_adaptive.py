@@ -1,12 +1,10 @@
 """Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from specextend.decoding import device, measurements
-from specextend.decoding.engine import Engine
 from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
@@ -31,31 +29,31 @@ def sampled(pair):
 class ScriptedCosts(StepCosts):
     """Costs that no clock has a say in. Seconds of a verification by its rows, and of drafting at any time."""
 
-    def __init__(self, verify: Callable[[int], float], draft: Callable[[], float]) -> None:
+    def __init__(self, verify, draft):
         super().__init__(CostTable({"dense": dict.fromkeys(SIZES, (1.0, 0.0))}))
         self._verify, self._draft = verify, draft
 
-    def verify_s(self, num_rows, lengths) -> float:
+    def verify_s(self, num_rows, lengths):
         return self._verify(num_rows)
 
-    def draft_s(self, num_sequences: int) -> float:
+    def draft_s(self, num_sequences):
         return self._draft()
 
-    def observe_verify(self, num_rows, lengths, seconds) -> None:
+    def observe_verify(self, num_rows, lengths, seconds):
         assert seconds > 0
 
-    def observe_draft(self, phase, num_sequences, seconds) -> None:
+    def observe_draft(self, phase, num_sequences, seconds):
         assert seconds > 0
 
 
 class PausesAtRandom(Adaptive):
     """Takes the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
 
-    def __init__(self, costs: StepCosts, num_nodes: int, seed: int, *, reads_late: bool = False) -> None:
+    def __init__(self, costs, num_nodes, seed, *, reads_late=False):
         super().__init__(costs, num_nodes, reads_late=reads_late)
         self._random = Random(seed)
 
-    def decide(self, sequences) -> None:
+    def decide(self, sequences):
         for sequence in sequences:
             if self._random.random() < 0.4:
                 if sequence.speculation.active:
@@ -64,23 +62,23 @@ class PausesAtRandom(Adaptive):
                     sequence.speculation.resume()
 
 
-def adaptive_engine(pair, draft: str, adaptive: Adaptive, batch: int = 1, **changes) -> Engine:
+def adaptive_engine(pair, draft, adaptive, batch=1, **changes):
     config = tiny_config(pair, draft, decoding__max_batch_size=batch, attention__tree="dense", **changes)
     return engine_with(config, adaptive=adaptive)
 
 
-def scripted(verify: Callable[[int], float], draft: Callable[[], float]) -> Adaptive:
+def scripted(verify, draft):
     return Adaptive(ScriptedCosts(verify, draft), NUM_NODES)
 
 
-def run(engine: Engine, new: int = NEW, lengths=LENGTHS, **sampling):
+def run(engine, new=NEW, lengths=LENGTHS, **sampling):
     requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
     completions = list(engine.generate(requests))
     assert len(completions) == len(lengths)
     return completions
 
 
-def check_counts(stats: DecodingStats, depth: int = 4) -> None:
+def check_counts(stats, depth=4):
     """The identities of the data contract."""
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps
     assert sum(n * steps for n, steps in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
@@ -90,7 +88,7 @@ def check_counts(stats: DecodingStats, depth: int = 4) -> None:
     assert stats.num_hybrid_steps <= stats.num_spec_steps
 
 
-def checked(engine: Engine, references, **options):
+def checked(engine, references, **options):
     """What `run` gives, which is the target's own."""
     completions = run(engine, **options)
     for completion in completions:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -98,16 +97,16 @@ SIZE = ROOT / "tests" / "size.json"
 """The most modules (without `__init__`) and tokens of the package and jobs, and tokens of the tests."""
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports_of(path: Path) -> Iterator[str]:
+def imports_of(path):
     """Every module a file imports, also inside functions and for type checking."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -120,13 +119,13 @@ def imports_of(path: Path) -> Iterator[str]:
                 yield from (f"specextend.{alias.name}" for alias in node.names)
 
 
-def layer_of(part: str) -> int:
+def layer_of(part):
     found = [number for number, names in enumerate(LAYERS) if part in names]
     assert found, f"{part} has no layer: give it a line in LAYERS, which is the layout of the project"
     return found[0]
 
 
-def part_of(module: str) -> str | None:
+def part_of(module):
     """`data` of `specextend.data.commits`; None for the package's public names and for third parties."""
     first, _, rest = module.partition(".")
     if first in ("benchmarks", "jobs"):
@@ -173,7 +172,7 @@ def test_what_the_package_imports_is_declared():
     assert imported - names - sys.stdlib_module_names == {"specextend"} | UNDECLARED.keys()
 
 
-def names_a_device(node: ast.AST) -> bool:
+def names_a_device(node):
     """`"cpu"`, `torch.cuda` or `device.type`, wherever they stand."""
     if isinstance(node, ast.Attribute):
         owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
@@ -241,7 +240,7 @@ def test_a_count_agrees_with_its_noun():
     assert not wrong, f"write `counted(count, noun)` of core.py: {', '.join(wrong)}"
 
 
-def is_swallowed(handler: ast.ExceptHandler) -> bool:
+def is_swallowed(handler):
     """Return True if it catches everything and goes on."""
     silent = all(isinstance(each, ast.Pass | ast.Continue) for each in handler.body)
     broad = handler.type is None or ast.unparse(handler.type) in ("Exception", "BaseException")
@@ -265,7 +264,7 @@ def test_a_module_is_named_for_what_it_holds():
     assert not wrong, f"name each for its noun: {', '.join(wrong)}"
 
 
-def private_names(paths: list[Path]) -> set[str]:
+def private_names(paths):
     """Names with an underscore that the files define: functions, classes, attributes that are set."""
     nodes = [node for path in paths for node in ast.walk(tree_of(path))]
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -295,7 +294,7 @@ def test_the_contract_knows_the_public_names_alone(path):
     assert not inner, f"{name_of(path)} imports {', '.join(sorted(inner))}: go through what is public"
 
 
-def option_classes() -> Iterator[type]:
+def option_classes():
     for path in sorted(PACKAGE.rglob("*.py")):
         names = [node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
         for name in names:

@@ -5,7 +5,6 @@ import torch
 
 from specextend.decoding import device
 from specextend.decoding.device import Graphs
-from specextend.decoding.engine import Engine
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
@@ -29,7 +28,7 @@ def captured_at_once(monkeypatch):
 class Counting:
     """Records functions, and counts their replays."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_captured = self.num_replays = 0
 
     def __call__(self, name, function):
@@ -43,7 +42,7 @@ class Counting:
         return counted, outputs
 
 
-def requests(temperature: float):
+def requests(temperature):
     """Five documents of different lengths for up to three slots: they join and leave at different steps."""
     lengths = ((300, NEW), (37, 9), (129, NEW), (64, 17), (200, 25))
     return [request(str(n), random_prompt(n), new, temperature=temperature, seed=n) for n, new in lengths]
@@ -113,7 +112,7 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
     assert capture.num_captured >= least_captured
 
 
-def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
+def noting_trees(engine):
     """The tokens and depths of each tree that a draft proposes from now on, in no order of their own."""
     trees, propose = [], engine.drafter.propose
 

@@ -1,18 +1,17 @@
 """Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from specextend import Summarizer, load_engine
-from specextend.core import Completion, Document, DocumentKey, Request
+from specextend.core import Completion, Document, DocumentKey
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
-from specextend.document_requests import Round, Summary, advance, check_requests, summarize
+from specextend.document_requests import advance, check_requests, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -37,11 +36,11 @@ def prompts(config, engine):
     return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
 
 
-def row(text: str = TEXT) -> Row:
+def row(text=TEXT):
     return Row(Document(DocumentKey(0, 0), "book", text), None, None, "00")
 
 
-def follow(rounds: Any, answer: Callable[[Round], Outcomes]) -> tuple[Summary, list[Round]]:
+def follow(rounds, answer):
     """Take all rounds of a document, with the outcomes that `answer` gives; return the summary and the rounds."""
     seen, step = [], advance(rounds, None)
     while isinstance(step, tuple):
@@ -50,7 +49,7 @@ def follow(rounds: Any, answer: Callable[[Round], Outcomes]) -> tuple[Summary, l
     return step, seen
 
 
-def said(request: Request, words: int = 18, **stats: Any) -> Completion:
+def said(request, words=18, **stats):
     return Completion(request.request_id, [1] * words, "t7 " * words, "stop", DecodingStats(**stats))
 
 

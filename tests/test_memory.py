@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_cuda
-from specextend.config import RunConfig
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
@@ -95,7 +94,7 @@ def parts_of(weight):
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, on a device without memory; what was there before does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = self.most = 0
 
@@ -109,7 +108,7 @@ class Live(TorchDispatchMode):
                 weakref.finalize(storage, self._free, storage.nbytes())
         return results
 
-    def _free(self, num_bytes: int) -> None:
+    def _free(self, num_bytes):
         self.now -= num_bytes
 
 
@@ -163,7 +162,7 @@ MEAN, LONGEST = 900, 2000
 """Tokens of documents: of one as long as the mean, and of the longest."""
 
 
-def batch_config(pairs, size: int | str, num_rows: int) -> RunConfig:
+def batch_config(pairs, size, num_rows):
     """A configuration of a batch, whose cache has so many rows at most."""
     cache_gib = num_rows * check_pair(tiny_config(pairs("llama")).target, None).kv_bytes_per_token("float32") / GIB
     return tiny_config(pairs("llama"), "eagle", decoding__max_batch_size=size, decoding__cache_gib=cache_gib)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specextend.core import MIN_STOP_TOKENS, Completion, ends_in_loop
+from specextend.core import MIN_STOP_TOKENS, ends_in_loop
 from specextend.data.quality import QualityOptions, assess
 from tests.covering import covering
 from tests.tiny_models import random_prompt, request, tiny_engine, write_looping_pair
@@ -18,7 +18,7 @@ def looping(tmp_path_factory):
     return write_looping_pair(tmp_path_factory.mktemp("looping"))
 
 
-def outputs(engine, **sampling) -> dict:
+def outputs(engine, **sampling):
     requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS, **sampling) for length in LENGTHS]
     return {completion.request_id: completion for completion in engine.generate(requests)}
 
@@ -29,11 +29,11 @@ def unstopped(looping):
     return outputs(tiny_engine(looping, decoding__mode="autoregressive"))
 
 
-def first_loop(token_ids: list[int]) -> int:
+def first_loop(token_ids):
     return next(n for n in range(len(token_ids)) if ends_in_loop(token_ids[:n], MIN_STOP_TOKENS))
 
 
-def flags_of(completion: Completion) -> list[str]:
+def flags_of(completion):
     return assess(completion, "some words " * 5, 0, None, QualityOptions()).quality_flags
 
 

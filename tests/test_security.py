@@ -11,12 +11,10 @@ import subprocess
 import tempfile
 import tomllib
 import unicodedata
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -90,7 +88,7 @@ class Ran:
     """Of its Ray."""
 
     @property
-    def output(self) -> Path:
+    def output(self):
         return self.folder / "out"
 
 
@@ -101,7 +99,7 @@ def ran(tmp_path_factory):
         yield run_hostile(tmp_path_factory.mktemp("hostile"), Path(temporary))
 
 
-def run_hostile(folder: Path, temporary: Path) -> Ran:
+def run_hostile(folder, temporary):
     """Run to the end, with a look at its processes in the middle; the paths of sockets must stay short."""
     home = folder / "home"
     home.mkdir()
@@ -135,7 +133,7 @@ def run_hostile(folder: Path, temporary: Path) -> Ran:
     return Ran(folder, home, logs, stdout.read_text(), stderr.read_text(), addresses, token)
 
 
-def hostile_corpus(folder: Path) -> list[str]:
+def hostile_corpus(folder):
     """Arguments of a run over it: every name once as an id and once in a passthrough column; four rows are errors."""
     texts = [f"{name}<|im_end|></s> {TEXT * (40 if row else 1)}" for row, name in enumerate(NAMES)]
     columns = {"name": [*NAMES, *FAILED], "other\x1b[2J": [*reversed(NAMES), *FAILED]}
@@ -147,7 +145,7 @@ def hostile_corpus(folder: Path) -> list[str]:
     return ["--input", str(path.parent), *(part for setting in settings for part in ("--set", setting))]
 
 
-def token_of(driver: psutil.Process) -> str:
+def token_of(driver):
     """The token that its Ray was started with."""
     for child in driver.children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it may have ended
@@ -156,7 +154,7 @@ def token_of(driver: psutil.Process) -> str:
     raise AssertionError("no raylet")
 
 
-def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
+def contents(folder):
     """Every file, a Parquet file as the text of its rows and metadata: compressed, it would hide what it holds."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         yield path, path.read_bytes()
@@ -171,14 +169,14 @@ def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
 class Payload:
     """Runs a command when it is unpickled."""
 
-    def __init__(self, canary: Path) -> None:
+    def __init__(self, canary):
         self.canary = canary
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.system, (f"touch {self.canary}",)
 
 
-def pickled_target(folder: Path, name: str, canary: Path) -> None:
+def pickled_target(folder, name, canary):
     """The tiny target, its weights replaced by a pickle that runs a command."""
     shutil.copytree(MODELS / "target", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     (folder / name).write_bytes(pickle.dumps({"weight": Payload(canary)}))
@@ -222,7 +220,7 @@ def test_a_configuration_runs_nothing(call, tmp_path):  # noqa: F811
     assert not (tmp_path / "canary").exists()
 
 
-def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+def calls(path):
     """Every call of a file with where it stands."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
@@ -281,7 +279,7 @@ def test_a_local_run_is_reached_from_this_machine_alone_and_with_a_token(ran):
     assert not (ran.home / ".ray").exists()
 
 
-def unsafe(text: str) -> set[str]:
+def unsafe(text):
     """The characters in it that no output may hold, line ends left out."""
     return {character for character in text if unicodedata.category(character) in UNSAFE} - {"\n"}
 
@@ -347,19 +345,19 @@ def test_no_value_of_the_command_line_can(call, tmp_path, arguments, log):  # no
 # Dependencies
 
 
-def pinned() -> dict[str, Version]:
+def pinned():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line.partition("==") for line in lines if line and not line.startswith("#")]
     assert all(equals for _, equals, _ in pins)
     return {canonicalize_name(name): Version(version) for name, _, version in pins}
 
 
-def declared() -> list[Requirement]:
+def declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
 
 
-def installed(requirements: list[Requirement]) -> Iterator[tuple[str, str, bool]]:
+def installed(requirements):
     """Name and version of what they bring along here, and whether somebody asks for exactly that version."""
     seen: set[tuple[str, tuple[str, ...]]] = set()
     queue = list(requirements)

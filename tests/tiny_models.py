@@ -6,11 +6,8 @@ the next token depends on far ones and outputs vary; `contract/test_lossless.py`
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,9 +24,7 @@ from transformers import (
 
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams, Values
-from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
-from specextend.decoding.tree import Drafter
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.loading import choose_kernels, load_cached_target, load_engine, target_rows
 from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
@@ -86,7 +81,7 @@ FAMILIES = {
 }
 
 
-def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(vocab_size=VOCABULARY):
     """Every id is a word, `t0` and up; a text is words with spaces between."""
     vocabulary = {f"t{token_id}": token_id for token_id in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
@@ -94,7 +89,7 @@ def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS_TOKEN_ID}")
 
 
-def spelling_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def spelling_tokenizer(vocab_size):
     """Every byte is an id, and frequent runs of JSON are."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,7 +105,7 @@ def spelling_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY, hidden_size: int = 48) -> Any:
+def tiny_model(family, seed, vocab_size=VOCABULARY, hidden_size=48):
     """A model with random weights."""
     torch.manual_seed(seed)
     config = family.config(
@@ -133,7 +128,7 @@ def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY, hidden_s
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def perturbed(model: Any, noise: float, seed: int) -> Any:
+def perturbed(model, noise, seed):
     """A copy with normal noise on every weight, `noise` times the weights' own spread; 0 is the same model."""
     torch.manual_seed(seed)
     copy = AutoModelForCausalLM.from_config(model.config)
@@ -144,14 +139,14 @@ def perturbed(model: Any, noise: float, seed: int) -> Any:
     return copy
 
 
-def write_model(model: Any, folder: Path, tokenizer: Callable[[int], Any] = tiny_tokenizer) -> str:
+def write_model(model, folder, tokenizer=tiny_tokenizer):
     """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
     tokenizer(model.config.vocab_size).save_pretrained(folder)
     return str(folder)
 
 
-def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None, copy_heads: int | None = None) -> str:
+def write_eagle(folder, model, draft_vocab_size=None, copy_heads=None):
     """An untrained head for `model`, which proposes every token or some that are scattered over the vocabulary."""
     torch.manual_seed(0)
     config = EagleConfig(
@@ -191,13 +186,13 @@ class Pair:
 
 
 def write_pair(
-    folder: Path,
-    family: Family,
-    seed: int = 0,
-    noise: float = 0.02,
-    vocab_size: int = VOCABULARY,
-    tokenizer: Callable[[int], Any] = tiny_tokenizer,
-) -> Pair:
+    folder,
+    family,
+    seed=0,
+    noise=0.02,
+    vocab_size=VOCABULARY,
+    tokenizer=tiny_tokenizer,
+):
     """A random target and drafts of every kind."""
     model, write = tiny_model(family, seed, vocab_size), partial(write_model, tokenizer=tokenizer)
     target = write(model, folder / "target")
@@ -215,14 +210,14 @@ def write_pair(
     return Pair(target, drafts | {"same": target})
 
 
-def write_wide_target(folder: Path) -> Pair:
+def write_wide_target(folder):
     """A target whose products have as many inputs as a group of weights in 4 bits, and a `good` draft."""
     model = tiny_model(FAMILIES["llama"], seed=5, hidden_size=64)
     draft = write_model(perturbed(model, 0.02, seed=1), folder / "good")
     return Pair(write_model(model, folder / "target"), {"good": draft})
 
 
-def write_looping_pair(folder: Path) -> Pair:
+def write_looping_pair(folder):
     """A target that looks at its last token alone, so that it soon goes in circles: of 18 tokens, or of 4.
 
     Drafts are `good` and `bad`, as in any pair.
@@ -237,7 +232,7 @@ def write_looping_pair(folder: Path) -> Pair:
     return Pair(write_model(model, folder / "target"), written)
 
 
-def load_reference(pair: Pair) -> Any:
+def load_reference(pair):
     """The target as transformers runs it, in plain attention."""
     config = AutoConfig.from_pretrained(pair.target)
     return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
@@ -260,7 +255,7 @@ SECTIONS: dict[str, Values] = {
 }
 
 
-def draft_section(pair: Pair, draft: str) -> Values:
+def draft_section(pair, draft):
     """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
     if draft == "ngram":
         return {"kind": draft}
@@ -269,7 +264,7 @@ def draft_section(pair: Pair, draft: str) -> Values:
     return {"kind": kind, "model": pair.drafts[name], "ngram": name != draft}
 
 
-def tiny_config(pair: Pair, draft: str = "good", **changes: Any) -> RunConfig:
+def tiny_config(pair, draft="good", **changes):
     """A run of a pair in fp32; `draft` as in `draft_section`. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
@@ -280,14 +275,12 @@ def tiny_config(pair: Pair, draft: str = "good", **changes: Any) -> RunConfig:
     return RunConfig.from_values(sections)
 
 
-def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
+def tiny_engine(pair, draft="good", **changes):
     """The engine of `tiny_config`."""
     return load_engine(tiny_config(pair, draft, **changes))
 
 
-def engine_with(
-    config: RunConfig, wrap: Callable[[Drafter], Any] | None = None, graphs: Graphs | None = None, **parts: Any
-) -> Engine:
+def engine_with(config, wrap=None, graphs=None, **parts):
     """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`."""
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
@@ -305,7 +298,7 @@ def engine_with(
     return Engine(load_tokenizer(config.target.model), target, wrap(drafter) if wrap else drafter, **(usual | parts))
 
 
-def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
+def at_call(engine, call, action):
     """Do something within the target's `call`-th attention from now: 3 a prefill chunk, 6 a verification."""
     attend, numbers = engine.target.attend, itertools.count(1)
 
@@ -317,13 +310,13 @@ def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
     engine.target.attend = attend_and_act
 
 
-def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCABULARY) -> list[int]:
+def random_prompt(length, seed=0, vocab_size=VOCABULARY):
     """Tokens without an EOS."""
     generator = torch.Generator().manual_seed(1000 * length + seed)
     return torch.randint(EOS_TOKEN_ID + 1, vocab_size, (length,), generator=generator).tolist()
 
 
-def request(name: str, prompt: list[int], max_new_tokens: int = 32, **sampling: Any) -> Request:
+def request(name, prompt, max_new_tokens=32, **sampling):
     """A request, greedy unless `sampling` says otherwise."""
     return Request(
         request_id=name,

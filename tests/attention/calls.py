@@ -1,26 +1,22 @@
 """Calls of attention kernels: tensors, sequences in a cache, masks."""
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference, pack_mask
 from specextend.decoding.tree import tree_mask
 
 
-def tensors(
-    batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, head_dim: int, dtype: torch.dtype
-) -> list[Tensor]:
+def tensors(batch, num_queries, heads, num_rows, head_dim, dtype):
     """Queries [B, T, H, D], keys and values [K, R, D]; `heads` is (H, K)."""
     generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
     shapes = [(batch, num_queries, heads[0], head_dim), *[(heads[1], num_rows, head_dim)] * 2]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def regions(lengths: list[int]) -> tuple[list[int], int]:
+def regions(lengths):
     """First rows of sequences with a gap between them, and all rows."""
     starts = [5]
     for length in lengths:
@@ -28,7 +24,7 @@ def regions(lengths: list[int]) -> tuple[list[int], int]:
     return starts[:-1], starts[-1]
 
 
-def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
+def random_mask(batch, num_queries, num_masked):
     """[B, T, M] in which every query sees its own row."""
     mask = torch.rand(batch, num_queries, num_masked, generator=torch.Generator().manual_seed(7)) < 0.3
     own = torch.arange(num_queries)
@@ -36,16 +32,14 @@ def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
     return mask
 
 
-def random_trees(batch: int, num_nodes: int) -> Tensor:
+def random_trees(batch, num_nodes):
     """The masks [B, N, N] of trees whose nodes have any earlier node as parent."""
     generator = torch.Generator().manual_seed(num_nodes)
     drawn = torch.rand(batch, num_nodes, generator=generator)
     return tree_mask((drawn * torch.arange(num_nodes)).long() - (torch.arange(num_nodes) == 0).long(), num_nodes)
 
 
-def tree_call(
-    head_dim: int, heads: tuple[int, int], num_queries: int, prefixes: list[int], kind: str, dtype: torch.dtype
-) -> tuple[Any, ...]:
+def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
     """The arguments of `attend_tree` but the number of splits: sequences in a cache that is NaN everywhere else.
 
     `kind` is `tree`; `level`, whose queries are the last of more masked rows than some sequences have, with bits of
@@ -67,9 +61,7 @@ def tree_call(
     return q, keys, values, torch.tensor(starts), torch.tensor(lengths), visible, num_masked, head_dim**-0.5
 
 
-def attend_tree_slowly(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale):
     """The specification of `attend_tree`: of the last `num_masked` rows query t sees those whose bits are set.
 
     Out is 0 and LSE -inf where no row is visible.

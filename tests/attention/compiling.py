@@ -3,7 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -21,7 +21,7 @@ class Compiled(NamedTuple):
     shared_bytes: int
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int):
+def compile_kernel(kernel, types, constants, capability, **options):
     """Compile for a chip that is not there. Pointers and strides are multiples of 16, as in a cache."""
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     aligned = [name for name in signature if signature[name].startswith("*") or name.startswith(("q_", "k_", "v_"))]
@@ -30,7 +30,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def inspect(compiled: Any, folder: Path) -> Compiled:
+def inspect(compiled, folder):
     """Read registers and spills from the machine code, by the tool in triton's wheel."""
     binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     binary.write_bytes(compiled.asm["cubin"])
@@ -39,7 +39,7 @@ def inspect(compiled: Any, folder: Path) -> Compiled:
     return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
 
 
-def assert_fits(compiled: Compiled, capability: int) -> None:
+def assert_fits(compiled, capability):
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= SHARED_BYTES[capability]
     assert compiled.num_registers < 255, "at the limit the next change spills"

@@ -1,24 +1,19 @@
 """Calls of the kernels of a layer, and the comparison with their twins."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from specextend.attention.reference import HeadNorms, LayerKernels
+from specextend.attention.reference import HeadNorms
 from specextend.attention.torch_kernels import TORCH
 
 EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
 
 
-def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+def draw(*shape, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def rotate_call(
-    num_rows: int, heads: tuple[int, int], head_dim: int, *, norms: bool, dtype: torch.dtype, device: str = "cpu"
-) -> tuple[list[Any], Tensor]:
+def rotate_call(num_rows, heads, head_dim, *, norms, dtype, device="cpu"):
     """The arguments of `rotate_heads`, and the cache [2, K, S, D] that two of them are: rows in no order, with gaps."""
     num_all = heads[0] + 2 * heads[1]
     angles = draw(num_rows, head_dim, dtype=torch.float32) * 3
@@ -31,9 +26,9 @@ def rotate_call(
 
 
 def outputs(
-    kernels: LayerKernels, num_rows: int, size: int, heads: tuple[int, int], head_dim: int, norms: bool,
-    dtype: torch.dtype, device: str,
-) -> list[Tensor]:  # fmt: skip
+    kernels, num_rows, size, heads, head_dim, norms,
+    dtype, device,
+):  # fmt: skip
     """Everything that the three kernels return and write."""
     call, cache = rotate_call(num_rows, heads, head_dim, norms=norms, dtype=dtype, device=device)
     x, delta, gate_up = (draw(num_rows, n, dtype=dtype).to(device) for n in (size, size + 1, 2 * size))
@@ -42,7 +37,7 @@ def outputs(
     return [kernels.rotate_heads(*call), cache, *added, *normed, kernels.gate(gate_up)]
 
 
-def assert_are_their_twins(kernels: LayerKernels, *case: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+def assert_are_their_twins(kernels, *case, dtype, device="cpu"):
     error = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 3e-2}[dtype]
     found, expected = (outputs(each, *case, dtype=dtype, device=device) for each in (kernels, TORCH))
     for a, b in zip(found, expected, strict=True):

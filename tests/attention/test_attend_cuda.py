@@ -26,7 +26,7 @@ MASKS = {
 class Allocations(TorchDispatchMode):
     """Notes the largest tensor that an operator makes, views aside."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.largest = 0
 
@@ -50,7 +50,7 @@ def test_no_copy_of_the_prefix_is_made(heads, kind):
     assert allocations.largest <= tail < k.numel() // 10
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def plain(q, k, v, bias, *, causal, scale):
     """Attend with q [1, H, T, D] to k, v [1, H, S, D]."""
     scores = q.float() @ k.float().transpose(2, 3) * scale
     if causal:

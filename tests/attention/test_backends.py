@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from numba.core.errors import NumbaError
-from torch import Tensor
 
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
@@ -28,7 +27,7 @@ KERNELS = {name: load_backend(name, CPU) for name in ("sdpa", "compiled")}
 PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 
-def slow_attention(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+def slow_attention(q, k, v, span, scale):
     """The definition, a query and a head at a time, in fp64."""
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
     group = q.shape[2] // k.shape[0]
@@ -42,7 +41,7 @@ def slow_attention(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float)
     return out.to(q.dtype), lse.float()
 
 
-def sees(span: KeySpan, b: int, t: int, s: int, num_queries: int) -> bool:
+def sees(span, b, t, s, num_queries):
     from_end = span.lengths[b] - s
     if span.causal:
         return num_queries - t <= from_end
@@ -51,7 +50,7 @@ def sees(span: KeySpan, b: int, t: int, s: int, num_queries: int) -> bool:
     return bool(span.mask[b, t, span.mask.shape[2] - from_end])
 
 
-def assert_close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+def assert_close(actual, expected):
     tolerance = TOLERANCE[actual[0].dtype]
     torch.testing.assert_close(actual[0], expected[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=tolerance)
@@ -70,15 +69,15 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
 
 
 def assert_kernel_is_the_reference(
-    kernel: str,
-    lengths: list[int],
-    num_queries: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
+    kernel,
+    lengths,
+    num_queries,
+    heads,
+    dtype,
+    mask=None,
     *,
-    causal: bool = False,
-) -> None:
+    causal=False,
+):
     starts, num_rows = regions(lengths)
     q, k, v = tensors(len(lengths), num_queries, heads, num_rows, HEAD_DIM, dtype)
     expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE)

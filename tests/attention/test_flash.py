@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from specextend.attention.backends import load_backend
 from specextend.attention.plan import KeySpan
@@ -38,7 +37,7 @@ def flash_attn_3(
     return *results, None, None
 
 
-def from_cache(q, keys, values, lengths, table, scale, causal, return_lse) -> tuple[Tensor, Tensor]:
+def from_cache(q, keys, values, lengths, table, scale, causal, return_lse):
     """Each sequence by itself; a causal mask is aligned at the bottom right."""
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert q.stride(3) == keys.stride(3) == values.stride(3) == 1
@@ -63,7 +62,7 @@ def from_cache(q, keys, values, lengths, table, scale, causal, return_lse) -> tu
     return out, lse.transpose(1, 2).contiguous()
 
 
-def paged(lengths: list[int]) -> tuple[list[int], int]:
+def paged(lengths):
     """First rows of sequences in a cache whose regions begin at pages, as an engine's do, and its rows."""
     regions = [-(-length // PAGE) * PAGE for length in lengths]
     return [PAGE + start for start in accumulate(regions[:-1], initial=0)], sum(regions) + 2 * PAGE

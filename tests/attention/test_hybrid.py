@@ -13,7 +13,7 @@ SCALE = 0.25
 BACKENDS = {name: load_backend(name, torch.device("cpu")) for name in ("reference", "sdpa", "compiled")}
 
 
-def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
+def cache_rows(lengths, num_queries, heads):
     """starts, q [B, T, H, D], k and v [K, R, D]"""
     generator = torch.Generator().manual_seed(sum(lengths) + num_queries)
     starts = [4 + sum(lengths[:b]) + 2 * b for b in range(len(lengths))]

@@ -38,14 +38,14 @@ def _own_kernel_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
-def compile_rotation(element: str, head_dim: int, norms: bool, capability: int):
+def compile_rotation(element, head_dim, norms, capability):
     names = ("qkv", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values")
     types = dict.fromkeys(names, element) | {"rows": "*i64", "eps": "fp32"}
     constants = {"NUM_HEADS": 32, "NUM_KEY_HEADS": 8, "DIM": head_dim, "HALF": triton.next_power_of_2(head_dim // 2)}
     return compile_kernel(rotate_rows, types, constants | {"GROUP": HEADS, "HAS_NORMS": norms}, capability, num_warps=1)
 
 
-def compile_norm(element: str, size: int, capability: int):
+def compile_norm(element, size, capability):
     types = dict.fromkeys(("x", "delta", "weight", "total", "normed"), element) | {"eps": "fp32"}
     constants = {"BLOCK": triton.next_power_of_2(size), "HAS_DELTA": True}
     return compile_kernel(add_norm_rows, types, constants, capability, num_warps=norm_warps(size))

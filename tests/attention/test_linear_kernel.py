@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.covering import covering
 
@@ -20,7 +19,7 @@ NUM_BLOCKS = [1, 2, 9]
 DTYPES = [torch.bfloat16, torch.int8]
 
 
-def tensors(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def tensors(num_rows, num_inputs, num_outputs, dtype):
     """Return x [T, I] in bf16, weight [O, I] in `dtype`, and scales [O] and bias [O] in fp32."""
     torch.manual_seed(num_rows)
     x, weight, bias = (torch.randn(shape) for shape in ((num_rows, num_inputs), (num_outputs, num_inputs), num_outputs))

@@ -76,7 +76,7 @@ def test_on_a_cpu_the_backend_is_refused():
         load_backend("triton", torch.device("cpu"))
 
 
-def compile_splits(dtype: torch.dtype, head_dim: int, num_rows: int, capability: int):
+def compile_splits(dtype, head_dim, num_rows, capability):
     element, tiles = f"*{TYPES[dtype]}", choose_tiles(head_dim, num_rows, dtype)
     types = dict.fromkeys(("q", "k", "v"), element) | dict.fromkeys(("part_out", "part_lse"), "*fp32")
     types |= dict.fromkeys(("starts", "lengths", "visible"), "*i64") | {"log2_scale": "fp32"}
@@ -85,7 +85,7 @@ def compile_splits(dtype: torch.dtype, head_dim: int, num_rows: int, capability:
     return compile_kernel(attend_splits, types, constants, capability, **options)
 
 
-def compile_merge(dtype: torch.dtype, head_dim: int, num_splits: int, capability: int):
+def compile_merge(dtype, head_dim, num_splits, capability):
     types = {"part_out": "*fp32", "part_lse": "*fp32", "out": f"*{TYPES[dtype]}", "lse": "*fp32"}
     padded = triton.next_power_of_2(num_splits)
     constants = {"HEAD_DIM": head_dim, "PADDED": padded, "ROWS": max(1, MERGED_PARTS // padded)}

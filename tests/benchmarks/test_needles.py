@@ -62,7 +62,7 @@ tables: [acceptance by kind]
 """
 
 
-def replayed(folder: Path, *options: str) -> list[dict]:
+def replayed(folder, *options):
     (folder / "needles.yaml").write_text(NEEDLES)
     path = folder / "result.json"
     assert main([str(folder / "needles.yaml"), "--json", str(path), *options]) == 0

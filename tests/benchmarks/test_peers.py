@@ -1,8 +1,6 @@
 """Peers, run for real on tiny random models: the same tokens as ours, and honest clocks."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def llama_cpp(model: Any, folder: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> LlamaCpp:
+def llama_cpp(model, folder, eos_token_ids=(EOS_TOKEN_ID,)):
     path = folder / "tiny.gguf"
     write_gguf(model, eos_token_ids, path)
     return LlamaCpp(path, 1024, "F32")

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.tables import to_markdown
 
 
-def row(variant: str, doc_id: str, bucket: str, decode_s: float, **more: object) -> dict:
+def row(variant, doc_id, bucket, decode_s, **more):
     counts = {"num_documents": 1, "num_output_tokens": 11, "num_first_tokens": 1, "loops": False, "equals_base": True}
     seconds = {"decode_s": decode_s, "total_s": decode_s + 1, "wall_s": decode_s + 1}
     where = {"variant": variant, "documents": [doc_id], "bucket": bucket, "repeat": 0}
@@ -38,7 +38,7 @@ def result():
     }
 
 
-def cells(result: dict, name: str) -> dict[str, list[str]]:
+def cells(result, name):
     head, _, *lines = to_markdown(result, name).splitlines()
     split = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines)]
     return {first: rest for first, *rest in split}

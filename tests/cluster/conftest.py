@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,10 +12,8 @@ from specextend.cluster.display import Fact
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
-from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import Values
-from specextend.data.commits import Retry
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import kept_handlers
 
@@ -34,25 +31,25 @@ class Screen:
     on_show: Callable[[Snapshot], None] = lambda snapshot: None
     on_event: Callable[[str, dict[str, Fact]], None] = lambda name, facts: None
 
-    def show(self, snapshot: Snapshot, now: float) -> None:
+    def show(self, snapshot, now):
         self.on_show(snapshot)
 
-    def note(self, message: str, event: str = "note", **facts: Fact) -> None:
+    def note(self, message, event="note", **facts):
         self.notes.append(message)
         self.events.append((event, facts))
 
-    def begin(self, run_id: str) -> None:
+    def begin(self, run_id):
         self.run_id = run_id
 
-    def event(self, name: str, **facts: Fact) -> None:
+    def event(self, name, **facts):
         self.events.append((name, facts))
         self.on_event(name, facts)
 
-    def told(self, name: str) -> list[dict[str, Fact]]:
+    def told(self, name):
         """The facts of every event of a name."""
         return [facts for event, facts in self.events if event == name]
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -70,7 +67,7 @@ class Job:
     """Further options."""
     input: Path = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         table = pa.table(
             {"id": [f"d{row}" for row in range(len(self.texts))], "text": pa.array(self.texts, pa.string())}
         )
@@ -78,10 +75,10 @@ class Job:
         pq.write_table(table, self.input)
 
     @property
-    def output(self) -> Path:
+    def output(self):
         return self.folder / "output"
 
-    def config(self, **job: Any) -> RunConfig:
+    def config(self, **job):
         return RunConfig.from_values(
             {
                 "input": {"path": str(self.input), "id_column": "id"},
@@ -100,11 +97,11 @@ class Job:
 
     def run(
         self,
-        factory: EngineFactory = FakeEngine,
-        retry_errors: Retry = "none",
-        interrupt: Interrupt | None = None,
-        **job: Any,
-    ) -> int:
+        factory=FakeEngine,
+        retry_errors="none",
+        interrupt=None,
+        **job,
+    ):
         return run(
             self.config(**job),
             self.screen,
@@ -113,14 +110,14 @@ class Job:
             factory=factory,
         )
 
-    def summaries(self) -> dict[str, Values]:
+    def summaries(self):
         return rows_of(self.output / "summaries")
 
-    def errors(self) -> dict[str, Values]:
+    def errors(self):
         return rows_of(self.output / "errors")
 
 
-def rows_of(folder: Path) -> dict[str, Values]:
+def rows_of(folder):
     """Rows of a folder's files, by document; none may be there twice."""
     rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     by_id = {row["doc_id"]: row for row in rows}

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.config import RunConfig
-from specextend.core import Completion, Request
+from specextend.core import Completion
 from specextend.decoding.engine import BatchError
 from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats
@@ -31,7 +29,7 @@ class FakeEngine:
     `<word>:<path>` obeys only while there is no file at that path, and leaves one; `<word>@<path>` while there is one.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config):
         self.tokenizer: Any = load_tokenizer(config.target.model)
         self.num_steps = 0
         self.max_tokens = 4096
@@ -41,25 +39,23 @@ class FakeEngine:
         self._lock = threading.Lock()
 
     @property
-    def num_active(self) -> int:
+    def num_active(self):
         return len(self._active)
 
     trials = ()
 
-    def limits(self) -> None:
+    def limits(self):
         """It has no model, so it has no limits."""
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id):
         with self._lock:
             self._cancelled.add(request_id)
 
-    def progress(self) -> dict[str, int]:
+    def progress(self):
         with self._lock:
             return {name: running.num_tokens for name, running in self._active.items()}
 
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
+    def generate(self, source, on_error=None):
         assert on_error is not None
         requests = iter(source)
         while True:
@@ -74,7 +70,7 @@ class FakeEngine:
             yield from self._step(on_error)
             self.num_steps += 1
 
-    def _step(self, on_error: Callable[[str, Exception], None]) -> Iterator[Completion]:
+    def _step(self, on_error):
         for name, running in list(self._active.items()):
             try:
                 running.obey()
@@ -92,14 +88,14 @@ class FakeEngine:
                     del self._active[name]
                 yield self.completion(running)
 
-    def completion(self, running: "_Running") -> Completion:
+    def completion(self, running):
         return running.completion()
 
 
 class SpeculatingEngine(FakeEngine):
     """Says that each of its steps was speculative and had one of four draft tokens accepted."""
 
-    def completion(self, running: "_Running") -> Completion:
+    def completion(self, running):
         completion = running.completion()
         seconds = dict.fromkeys(("draft_prefill_s", "draft_s", "retrieval_s", "other_s"), 0.5)
         drafted = {"num_spec_steps": 2, "num_draft_tokens": 8, "num_accepted_tokens": 2}
@@ -112,7 +108,7 @@ class QuotingEngine(FakeEngine):
 
     has_failed = False
 
-    def _step(self, on_error: Callable[[str, Exception], None]) -> Iterator[Completion]:
+    def _step(self, on_error):
         if self.has_failed:
             yield from super()._step(on_error)
         elif len(batch := list(self._active)) > 1:
@@ -124,14 +120,14 @@ class QuotingEngine(FakeEngine):
 
 
 class _Running:
-    def __init__(self, request: Request, tokenizer: Any) -> None:
+    def __init__(self, request, tokenizer):
         self.request = request
         self.text: str = tokenizer.decode(request.prompt_token_ids)
         self.num_tokens = 0
         self.crawls = False
         self.began = time.monotonic()
 
-    def obey(self) -> None:
+    def obey(self):
         self.crawls = False
         for order, when, path in ORDERS.findall(self.text):
             if when and Path(path).exists() == (when == ":"):
@@ -140,7 +136,7 @@ class _Running:
                 Path(path).touch()
             self.do(order)
 
-    def do(self, order: str) -> None:
+    def do(self, order):
         match order:
             case "raise":
                 raise ValueError("this document cannot be done")
@@ -151,7 +147,7 @@ class _Running:
             case "crawl":
                 self.crawls = True
 
-    def completion(self) -> Completion:
+    def completion(self):
         seconds = time.monotonic() - self.began
         stats = DecodingStats(
             num_prompt_tokens=len(self.request.prompt_token_ids),
@@ -169,17 +165,17 @@ class _Running:
 class NeverLoads:
     """A model that is not there."""
 
-    def __call__(self, config: RunConfig) -> FakeEngine:
+    def __call__(self, config):
         raise FileNotFoundError("the weights are gone")
 
 
 class SwapsWeights:
     """A model whose files are replaced once it is loaded: somebody copies the next version over it."""
 
-    def __init__(self, weights: Path) -> None:
+    def __init__(self, weights):
         self.weights = weights
 
-    def __call__(self, config: RunConfig) -> FakeEngine:
+    def __call__(self, config):
         tensors = {name: tensor * 2 for name, tensor in load_file(self.weights).items()}
         save_file(tensors, self.weights, {"format": "pt"})
         return FakeEngine(config)

@@ -1,14 +1,12 @@
 """Documents of which a scheduler knows no more than how long they are."""
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from specextend.cluster.backlog import Estimates, TokenEstimate
 from specextend.core import DocumentKey
 
 
-def estimates_of(documents: Mapping[DocumentKey, TokenEstimate]) -> Estimates:
+def estimates_of(documents):
     """Columns of estimates by key."""
     keys = sorted(documents)
     found = [documents[key] for key in keys]
@@ -21,11 +19,11 @@ def estimates_of(documents: Mapping[DocumentKey, TokenEstimate]) -> Estimates:
     return Estimates(*(np.array(column, np.int64) for column in columns))
 
 
-def of_length(lengths: Mapping[DocumentKey, int]) -> Estimates:
+def of_length(lengths):
     """Documents by key."""
     return estimates_of({key: TokenEstimate(length, 0) for key, length in lengths.items()})
 
 
-def rows_of_length(lengths: Sequence[int]) -> Estimates:
+def rows_of_length(lengths):
     """The rows of a file."""
     return of_length({DocumentKey(0, row): length for row, length in enumerate(lengths)})

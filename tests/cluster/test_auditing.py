@@ -9,7 +9,7 @@ from specextend.data.inputs import DocumentError
 from specextend.stats import DecodingStats
 
 
-def offer(auditor: Auditor, *names: str) -> None:
+def offer(auditor, *names):
     """Documents that are done, each with two tokens."""
     for row, name in enumerate(names):
         request = Request(request_id=name, prompt_token_ids=[1], max_new_tokens=2, sampling=SamplingParams(seed=row))
@@ -17,7 +17,7 @@ def offer(auditor: Auditor, *names: str) -> None:
         auditor.offer(DocumentKey(0, row), name, request, Completion(name, [4, 5], "x", "length", stats))
 
 
-def plain(request: Request, num_equal: int = 2, gap: float | None = None) -> Completion:
+def plain(request, num_equal=2, gap=None):
     stats = DecodingStats(prefill_s=1.0, verify_s=6.0)
     return Completion(request.request_id, [4, 5], "x", "length", stats, Agreement(num_equal, gap))
 

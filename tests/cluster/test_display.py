@@ -5,9 +5,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import TextIO
 
 import pytest
 
@@ -19,7 +17,7 @@ from specextend.cluster.display import (
 from specextend.cluster.progress import Snapshot
 
 
-def snapshot() -> Snapshot:
+def snapshot():
     return Snapshot(9, 3, 1, 2, 1, 0, 0.5, 20.0, 2.25, 61.2)
 
 
@@ -50,7 +48,7 @@ def test_while_no_worker_is_ready_the_line_says_what_it_waits_for():
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -116,7 +114,7 @@ def test_what_others_print_under_a_bar_is_text(monkeypatch):
     assert "\x1b]8" not in stream.getvalue()
 
 
-def said_as_json(*calls) -> list[dict]:
+def said_as_json(*calls):
     stream = io.StringIO()
     display = open_display(stream, "json")
     for call in calls:
@@ -157,7 +155,7 @@ def test_a_fact_that_is_no_number_is_left_out():
 
 
 @contextlib.contextmanager
-def stream_to(place: str | int) -> Iterator[TextIO]:
+def stream_to(place):
     """A stream that cannot even be closed without an error."""
     stream = open(place, "w", encoding="utf-8")  # noqa: SIM115  what closing says is no error of the test
     yield stream

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,7 +40,7 @@ NUM_ROWS = 3
 class Ended:
     """A run of two files whose rows are all committed, and which has not been finalized."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         (folder / "in").mkdir()
         for number in range(2):
             pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
@@ -52,10 +51,10 @@ class Ended:
         keys = [DocumentKey(file, row) for file in range(2) for row in range(NUM_ROWS)]
         self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
 
-    def commit(self, rows: list[dict], fingerprint: str) -> None:
+    def commit(self, rows, fingerprint):
         CommitWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
 
-    def config(self) -> RunConfig:
+    def config(self):
         return RunConfig.from_values(
             {
                 "input": {"path": str(self.output.parent / "in")},
@@ -66,7 +65,7 @@ class Ended:
             }
         )
 
-    def run(self, report: Callable[..., object] = write_report) -> int:
+    def run(self, report=write_report):
         interrupt = Interrupt(600.0)
         try:
             return run(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
@@ -74,10 +73,10 @@ class Ended:
             interrupt.disarm()
 
     @property
-    def lock(self) -> Path:
+    def lock(self):
         return self.output / "_run" / "lock"
 
-    def is_complete(self) -> bool:
+    def is_complete(self):
         return (self.output / "_SUCCESS").exists()
 
 
@@ -87,11 +86,11 @@ def ended(tmp_path):
         yield Ended(tmp_path)
 
 
-def steal(ended: Ended) -> None:
+def steal(ended):
     ended.lock.write_text(json.dumps(json.loads(ended.lock.read_text()) | {"run_id": "feedbeef", "pid": 1}))
 
 
-def remove(ended: Ended) -> None:
+def remove(ended):
     ended.lock.unlink()
 
 
@@ -144,7 +143,7 @@ def test_a_start_that_finds_everything_done_removes_what_a_killed_one_left(ended
     assert not [path for path in left if path.exists()]
 
 
-def edited(manifest: dict, *path: str, to: object) -> dict:
+def edited(manifest, *path, to):
     """A manifest in which a value is another one, and the fingerprint right."""
     part = manifest
     for name in path[:-1]:

@@ -14,7 +14,7 @@ from specextend.config import JobOptions
 from tests.job.conftest import wait_for
 
 
-def prepared(**before: str) -> dict[str, str]:
+def prepared(**before):
     environment = dict(before)
     prepare_environment(environment)
     return environment

@@ -5,12 +5,11 @@ import json
 
 from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.core import Values
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
 
 
-def of(events: list[Values], name: str) -> list[Values]:
+def of(events, name):
     return [event for event in events if event["event"] == name]
 
 

@@ -17,7 +17,7 @@ while True:
 """
 
 
-def ended(code: str) -> subprocess.CompletedProcess[str]:
+def ended(code):
     """What became of a process that runs this code."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)

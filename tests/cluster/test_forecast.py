@@ -2,11 +2,10 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from specextend.cluster.backlog import Estimates, TokenEstimate
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.checks import prepare
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
@@ -18,7 +17,6 @@ from specextend.cluster.forecast import (
     fit_rates,
 )
 from specextend.core import DocumentKey
-from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NeverLoads
 from tests.cluster.lengths import estimates_of
 
@@ -29,11 +27,11 @@ RATES = Rates(
 DOCUMENT = TokenEstimate(1000, 200)
 
 
-def documents(*found: TokenEstimate) -> Estimates:
+def documents(*found):
     return estimates_of({DocumentKey(0, row): document for row, document in enumerate(found)})
 
 
-def outlook(*found: TokenEstimate, batch: int = 1, **changed: object) -> Outlook:
+def outlook(*found, batch=1, **changed):
     return Outlook(documents(*found), replace(RATES, **changed), batch)
 
 
@@ -58,7 +56,7 @@ def test_the_fewest_workers_that_are_done_in_time_are_found():
     assert outlook(DOCUMENT, TokenEstimate(100_000, 200)).workers_within(100, surely=False) is None
 
 
-def draw_cost(draw: random.Random, num_tokens: int) -> DocumentCost:
+def draw_cost(draw, num_tokens):
     """A document of a made-up pair: outputs end anywhere, and a machine is never quite steady."""
     outputs = draw.randint(40, 250)
     prefill_s = num_tokens * (1e-3 + 1e-7 * num_tokens) * draw.uniform(0.95, 1.05)
@@ -81,7 +79,7 @@ def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured, least):
     assert held >= 200 * least
 
 
-def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:
+def drawn(size, *lengths, seed=0):
     estimates = documents(*(TokenEstimate(length, 10) for length in lengths))
     return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
 
@@ -95,7 +93,7 @@ def test_long_documents_are_represented_by_their_tokens_longest_first():
     assert drawn(8, *range(100, 1100), seed=7) == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100))
 
 
-def calibrated(run: Job, size: int, factory: Any = FakeEngine, interrupt: Interrupt | None = None) -> Rates:
+def calibrated(run, size, factory=FakeEngine, interrupt=None):
     prepared = prepare(run.config())
     estimates = documents(*(TokenEstimate(row + 1, 5) for row in range(prepared.source.num_rows)))
     return calibrate(prepared, estimates, size, interrupt or Interrupt(600.0), lambda line: None, factory)

@@ -33,14 +33,14 @@ def output(tmp_path):
 class Time:
     """A wall clock and a steady one, of a machine whose process may be suspended."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.wall, self.steady = 1_000_000.0, 0.0
 
-    def pass_by(self, seconds: float) -> None:
+    def pass_by(self, seconds):
         self.wall += seconds
         self.steady += seconds
 
-    def lock(self, output: Location, run_id: str = "00000001") -> OutputLock:
+    def lock(self, output, run_id="00000001"):
         return OutputLock(output, run_id, lambda: self.wall, lambda: self.steady, host=f"host-of-{run_id}")
 
 
@@ -49,19 +49,19 @@ def now():
     return Time()
 
 
-def write_lock(output: Location, data: bytes) -> None:
+def write_lock(output, data):
     write_bytes(output.child("_run", "lock"), data)
 
 
-def write_holder(output: Location, holder: LockHolder) -> None:
+def write_holder(output, holder):
     write_lock(output, json.dumps(asdict(holder)).encode())
 
 
-def elsewhere(heartbeat: float) -> LockHolder:
+def elsewhere(heartbeat):
     return LockHolder("feedbeef", "another-host", 1, heartbeat)
 
 
-def dead_pid() -> int:
+def dead_pid():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -241,7 +241,7 @@ except LockHeldError:
 """
 
 
-def racer(output: Location, number: int) -> subprocess.Popen[str]:
+def racer(output, number):
     command = [sys.executable, "-c", RACER, output.path, f"{number:08x}"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -21,13 +21,13 @@ GOOD = [f"text number {number}" for number in range(4)]
 LONGEST_S = 600
 
 
-def exported_names() -> set[str]:
+def exported_names():
     """The series that a scrape of Ray can find, as Prometheus writes them."""
     names = {f"ray_specextend_{name}_total" for name in COUNTERS} | {f"ray_specextend_{name}" for name in GAUGES}
     return names | {f"ray_specextend_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
 
 
-def queries() -> list[str]:
+def queries():
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     return [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
@@ -51,7 +51,7 @@ def test_every_query_of_the_dashboard_is_about_the_chosen_runs():
         assert all('run_id=~"$run_id"' in selector for selector in selectors), query
 
 
-def scrape(run_id: str) -> Counter[str]:
+def scrape(run_id):
     """A run's series, as Prometheus would read them from the node's metrics port: `documents_total done`."""
     own = ray.get_runtime_context().get_node_id()
     [port] = [node["MetricsExportPort"] for node in ray.nodes() if node["NodeID"] == own]

@@ -1,16 +1,13 @@
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.plan import Plan, make_plan
+from specextend.cluster.plan import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
 
@@ -20,12 +17,12 @@ def tokenizer():
     return load_tokenizer(str(MODELS / "target"))
 
 
-def source(folder: Path, columns: dict[str, Any], **options: Any) -> Source:
+def source(folder, columns, **options):
     pq.write_table(pa.table(columns), folder / "input.parquet", row_group_size=2)
     return open_source(InputOptions(path=str(folder / "input.parquet"), **options))
 
 
-def planned(source: Source, tokenizer: Any, limit: int = 1000, **options: Any) -> Plan:
+def planned(source, tokenizer, limit=1000, **options):
     prompts = Prompts(tokenizer, PromptOptions(**options), limit)
     keys = {DocumentKey(0, row) for row in range(source.num_rows)}
     return make_plan(source, prompts, keys, 10, 0, lambda: None)

@@ -15,16 +15,16 @@ from specextend.stats import DecodingStats
 from tests.cluster.lengths import estimates_of, rows_of_length
 
 
-def key(row: int) -> DocumentKey:
+def key(row):
     return DocumentKey(0, row)
 
 
-def ledger(*estimates: tuple[int, int], num_done: int = 0, work: DecodingStats | None = None) -> Ledger:
+def ledger(*estimates, num_done=0, work=None):
     documents = {key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}
     return Ledger(estimates_of(documents), num_done, 0, work)
 
 
-def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:
+def stats(prompt, output, prefill_s=1.0, verify_s=1.0):
     return DecodingStats(num_prompt_tokens=prompt, num_output_tokens=output, prefill_s=prefill_s, verify_s=verify_s)
 
 

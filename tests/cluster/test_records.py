@@ -22,7 +22,7 @@ from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
-from specextend.data.storage import Location, resolve, write_bytes
+from specextend.data.storage import resolve, write_bytes
 from tests.cluster.conftest import Job
 from tests.properties.rows import done, failed
 
@@ -40,19 +40,19 @@ def output(tmp_path):
     return resolve(str(tmp_path / "out"))
 
 
-def held_by(output: Location, **fields: object) -> None:
+def held_by(output, **fields):
     holder = asdict(LockHolder("feedbeef", "another-host", 1, time.time())) | fields
     write_bytes(output.child("_run", "lock"), json.dumps(holder).encode())
 
 
-def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None:
+def fail(output, classes, run_id="00000001"):
     """Commit error rows from the first row on."""
     told = {"doc_id": "d", "message": "", "stage": "read", "retryable": False, "attempts": 1}
     rows = [{"file": 0, "row": row, "error_class": name, **told} for row, name in enumerate(classes)]
     CommitWriter(output, run_id).commit(rows)
 
 
-def write(output: Location, path: str, content: object) -> None:
+def write(output, path, content):
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     write_bytes(output.child(*path.split("/")), data)
 

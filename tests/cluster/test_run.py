@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from specextend.cluster.exits import (
     WorkersFailError,
 )
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Job, Screen
+from tests.cluster.conftest import Screen
 from tests.cluster.fakes import SwapsWeights
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
@@ -30,7 +29,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
 
 
-def records_of(run: Job) -> list[dict[str, Any]]:
+def records_of(run):
     """What each start has left."""
     return [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
 
@@ -58,7 +57,7 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
 
 
-def interrupt_after(run, num_done: int) -> Interrupt:
+def interrupt_after(run, num_done):
     interrupt = Interrupt(600.0)
 
     def look(snapshot):

@@ -1,6 +1,6 @@
 """The scheduler's decisions, without Ray: who gets what, and who is charged."""
 
-from specextend.cluster.messages import MAX_LOSSES, Lease, Place
+from specextend.cluster.messages import MAX_LOSSES, Place
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
@@ -9,24 +9,24 @@ from tests.cluster.lengths import rows_of_length
 JOB = JobOptions(max_attempts=2, document_deadline_s=10, stall_s=30)
 
 
-def key(row: int) -> DocumentKey:
+def key(row):
     return DocumentKey(0, row)
 
 
-def scheduler(lengths: list[int], leases_per_worker: int = 3, job: JobOptions = JOB) -> Scheduler:
+def scheduler(lengths, leases_per_worker=3, job=JOB):
     return Scheduler(rows_of_length(lengths), job, leases_per_worker)
 
 
-def at(worker: str) -> Place:
+def at(worker):
     """A place of its own for a worker."""
     return Place(f"host of {worker}", "seat 1")
 
 
-def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:
+def granted(grants, worker=None):
     return [lease.key.row for name, lease in grants if worker in (None, name)]
 
 
-def ids(grants: list[tuple[str, Lease]]) -> dict[int, str]:
+def ids(grants):
     return {lease.key.row: lease.lease_id for _, lease in grants}
 
 

@@ -1,13 +1,13 @@
 """The end of a run, and nodes that are about to go: who is let go, and who gets what is left."""
 
-from specextend.cluster.messages import Lease, Place
+from specextend.cluster.messages import Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 
 
-def plan_of(lengths: list[int], workers: str, leases_per_worker: int = 2) -> Scheduler:
+def plan_of(lengths, workers, leases_per_worker=2):
     """A scheduler with a worker for each letter, each on a node of its own."""
     plan = Scheduler(rows_of_length(lengths), JobOptions(), leases_per_worker)
     for name in workers:
@@ -15,7 +15,7 @@ def plan_of(lengths: list[int], workers: str, leases_per_worker: int = 2) -> Sch
     return plan
 
 
-def started(plan: Scheduler, grants: list[tuple[str, Lease]], now: float) -> None:
+def started(plan, grants, now):
     for worker in {worker for worker, _ in grants}:
         plan.report(worker, 1, [lease.lease_id for name, lease in grants if name == worker], now)
 

@@ -15,7 +15,7 @@ from tests.cluster.fakes import FakeEngine, QuotingEngine
 from tests.job.conftest import wait_for
 
 
-def request(name: str, length: int) -> Request:
+def request(name, length):
     return Request(request_id=name, prompt_token_ids=[1] * length, max_new_tokens=1)
 
 
@@ -56,7 +56,7 @@ def test_a_text_that_an_error_quotes_cannot_drive_the_terminal_that_shows_the_lo
     assert r"ValueError: cannot read \x1b[2J\u202ethis\rok" in shown.getvalue()
 
 
-def prompts_kept(lease: str) -> int:
+def prompts_kept(lease):
     """Requests of a lease that something in this process still holds."""
     gc.collect()
     return sum(type(each) is Request and each.request_id == lease for each in gc.get_objects())

@@ -38,6 +38,6 @@ BATCHES = SUMMARIES | WHY
 """Columns of a batch of results."""
 
 
-def assert_has(schema: pa.Schema, columns: dict[str, pa.DataType]) -> None:
+def assert_has(schema, columns):
     """Every column is there, with its type."""
     assert {name: schema.field(name).type for name in columns if name in schema.names} == columns

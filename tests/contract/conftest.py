@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend import RunConfig, load_engine
-from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, Ended, environment, in_process, rows
+from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, environment, in_process, rows
 from tests.job.conftest import call as call  # fixtures of this folder, too
 from tests.job.conftest import start as start
 
@@ -27,27 +26,27 @@ SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_t
 PASSTHROUGH = ("year", "source")
 
 
-def run_job(script: str, *arguments: str, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_job(script, *arguments, cwd=ROOT, **options):
     """Run a script of `jobs/` as a process of its own."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     command = [sys.executable, str(ROOT / "jobs" / script), *arguments]
     return subprocess.run(command, cwd=cwd, env=environment(), check=False, **pipes)
 
 
-def settings(**sections: dict[str, Any]) -> list[str]:
+def settings(**sections):
     """Arguments of the job: `settings(job={"workers": 2})` is `--set job.workers=2`."""
     pairs = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
     return [part for pair in pairs for part in ("--set", pair)]
 
 
 @pytest.fixture(scope="session")
-def kept_kernels() -> None:
+def kept_kernels():
     """This process measures the kernels once and keeps what is fastest; each worker would do so, at its first start."""
     load_engine(RunConfig.load(CONFIG, ["output.path=unused"]))
 
 
 @pytest.fixture
-def summarize_here(kept_kernels: None, local_ray: None) -> Callable[..., Ended]:
+def summarize_here(kept_kernels, local_ray):
     """The job in this process, on the Ray of these tests: as `summarize`, without the seconds in which both begin."""
     return partial(in_process, "summarize.py", "--config", str(CONFIG))
 
@@ -60,7 +59,7 @@ class Run:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other options of the run, by section."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         table = pa.table(
             {
                 "text": [SENTENCE.format(row) * (4 + 3 * row) for row in range(NUM_ROWS)],
@@ -71,10 +70,10 @@ class Run:
         pq.write_table(table, self.folder / "corpus.parquet", row_group_size=5)
 
     @property
-    def output(self) -> Path:
+    def output(self):
         return self.folder / "output"
 
-    def options(self, **job: Any) -> dict[str, dict[str, Any]]:
+    def options(self, **job):
         """The sections of the configuration that differ from the file; `job` are options of `job.*`."""
         ours = {
             "input": {
@@ -88,11 +87,11 @@ class Run:
         }
         return ours | {name: ours.get(name, {}) | keys for name, keys in self.changes.items()}
 
-    def arguments(self, **job: Any) -> list[str]:
+    def arguments(self, **job):
         """The command line behind the script."""
         return settings(**self.options(**job))
 
-    def start(self, *command: str, address: str | None = None, **job: Any) -> subprocess.Popen[str]:
+    def start(self, *command, address=None, **job):
         """Start the job as a process on a Ray: that of the tests, if no other is named."""
         import ray
 
@@ -103,40 +102,40 @@ class Run:
         whole = [sys.executable, *command, "--config", str(CONFIG), *self.arguments(**job)]
         return subprocess.Popen(whole, env=os.environ | variables, cwd=ROOT, **pipes)
 
-    def result(self) -> list[dict[str, Any]]:
+    def result(self):
         """What must not change, in the order of the files."""
         return [{name: row[name] for name in (*SAME, *PASSTHROUGH)} for row in rows(self.output / "summaries")]
 
-    def column(self, name: str) -> list[Any]:
+    def column(self, name):
         """The values of a column of the summaries."""
         return [row[name] for row in rows(self.output / "summaries")]
 
-    def commits(self) -> dict[str, bytes]:
+    def commits(self):
         """The files of the commits."""
         return commits(self.output)
 
-    def committed(self) -> list[tuple[int, int]]:
+    def committed(self):
         """Keys of all rows of all commits."""
         return committed(self.output)
 
 
-def commits(output: Path) -> dict[str, bytes]:
+def commits(output):
     """The files of the commits of a run."""
     return {path.name: path.read_bytes() for path in sorted((output / "_run" / "parts").glob("*.parquet"))}
 
 
-def committed(output: Path) -> list[tuple[int, int]]:
+def committed(output):
     """Keys of all rows of all commits of a run."""
     return [(row["file"], row["row"]) for row in rows(output / "_run" / "parts")]
 
 
 @pytest.fixture
-def run(tmp_path: Path, kept_kernels: None, local_ray: None) -> Iterator[Run]:
+def run(tmp_path, kept_kernels, local_ray):
     return Run(tmp_path)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None, local_ray: None) -> list[dict[str, Any]]:
+def undisturbed(tmp_path_factory, kept_kernels, local_ray):
     """What the same corpus gives when nothing happens."""
     calm = Run(tmp_path_factory.mktemp("undisturbed"))
     ended = in_process("summarize.py", "--config", str(CONFIG), *calm.arguments())

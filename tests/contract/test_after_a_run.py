@@ -9,7 +9,6 @@ import csv
 import json
 import shutil
 import time
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +25,7 @@ REPORT = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None, local_ray: None) -> Path:
+def finished(tmp_path_factory, kept_kernels, local_ray):
     """A run of five rows, two of which are errors; nobody writes into its folder."""
     folder = tmp_path_factory.mktemp("finished")
     write_corpus(folder / "in" / "a.parquet", [TEXT * 3, None, TEXT * 9, " ", TEXT * 30], doc=[*"abcde"])
@@ -35,27 +34,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None, local
     return folder
 
 
-def arguments(folder: Path, *more: str) -> list[str]:
+def arguments(folder, *more):
     """The command line of the run."""
     places = ["--input", str(folder / "in"), "--output", str(folder / "out")]
     return ["--config", str(CONFIG), *places, "--set", "input.id_column=doc", *more]
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
+def folder(finished, tmp_path):
     """The same run in a folder that may be written to. Its input stays where it was."""
     shutil.copytree(finished / "out", tmp_path / "out")
     (tmp_path / "in").symlink_to(finished / "in")
     return tmp_path
 
 
-def stamps(folder: Path) -> dict[str, int]:
+def stamps(folder):
     """When each file of the results was written."""
     names = ("summaries", "errors", "_run/parts")
     return {str(path): path.stat().st_mtime_ns for name in names for path in (folder / "out" / name).iterdir()}
 
 
-def test_the_status_says_how_the_run_ended(call, finished: Path):
+def test_the_status_says_how_the_run_ended(call, finished):
     """On any machine: rows, errors by class, every start."""
     ended = call("--status", str(finished / "out"))
     assert (ended.code, ended.stderr) == (0, "")
@@ -65,7 +64,7 @@ def test_the_status_says_how_the_run_ended(call, finished: Path):
     assert [line.endswith("exit 3") for line in lines if line.startswith("start ")] == [True]
 
 
-def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder: Path):
+def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder):
     """Who must be told to stop, and where."""
     holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
     (folder / "out" / "_run" / "lock").write_text(json.dumps(holder))
@@ -75,7 +74,7 @@ def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder:
 
 
 @pytest.mark.parametrize("flags", [(), ("--retry-errors",)])
-def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder: Path, flags):
+def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder, flags):
     """Nothing is decoded or written, the exit code still says that rows failed, and the report has no empty start."""
     before = sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)
     ended = call(*arguments(folder, *flags))
@@ -85,7 +84,7 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
     assert not (folder / "out" / "_SUCCESS").exists()
 
 
-def test_a_retry_says_which_error_rows_it_leaves_out(call, finished: Path):
+def test_a_retry_says_which_error_rows_it_leaves_out(call, finished):
     """A thousand null texts would be planned, read and refused again with every outage that is made good."""
     left_out = "not tried again: 2 error rows whose `retryable` is false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
@@ -96,7 +95,7 @@ def test_a_retry_says_which_error_rows_it_leaves_out(call, finished: Path):
     assert call(*arguments(finished, "--retry-errors=some")).code == 2
 
 
-def test_the_last_line_advises_a_retry_only_where_it_may_help(call, folder: Path):
+def test_the_last_line_advises_a_retry_only_where_it_may_help(call, folder):
     """It did right after saying that no row is retryable."""
     for flags in ((), ("--retry-errors",)):
         said = call(*arguments(folder, *flags)).stderr.splitlines()[-1]
@@ -104,7 +103,7 @@ def test_the_last_line_advises_a_retry_only_where_it_may_help(call, folder: Path
 
 
 @pytest.mark.parametrize("flags", [("--retry-errors",), ("--retry-errors=all", "--dry-run")])
-def test_a_retry_of_nothing_is_refused(call, folder: Path, flags: tuple[str, ...]):
+def test_a_retry_of_nothing_is_refused(call, folder, flags):
     """With a mistyped output folder it did every row again, for a night."""
     ended = call(*arguments(folder, *flags, "--output", str(folder / "nowhere")))
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
@@ -112,7 +111,7 @@ def test_a_retry_of_nothing_is_refused(call, folder: Path, flags: tuple[str, ...
     assert not (folder / "nowhere").exists()
 
 
-def test_a_run_that_is_complete_is_not_started_again(call, folder: Path):
+def test_a_run_that_is_complete_is_not_started_again(call, folder):
     """An hourly cron job filled the report with starts that did nothing."""
     allowed = arguments(folder, "--set", "job.max_error_fraction=0.5")
     assert call(*allowed).code == 0
@@ -122,7 +121,7 @@ def test_a_run_that_is_complete_is_not_started_again(call, folder: Path):
     assert (sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)) == before
 
 
-def test_errors_that_are_allowed_make_the_run_a_success(call, folder: Path):
+def test_errors_that_are_allowed_make_the_run_a_success(call, folder):
     """The limit may be set when the errors have been looked at."""
     ended = call(*arguments(folder, "--set", "job.max_error_fraction=0.5"))
     assert ended.code == 0, ended.stderr
@@ -131,7 +130,7 @@ def test_errors_that_are_allowed_make_the_run_a_success(call, folder: Path):
 
 
 @pytest.mark.parametrize("name", ["summaries", "errors", "report.json", "report.html"])
-def test_results_that_somebody_deleted_are_written_again(call, finished: Path, folder: Path, name: str):
+def test_results_that_somebody_deleted_are_written_again(call, finished, folder, name):
     """The commits hold all that is needed; `_SUCCESS` would be a lie beside half of the results."""
     path = folder / "out" / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -141,7 +140,7 @@ def test_results_that_somebody_deleted_are_written_again(call, finished: Path, f
         assert rows(path) == rows(finished / "out" / name)
 
 
-def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder: Path, finished: Path):
+def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder, finished):
     """Its night is over: nothing need be restored, and nothing done twice."""
     (folder / "in").unlink()
     shutil.copytree(finished / "in", folder / "in")
@@ -155,7 +154,7 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder: Pa
     assert "\n2 of 2 rows to do" in ended.stdout, "the empty texts are still empty"
 
 
-def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder: Path):
+def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder):
     """Bad rows counted as new and loaded the models each night, and the end named a folder that is not there."""
     (folder / "corpus").mkdir()
     table = pq.read_table(folder / "in" / "a.parquet")
@@ -172,7 +171,7 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     assert report["selection"] == counts
 
 
-def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder: Path):
+def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder):
     """Two rows without an id kept a night from all others; as error rows they are no news on the next night."""
     texts = [*pq.read_table(folder / "in" / "a.parquet")["text"].to_pylist(), "no id", "the id of another"]
     write_corpus(folder / "corpus" / "a.parquet", texts, doc=[*"abcde", None, "a"])
@@ -187,7 +186,7 @@ def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder: Path):
     assert errors == {"a.parquet:5": "the id is null", "a.parquet:6": "the id is that of an earlier row: 'a'"}
 
 
-def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
+def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder):
     """A night on which only empty texts came started Ray and loaded the models to say so."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
     again = ["--input", str(folder / "bad"), "--output", str(folder / "night"), "--set", "input.passthrough=[doc]"]
@@ -199,7 +198,7 @@ def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
     assert call(*arguments(folder), *again, "--set", "job.max_error_fraction=1").code == 0
 
 
-def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, folder: Path):
+def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, folder):
     """It chose its rows once: what came since is for the next night, and one that is not complete says what is gone."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
     night = arguments(folder, "--input", str(folder / "bad"), "--output", str(folder / "night"))
@@ -219,7 +218,7 @@ def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, fol
     assert '\n  input file a.parquet: "2 rows' in ended.stderr
 
 
-def test_the_report_has_its_keys_and_its_sums(finished: Path):
+def test_the_report_has_its_keys_and_its_sums(finished):
     """Dashboards read it."""
     report = json.loads((finished / "out" / "report.json").read_text())
     assert report.keys() >= REPORT
@@ -234,7 +233,7 @@ def test_the_report_has_its_keys_and_its_sums(finished: Path):
     assert report["wall_clock"]["seconds"] > 0
 
 
-def test_a_report_can_be_made_again_and_is_the_same(folder: Path):
+def test_a_report_can_be_made_again_and_is_the_same(folder):
     """Also on another machine, where the folder lies elsewhere."""
     made = json.loads((folder / "out" / "report.json").read_text())
     (folder / "out" / "report.json").unlink()
@@ -247,7 +246,7 @@ def test_a_report_can_be_made_again_and_is_the_same(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["answers.jsonl", "answers.csv", "answers.parquet", "answers"])
-def test_an_export_has_each_answer_once(finished: Path, tmp_path: Path, monkeypatch, name: str):
+def test_an_export_has_each_answer_once(finished, tmp_path, monkeypatch, name):
     """As rows of files that other programs read, each column as far as the format has its type."""
     to = tmp_path / name
     ended = in_process("export.py", str(finished / "out"), "--to", str(to))
@@ -270,7 +269,7 @@ def test_an_export_has_each_answer_once(finished: Path, tmp_path: Path, monkeypa
     assert found == wanted
 
 
-def test_an_export_that_would_spoil_something_is_refused(finished: Path, tmp_path: Path):
+def test_an_export_that_would_spoil_something_is_refused(finished, tmp_path):
     """The folder of the run is its own, and files of two exports in one folder would be read as one data set."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "part-00000.parquet").touch()
@@ -284,7 +283,7 @@ def test_an_export_that_would_spoil_something_is_refused(finished: Path, tmp_pat
 
 
 @pytest.mark.parametrize("job", [["report.py"], ["export.py", "--to", "x.jsonl"], ["summarize.py", "--status"]])
-def test_a_folder_without_a_run_is_refused_in_one_line(job: list[str], tmp_path: Path, monkeypatch):
+def test_a_folder_without_a_run_is_refused_in_one_line(job, tmp_path, monkeypatch):
     """And stays empty: no file that looks like a result."""
     monkeypatch.chdir(tmp_path)
     ended = in_process(*job, str(tmp_path))
@@ -294,7 +293,7 @@ def test_a_folder_without_a_run_is_refused_in_one_line(job: list[str], tmp_path:
 
 
 @pytest.mark.parametrize("job", [("summarize.py", "--status"), ("report.py",)])
-def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], folder: Path):
+def test_a_stdout_that_takes_no_more_is_said_in_one_line(job, folder):
     """`--status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         process = run_job(*job, str(folder / "out"), stdout=full)
@@ -303,7 +302,7 @@ def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], f
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
 
 
-def test_documents_of_another_format_become_parquet(tmp_path: Path):
+def test_documents_of_another_format_become_parquet(tmp_path):
     """`prepare.py jsonl` and `text`; what cannot be read is exit 2, in one line."""
     lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from math import exp
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,7 +52,7 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "code"), [(200, 0), (80, 3)])
-def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int, code: int):
+def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     texts = {"a": "The committee met. " * 20, "b": "It rained."}
     corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
     longer = "{2,4}" if code == 0 else "{90,99}"
@@ -87,7 +86,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int
 
 
 @pytest.mark.slow
-def test_a_schema_of_values_alone_is_scored(tmp_path: Path):
+def test_a_schema_of_values_alone_is_scored(tmp_path):
     """Each value has its probability, and the likeliest is the answer, whatever the temperature is; an audit agrees."""
     corpus = write_corpus(tmp_path / "a.parquet", ["The committee met. " * 20, "It rained."], doc=["a", "b"])
     settings = [
@@ -149,7 +148,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path: Path):
         ("null", "output.evidence looks up the strings of answers, so it needs output.schema"),
     ],
 )
-def test_a_bad_schema_is_refused_and_its_field_named(schema: str, said: str):
+def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     with pytest.raises(ValueError, match=r"output\.") as refused:
         RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}", "output.evidence=true"])
     assert said in str(refused.value)
@@ -165,7 +164,7 @@ def test_a_bad_schema_is_refused_and_its_field_named(schema: str, said: str):
         ("land", "input.passthrough and output.schema both name land; rename the field"),
     ],
 )
-def test_a_field_that_results_have_already_is_refused(call, name: str, said: str, tmp_path: Path):
+def test_a_field_that_results_have_already_is_refused(call, name, said, tmp_path):
     """Readers that do not see case would find one column twice."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"], land=["x"])
     given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
@@ -175,7 +174,7 @@ def test_a_field_that_results_have_already_is_refused(call, name: str, said: str
     assert said in ended.stderr
 
 
-def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path: Path):
+def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path):
     """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])
     given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
@@ -187,7 +186,7 @@ def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(cal
     assert call(*given, *scored).code == 0
 
 
-def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path: Path):
+def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path):
     """Read once: what workers get, and what makes the run, is its content, in its order."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "number"}}, "required": ["b"]}
     (tmp_path / "fields.json").write_text(json.dumps(schema))

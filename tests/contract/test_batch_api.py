@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from tests.job.conftest import in_process, rows
 
 
-def request(custom_id: str, content: str, max_tokens: int) -> str:
+def request(custom_id, content, max_tokens):
     body = {"model": "any", "messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
 
 
 @pytest.mark.slow
-def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path: Path, summarize_here):
+def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summarize_here):
     """Every custom_id exactly once, with its answer or its error, as a client of the API reads it."""
     texts = {"r-1": ("The committee met. " * 40, 12), "r-2": ("Nothing was decided.", 7), "empty": (" ", 5)}
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))

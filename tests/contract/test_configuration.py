@@ -54,7 +54,7 @@ DEFAULTS = {
 
 
 @pytest.fixture
-def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config_file(tmp_path, monkeypatch):
     """The least a configuration must say, read from an empty current directory."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "run.yaml"
@@ -62,7 +62,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def refusal(file: Path, *overrides: str, **keywords: bool) -> str:
+def refusal(file, *overrides, **keywords):
     """What a user reads; it must be one line."""
     with pytest.raises(ValueError) as refused:
         RunConfig.load(file, overrides, **keywords)
@@ -71,14 +71,14 @@ def refusal(file: Path, *overrides: str, **keywords: bool) -> str:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_shipped_configuration_loads(file: Path):
+def test_every_shipped_configuration_loads(file):
     """The ones for GPUs are not run by any test; a renamed key must not be found out on a cluster."""
     assert len(CONFIGS) > 5
     assert RunConfig.load(file).decoding.mode == "specextend"
 
 
 @pytest.mark.parametrize("section", KEYS)
-def test_the_keys_of_a_section_are_there_with_their_defaults(section: str, config_file: Path):
+def test_the_keys_of_a_section_are_there_with_their_defaults(section, config_file):
     """Users keep configurations for years: a key that goes away breaks their runs, another default other summaries."""
     options = getattr(RunConfig.load(config_file), section)
     assert set(KEYS[section].split()) <= {field.name for field in dataclasses.fields(options)}
@@ -87,7 +87,7 @@ def test_the_keys_of_a_section_are_there_with_their_defaults(section: str, confi
             assert getattr(options, key.partition(".")[2]) == default
 
 
-def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
+def test_overrides_are_yaml_and_win_over_the_file(config_file):
     """`--set` is how a pipeline varies a run; lists and numbers must come through as such."""
     changes = ['decoding.stop=["\\n\\n", END]', "tree.threshold=1", "draft.model=other/draft", 'input.path="a: #b"']
     config = RunConfig.load(config_file, changes)
@@ -126,12 +126,12 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
         ("prompt.instruction={title}", "prompt.instruction must be a string, got {'title': None}; quote a text: --set"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file: Path, override: str, message: str):
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file, override, message):
     """It is met hours before the result is; a guess about what was meant costs the night."""
     assert message in refusal(config_file, override)
 
 
-def test_all_mistakes_are_said_at_once(config_file: Path):
+def test_all_mistakes_are_said_at_once(config_file):
     """A user who mends one at a time starts the job once for each."""
     message = refusal(config_file, "tree.nodes=x", "cache.policy=none")
     assert "tree.nodes must be an integer" in message
@@ -148,13 +148,13 @@ def test_all_mistakes_are_said_at_once(config_file: Path):
     ],
     ids=["repeated key", "broken", "list", "no file"],
 )
-def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file: Path, text: str | None, message: str):
+def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, message):
     """YAML itself would keep the last of two equal sections without a word."""
     config_file.unlink() if text is None else config_file.write_text(text)
     assert message in refusal(config_file)
 
 
-def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file: Path, tmp_path: Path, monkeypatch):
+def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file, tmp_path, monkeypatch):
     """One file serves every night, in every place; the run's date must not change when a start resumes it."""
     monkeypatch.setenv("CORPUS", "s3://bucket/corpus")
     paths = ["input.path=${CORPUS}/day={run_date}", "output.path=out/{run_date}", "input.except_done_in=['out/*']"]
@@ -166,7 +166,7 @@ def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file: Pat
     assert refusal(config_file, "output.path=/data/$HOME/out").startswith("output.path has $HOME; write ${HOME}")
 
 
-def test_a_configuration_travels_to_another_process_and_does_not_change(config_file: Path):
+def test_a_configuration_travels_to_another_process_and_does_not_change(config_file):
     """The driver ships it to its workers, and what the fingerprint was taken of is what runs."""
     config = RunConfig.load(config_file)
     assert pickle.loads(pickle.dumps(config)) == config

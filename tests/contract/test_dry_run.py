@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.job.conftest import CONFIG, write_corpus
 
 
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path):
     """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
     texts = ["short", "word " * 600, None, "word " * 3000]
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
@@ -29,7 +28,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path: Path):
+def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path):
     """What was looked for, and how much of it there is, as a table and as JSON."""
     texts = ["short", None, " ", "word " * 3000, "no room"]
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6], n=[9] * 5)
@@ -48,7 +47,7 @@ def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path: Path):
     assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
 
 
-def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
+def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path):
     """A folder may hold the other half of a corpus in another format."""
     folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
     (folder / "b.jsonl").write_text("{}")
@@ -60,7 +59,7 @@ def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
     assert said in [line.split() for line in ended.stdout.splitlines()]
 
 
-def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
+def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path):
     """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
     arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
@@ -81,7 +80,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
         (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],
 )
-def test_wrong_arguments_are_refused(call, arguments: list[str], said: str):
+def test_wrong_arguments_are_refused(call, arguments, said):
     """A plan for a moment that nobody meant is worse than none."""
     ended = call("--config", str(CONFIG), *arguments)
     assert ended.code == 2

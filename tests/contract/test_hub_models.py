@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.hub_server import Hub, serving
-from tests.job.conftest import ROOT, Ended, rows, summarize, write_corpus
+from tests.hub_server import serving
+from tests.job.conftest import ROOT, rows, summarize, write_corpus
 
 MODELS = ROOT / ".models" / "tiny-random"
 
 
-def start(hub: Hub, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def start(hub, cache, folder, monkeypatch):
     """Start the job on the tiny pair of a Hub."""
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -24,7 +23,7 @@ def start(hub: Hub, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path, monkeypatch):
     """From the first worker to a start next month: said once in the log, in the manifest, in each start's record."""
     with serving() as hub:
         commits = {

@@ -6,11 +6,9 @@ import dataclasses
 import json
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
-from specextend import Completion
 from tests.alive import fresh
 from tests.covering import covering, each_once_then_slow
 from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, random_prompt, request, tiny_engine
@@ -30,17 +28,17 @@ def alone(pair):
     """What a request gives in an engine that has seen nothing else, without a draft."""
     engine = tiny_engine(pair, decoding__mode="autoregressive")
 
-    def token_ids(length: int, max_new_tokens: int = NEW) -> list[int]:
+    def token_ids(length, max_new_tokens=NEW):
         return run(engine, request("alone", random_prompt(length), max_new_tokens))[0].token_ids
 
     return token_ids
 
 
-def run(engine, *requests) -> list[Completion]:
+def run(engine, *requests):
     return list(engine.generate(requests))
 
 
-def counts(stats) -> dict:
+def counts(stats):
     """All but the seconds."""
     return {name: value for name, value in dataclasses.asdict(stats).items() if not name.endswith("_s")}
 
@@ -82,7 +80,7 @@ def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     before.assert_nothing_is_left(batch=3)
 
 
-def until(engine, num_tokens: int, then, *requests):
+def until(engine, num_tokens, then, *requests):
     """A source of `requests`, which calls `then` once every request has so many tokens, and ends."""
     yield from requests
     while engine.num_active and min(engine.progress().values()) < num_tokens:
@@ -101,7 +99,7 @@ def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     before.assert_nothing_is_left(batch=3, cancelled="gone")
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("attention failed")
 
 
@@ -111,11 +109,11 @@ def test_cancelling_works_from_another_thread(pair):
     before = fresh(engine)
     reached, cancelled = threading.Event(), threading.Event()
 
-    def sit_in_the_step() -> None:
+    def sit_in_the_step():
         reached.set()
         assert cancelled.wait(600)
 
-    def cancel() -> None:
+    def cancel():
         reached.wait()
         engine.cancel("long")
         cancelled.set()
@@ -245,7 +243,7 @@ def test_one_new_token_needs_no_draft(draft, pair, alone):
     assert completion.stats.decode_s == 0
 
 
-def with_eos(pair: Pair, folder: Path, *eos_token_ids: int) -> Pair:
+def with_eos(pair, folder, *eos_token_ids):
     """The same pair, whose target names other tokens that end an output."""
     shutil.copytree(pair.target, folder)
     text = json.dumps({"eos_token_id": list(eos_token_ids)})

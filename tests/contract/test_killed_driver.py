@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +25,7 @@ LATER = ("has written a part", "writes the manifest", "writes summaries", "write
 
 
 @pytest.mark.parametrize("kind", ["writes a part", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER)])
-def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(
-    run: Run, summarize_here, undisturbed, kind: str
-):
+def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run, summarize_here, undisturbed, kind):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
     when, pattern, number = MOMENTS[kind]
     killed = run.start(DYING_DRIVER, "SIGKILL", when, pattern, number)
@@ -61,9 +57,7 @@ OTHER_RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_RUNS)
-def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(
-    tmp_path: Path, summarize_here, undisturbed, kind: str
-):
+def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(tmp_path, summarize_here, undisturbed, kind):
     (tmp_path / "calm").mkdir()
     calm, run = Run(tmp_path / "calm", OTHER_RUNS[kind]), Run(tmp_path, OTHER_RUNS[kind])
     assert summarize_here(*calm.arguments()).code == 0
@@ -77,7 +71,7 @@ def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
-def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run: Run, summarize_here, undisturbed, kind: str):
+def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_here, undisturbed, kind):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
     process = run.start(DYING_DRIVER, kind, *MOMENTS["has written a part"])
     _, stderr = process.communicate(timeout=LONGEST_S)
@@ -93,7 +87,7 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run: Run, summa
 
 
 @pytest.mark.slow
-def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run: Run, undisturbed):
+def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run, undisturbed):
     """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
     process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"])
     _, stderr = process.communicate(timeout=LONGEST_S)
@@ -104,7 +98,7 @@ def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run: Run,
 
 @pytest.mark.slow
 def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start_completes_it(
-    run: Run, summarize_here, undisturbed
+    run, summarize_here, undisturbed
 ):
     """Those of a large corpus take minutes, and the report: longer than whoever preempts a machine waits."""
     process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes summaries"])
@@ -120,7 +114,7 @@ def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start
 
 
 @pytest.mark.slow
-def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run: Run, undisturbed):
+def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run, undisturbed):
     """A scheduler that fires twice: two writers would double rows. The winner waits until the other has seen it."""
     racers = [run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"]) for _ in range(2)]
     winner = wait_for(lambda: next((racer for racer in racers if is_paused(racer.pid)), None), "winner")
@@ -147,7 +141,7 @@ def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run: Run, un
 
 
 @pytest.mark.slow
-def test_answers_can_be_read_while_the_run_goes_on_each_once(run: Run, undisturbed):
+def test_answers_can_be_read_while_the_run_goes_on_each_once(run, undisturbed):
     """Also if whoever writes them is killed: the next one goes on, and ends when the run does."""
     process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
     wait_for(lambda: is_paused(process.pid), "pause")
@@ -168,5 +162,5 @@ def test_answers_can_be_read_while_the_run_goes_on_each_once(run: Run, undisturb
     assert sorted(pairs(rows(live))) == sorted(pairs(undisturbed))
 
 
-def pairs(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def pairs(found):
     return [(row["doc_id"], row["summary"]) for row in found]

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from specextend import Completion
 from tests.covering import covering
 from tests.reference_outputs import Ties
 from tests.tiny_models import (
     BACKENDS,
     FAMILIES,
     PUBLISHED,
-    Pair,
     random_prompt,
     request,
     tiny_engine,
@@ -45,7 +43,7 @@ def ties(request):
     request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
-def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft: str, quantize: str | None = None):
+def engine_of(pair, mode, backend, tree, batch, draft, quantize=None):
     """`mode` is a decoding mode or, for specextend, a cache policy."""
     changes = {"attention__backend": backend, "attention__tree": tree, "decoding__max_batch_size": batch}
     changes |= {"target__quantize": quantize}
@@ -54,11 +52,11 @@ def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft:
     return tiny_engine(pair, draft, cache__policy=mode, **changes)
 
 
-def engine_batch(case: tuple) -> int:
+def engine_batch(case):
     return case[tuple(AXES).index("batch")]
 
 
-def name_of(case: tuple) -> str:
+def name_of(case):
     return "-".join(map(str, case))
 
 
@@ -85,13 +83,13 @@ def test_these_models_have_something_to_say(family, references):
     assert max(map(len, outputs)) == MAX_NEW_TOKENS
 
 
-def completions_of(pair: Pair, policy: str, draft: str) -> list[Completion]:
+def completions_of(pair, policy, draft):
     """What the matrix's prompts give in one batch."""
     engine = engine_of(pair, policy, "sdpa", "hybrid", 3, draft)
     return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
 
 
-def mean_acceptance_length(completions: list[Completion]) -> float:
+def mean_acceptance_length(completions):
     stats = [completion.stats for completion in completions]
     return 1 + sum(each.num_accepted_tokens for each in stats) / sum(each.num_spec_steps for each in stats)
 
@@ -118,13 +116,13 @@ QUANTIZED = covering(
 )
 
 
-def tokens_of(engine: Any) -> dict[str, list[int]]:
+def tokens_of(engine):
     """What the matrix's prompts give."""
     requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
     return {each.request_id: list(each.token_ids) for each in engine.generate(requests)}
 
 
-def plain_tokens(pair: Pair, quantize: str | None) -> dict[str, list[int]]:
+def plain_tokens(pair, quantize):
     """What they give one at a time and without a draft."""
     changes = {"decoding__mode": "autoregressive", "decoding__max_batch_size": 1, "target__quantize": quantize}
     return tokens_of(tiny_engine(pair, "ngram", **changes))

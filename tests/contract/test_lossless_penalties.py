@@ -37,12 +37,12 @@ def own(pair):
     }
 
 
-def engine_of(pair, mode: str, draft: str, batch: int):
+def engine_of(pair, mode, draft, batch):
     how = {"decoding__mode": mode} if mode in ("autoregressive", "tree") else {"cache__policy": mode}
     return tiny_engine(pair, draft, decoding__max_batch_size=batch, **how)
 
 
-def outputs(engine, **sampling) -> dict:
+def outputs(engine, **sampling):
     """All requests side by side, each with penalties of its own; the seeds differ, too."""
     requests = [
         request(name, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **OPTIONS[name], **sampling, seed=number)

@@ -42,7 +42,7 @@ def requests():
     ]
 
 
-def outputs(engine) -> dict[str, list[int]]:
+def outputs(engine):
     return {completion.request_id: completion.token_ids for completion in engine.generate(requests())}
 
 
@@ -84,14 +84,14 @@ def test_sampled_drafts_are_accepted_too_and_another_seed_gives_another_text(pai
     assert all(each.token_ids != autoregressive[each.request_id] for each in engine.generate(others))
 
 
-def processed(model, prompts: list[list[int]]) -> torch.Tensor:
+def processed(model, prompts):
     """[n, V] next-token probabilities after temperature and top-p, as transformers processes them."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)])
     logits = torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
     return warpers(torch.tensor(prompts), logits.double()).softmax(-1)
 
 
-def joint_distribution(model, prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+def joint_distribution(model, prompt, num_tokens):
     """Output -> probability, over all outputs of `num_tokens` tokens or up to an EOS."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(num_tokens):
@@ -106,7 +106,7 @@ def joint_distribution(model, prompt: list[int], num_tokens: int) -> dict[tuple[
     return joint
 
 
-def chi_square_p(counts: Counter, joint: dict[tuple[int, ...], float]) -> float:
+def chi_square_p(counts, joint):
     """Probability of counts at least this far from the distribution; rare cells are joined."""
     total = counts.total()
     rare = {cell for cell, p in joint.items() if p * total < 5}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specextend import Completion, Request, RunConfig, SamplingParams, load_engine
+from specextend import Request, RunConfig, SamplingParams, load_engine
 from tests.covering import covering
-from tests.reference_outputs import Reference, Ties, generate
+from tests.reference_outputs import Ties, generate
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
@@ -32,7 +32,7 @@ CASES = covering(
 pytestmark = pytest.mark.skipif(not TARGET.is_dir(), reason="needs the default target: make models")
 
 
-def processor_flags() -> set[str]:
+def processor_flags():
     """Return what Linux says that the processor can do."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
@@ -45,7 +45,7 @@ def restored_threads():
     torch.set_num_threads(before)
 
 
-def config_of(*changes: str) -> RunConfig:
+def config_of(*changes):
     """The shipped configuration. Eight chunks of 32: a document of 440 tokens does not fit the draft's view."""
     return RunConfig.load(
         ROOT / "configs/smollm2.yaml",
@@ -64,7 +64,7 @@ def config_of(*changes: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> dict[int, list[int]]:
+def prompts():
     """Wanted length -> the rendered prompt of the shipped report that comes closest to it."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     texts = pq.read_table(ROOT / "examples/govreport.parquet", columns=["text"])["text"].to_pylist()
@@ -79,7 +79,7 @@ def references(prompts):
     load = cache(lambda: AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
 
     @cache
-    def outputs(length: int, max_new_tokens: int) -> Reference:
+    def outputs(length, max_new_tokens):
         return generate(load(), prompts[length], max_new_tokens)
 
     return outputs
@@ -92,7 +92,7 @@ def ties(request):
     request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
-def complete(prompts, lengths, max_new_tokens: int, *changes: str, **sampling: float) -> list[Completion]:
+def complete(prompts, lengths, max_new_tokens, *changes, **sampling):
     engine = load_engine(config_of(*changes))
     requests = [
         Request(

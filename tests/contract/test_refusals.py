@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,7 +20,6 @@ from tests.job.conftest import (
     CONFIG,
     LONGEST_S,
     ROOT,
-    Ended,
     command,
     environment,
     summarize,
@@ -31,7 +29,7 @@ from tests.job.conftest import (
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     return write_corpus(
         tmp_path / "in" / "a.parquet",
         ["one", "two"],
@@ -42,13 +40,13 @@ def corpus(tmp_path: Path) -> Path:
     )
 
 
-def on(corpus: Path, output: Path) -> list[str]:
+def on(corpus, output):
     """Arguments of a run over the corpus."""
     places = ["--input", str(corpus), "--output", str(output)]
     return ["--config", str(CONFIG), *places, "--set", "input.id_column=doc"]
 
 
-def assert_refused(ended: Ended, said: str, output: Path) -> None:
+def assert_refused(ended, said, output):
     assert ended.code == 2, ended.stderr
     [line] = ended.stderr.strip().splitlines()
     assert line.startswith("error: ")
@@ -79,14 +77,14 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["target.device=cuda"], "needs job.gpus_per_worker above 0"),
     ],
 )
-def test_a_wrong_value_is_named(call, corpus: Path, tmp_path: Path, settings: list[str], said: str):
+def test_a_wrong_value_is_named(call, corpus, tmp_path, settings, said):
     """Ten thousand documents later is too late to find a typing error."""
     ended = call(*on(corpus, tmp_path / "out"), *(part for setting in settings for part in ("--set", setting)))
     assert_refused(ended, said, tmp_path / "out")
 
 
 @pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing", "broken.parquet"])
-def test_an_input_without_files_is_named(call, tmp_path: Path, path: str):
+def test_an_input_without_files_is_named(call, tmp_path, path):
     """A mistyped path must not become a run over nothing that succeeds; nor what a failed export left there."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing more")
@@ -95,7 +93,7 @@ def test_an_input_without_files_is_named(call, tmp_path: Path, path: str):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_path: Path, arguments: list[str]):
+def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_path, arguments):
     """A good footer over damaged pages: found on reading the text, when the folder holds no run yet.
 
     So the file may be repaired, which makes it another one, and the same folder used.
@@ -115,7 +113,7 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_
 
 
 @pytest.mark.parametrize("output", ["in/a.parquet/out", "in/a.parquet"])
-def test_an_output_that_cannot_be_written_is_refused(call, corpus: Path, tmp_path: Path, output: str):
+def test_an_output_that_cannot_be_written_is_refused(call, corpus, tmp_path, output):
     """Found before anything is loaded, also by a dry run."""
     for arguments in ([], ["--dry-run"]):
         ended = call(*on(corpus, tmp_path / output), *arguments)
@@ -125,13 +123,13 @@ def test_an_output_that_cannot_be_written_is_refused(call, corpus: Path, tmp_pat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_a_backend_that_is_not_installed_is_refused(call, corpus: Path, tmp_path: Path):
+def test_a_backend_that_is_not_installed_is_refused(call, corpus, tmp_path):
     """Each worker would find out for itself, five times."""
     ended = call(*on(corpus, tmp_path / "out"), "--set", "attention.backend=flash")
     assert_refused(ended, "flash", tmp_path / "out")
 
 
-def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path, tmp_path: Path):
+def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus, tmp_path):
     """No writer of ours leaves such: somebody must look, and needs no traceback for it."""
     arguments = on(corpus, tmp_path / "out")
     manifest = tmp_path / "out" / "_run" / "manifest.json"
@@ -152,7 +150,7 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path
     ("name", "kind"),
     [("_run", "folder"), ("_run/parts", "folder"), ("errors", "folder"), ("_run/lock", "file"), ("_SUCCESS", "file")],
 )
-def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus, tmp_path: Path, name: str, kind: str):
+def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus, tmp_path, name, kind):
     """Somebody copied half a run, or the folder is another program's: nothing there is ours to replace."""
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
@@ -163,21 +161,21 @@ def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus,
         assert f"{path} must be a {kind} of the run" in ended.stderr
 
 
-def test_an_output_inside_the_input_is_refused(call, corpus: Path):
+def test_an_output_inside_the_input_is_refused(call, corpus):
     """The next run would summarise summaries."""
     output = corpus.parent / "out"
     ended = call("--config", str(CONFIG), "--input", str(corpus.parent), "--output", str(output))
     assert_refused(ended, "out", output)
 
 
-def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp_path: Path):
+def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus, tmp_path):
     """A head of another hidden size would crash on the first document, after a minute of loading."""
     head = f"draft.model={ROOT}/models/smollm2-135m-eagle"
     ended = call(*on(corpus, tmp_path / "out"), "--set", "draft.kind=eagle", "--set", head)
     assert_refused(ended, "does not fit target", tmp_path / "out")
 
 
-def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, tmp_path: Path, monkeypatch):
+def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_path, monkeypatch):
     """Its current folder is a copy that goes away with the job, and the summaries with it."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.chdir(tmp_path)
@@ -186,20 +184,20 @@ def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, t
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--status", "out"], ["--config"], ["--json", "x"]])
-def test_wrong_arguments_exit_with_2(call, arguments: list[str]):
+def test_wrong_arguments_exit_with_2(call, arguments):
     """As every other wrong thing that a user can say."""
     assert call(*arguments).code == 2
 
 
 @pytest.mark.parametrize(("key", "number"), [("cpus_per_worker", 4096), ("gpus_per_worker", 1)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for")
-def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path, key: str, number: int):
+def test_more_than_the_machine_has_is_refused(call, corpus, tmp_path, key, number):
     """Ray would wait for it for ever."""
     ended = call(*on(corpus, tmp_path / "out"), "--set", f"job.{key}={number}")
     assert_refused(ended, f"job.{key} is {number} but this machine has", tmp_path / "out")
 
 
-def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path, tmp_path: Path):
+def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus, tmp_path):
     """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
     arguments = [*on(corpus, tmp_path / "out"), "--set", "decoding.cache_gib=0.002"]
     assert_refused(
@@ -209,7 +207,7 @@ def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path,
     assert ended.code == 0
 
 
-def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path):
+def test_a_folder_that_another_driver_holds_is_refused(call, corpus, tmp_path):
     """Exit 4, and who holds it, once it has given a sign of life."""
     lock = tmp_path / "out" / "_run" / "lock"
     lock.parent.mkdir(parents=True)
@@ -217,7 +215,7 @@ def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_p
     lock.write_text(json.dumps(holder))
     ended_already = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not ended_already.wait(0.1):
             own = lock.with_name("feedbeef")
             own.write_text(json.dumps(holder | {"heartbeat": time.time()}))
@@ -239,9 +237,7 @@ def test_an_empty_path_is_refused(call):
     assert (ended.code, ended.stderr) == (2, "error: a path must not be empty\n")
 
 
-def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(
-    corpus: Path, tmp_path: Path, monkeypatch
-):
+def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus, tmp_path, monkeypatch):
     """At once, and the run had begun: the next start goes on with it."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
@@ -252,7 +248,7 @@ def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder
     assert not (tmp_path / "out" / "_run" / "lock").exists()
 
 
-def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):
+def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path):
     """A log collector reads stderr: the last line of a run that never began is an object too."""
     ended = call("--config", str(tmp_path / "nowhere.yaml"), "--log", "json")
     assert ended.code == 2
@@ -271,7 +267,7 @@ def test_an_exit_code_is_kept_where_stderr_takes_no_line():
     assert process.returncode == 2
 
 
-def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus: Path, tmp_path: Path):
+def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus, tmp_path):
     ended = call(*on(corpus, tmp_path / "out"), "--dry-run", "--json", str(tmp_path))
     assert ended.code == 2
     assert ended.stderr.startswith(f"error: --json {tmp_path} cannot be written: [Errno 21] Is a directory")
@@ -279,17 +275,17 @@ def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus: Path
 
 
 @pytest.fixture
-def silent() -> Iterator[int]:
+def silent():
     """The port of a server that takes calls and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         yield server.getsockname()[1]
 
 
-def black_hole(port: int) -> str:
+def black_hole(port):
     return f"gs://anonymous@bucket/in?scheme=http&endpoint_override=127.0.0.1%3A{port}&retry_limit_seconds=600"
 
 
-def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent: int, start):
+def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path, silent, start):
     """SIGTERM was not heard while the library waited: whoever preempts a machine had to kill."""
     process = start("--input", black_hole(silent), "--output", str(tmp_path / "out"))
     wait_for(lambda: connections(process.pid, silent), "call to the store")
@@ -299,13 +295,13 @@ def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent
     assert "interrupted: SIGTERM received" in said
 
 
-def connections(pid: int, port: int) -> list[str]:
+def connections(pid, port):
     """What the process and all others of this machine have open to a port of loopback."""
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()
     return [line for line in lines if f"0100007F:{port:04X} 01" in line]
 
 
-def test_a_hub_that_is_away_is_exit_1(call, hub, corpus: Path, tmp_path: Path, monkeypatch):
+def test_a_hub_that_is_away_is_exit_1(call, hub, corpus, tmp_path, monkeypatch):
     """Exit 2 would keep a scheduler from trying again; a model of that name may well be there tomorrow."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     ended = call(*on(corpus, tmp_path / "out"), "--set", "target.model=somebody/something")

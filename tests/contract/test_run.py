@@ -8,7 +8,6 @@ import shutil
 import signal
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +21,6 @@ from tests.job.conftest import (
     LONGEST_S,
     ROOT,
     TEXT,
-    Ended,
     dying_command,
     long_corpus,
     parts,
@@ -37,13 +35,13 @@ DEMO = ["--set", "input.passthrough=[length_bucket]", "--set", "input.reference_
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None) -> tuple[Ended, Path]:
+def demo(tmp_path_factory, kept_kernels):
     """The demo's documents through the tiny pair; several tests look at what came out."""
     output = tmp_path_factory.mktemp("demo") / "out"
     return summarize("--output", str(output), *DEMO), output
 
 
-def test_a_run_gives_every_document_its_summary(demo: tuple[Ended, Path]):
+def test_a_run_gives_every_document_its_summary(demo):
     """The job's one promise, with the real engine."""
     ended, output = demo
     assert ended.code == 0, ended.stderr
@@ -67,7 +65,7 @@ def test_a_run_gives_every_document_its_summary(demo: tuple[Ended, Path]):
         assert len(row["content_sha256"]) == 64
 
 
-def test_every_summary_is_compared_with_its_document_and_its_reference(demo: tuple[Ended, Path]):
+def test_every_summary_is_compared_with_its_document_and_its_reference(demo):
     """The flags are in the report by name."""
     _, output = demo
     flags: Counter[str] = Counter()
@@ -79,7 +77,7 @@ def test_every_summary_is_compared_with_its_document_and_its_reference(demo: tup
     assert json.loads((output / "report.json").read_text())["quality_flags"] == flags
 
 
-def test_the_columns_have_their_names_and_types(demo: tuple[Ended, Path]):
+def test_the_columns_have_their_names_and_types(demo):
     """Other programs read them by name, the input's columns behind ours; a file names its run, models and versions."""
     schema = pq.read_schema(demo[1] / "summaries" / "part-00000.parquet")
     [source] = sorted((ROOT / "examples" / "demo").glob("*.parquet"))
@@ -93,7 +91,7 @@ def test_the_columns_have_their_names_and_types(demo: tuple[Ended, Path]):
     assert {"python", "specextend", "torch", "transformers", "ray", "pyarrow"} <= start["versions"].keys()
 
 
-def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]):
+def test_a_run_leaves_what_it_promises_and_nothing_else(demo):
     """Other programs read this folder: its layout is a contract."""
     _, output = demo
     names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
@@ -111,7 +109,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
     assert {"versions", "git_commit", "models", "job", "workers", "memory"} <= record.keys()
 
 
-def test_a_run_says_which_kernels_its_workers_tried(demo: tuple[Ended, Path]):
+def test_a_run_says_which_kernels_its_workers_tried(demo):
     """In the start's record, in the report and in each file: with other kernels figures and last bits are others."""
     _, output = demo
     [path] = (output / "_run" / "attempts").iterdir()
@@ -125,7 +123,7 @@ def test_a_run_says_which_kernels_its_workers_tried(demo: tuple[Ended, Path]):
     assert start["kernels"] == reported
 
 
-def test_a_run_says_what_memory_it_planned_and_used(demo: tuple[Ended, Path]):
+def test_a_run_says_what_memory_it_planned_and_used(demo):
     """One line after the first document, and both figures in the report: a plan that is wrong is seen."""
     ended, output = demo
     [start] = json.loads((output / "report.json").read_text())["starts"]
@@ -136,7 +134,7 @@ def test_a_run_says_what_memory_it_planned_and_used(demo: tuple[Ended, Path]):
     assert 0 < float(said[1]) <= used + 0.06
 
 
-def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
+def test_a_run_says_what_it_did(demo):
     """Progress on stderr without escape codes; on stdout a few lines that fit on a screen, the paths and a summary."""
     ended, output = demo
     assert "8 rows: 8 done, 0 failed" in ended.stderr
@@ -147,7 +145,7 @@ def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
     assert len(outcome.splitlines()) <= 25
 
 
-def test_a_run_shows_the_text_that_reads_best_and_begins_the_others(demo: tuple[Ended, Path]):
+def test_a_run_shows_the_text_that_reads_best_and_begins_the_others(demo):
     """The first row is as often a loop as not; who wants more has the folder."""
     ended, output = demo
     found = {row["doc_id"]: row for row in rows(output / "summaries")}
@@ -161,7 +159,7 @@ def test_a_run_shows_the_text_that_reads_best_and_begins_the_others(demo: tuple[
     assert all(len(line) <= 80 for line in others.splitlines())
 
 
-def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo: tuple[Ended, Path], tmp_path: Path, call):
+def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo, tmp_path, call):
     """Small models do that, without any flag. Of more rows than are read, the best of all is not known."""
     ended, output = demo[0], tmp_path / "copy"
     shutil.copytree(demo[1], output)
@@ -177,7 +175,7 @@ def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo: tupl
     assert ", by its quality figures the best of the first 8:\n" in shown
 
 
-def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
+def test_a_complete_run_is_left_alone(demo, call):
     """Run again by a scheduler that retries: no model, no Ray, no file touched."""
     _, output = demo
     before = {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()}
@@ -187,7 +185,7 @@ def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
 
 
-def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, Path], tmp_path: Path, call):
+def test_somebody_elses_file_among_the_summaries_is_not_read(demo, tmp_path, call):
     """The run was a success; a note of somebody's must not turn that into a traceback."""
     output = tmp_path / "copy"
     shutil.copytree(demo[1], output)
@@ -197,7 +195,7 @@ def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, 
     assert "Summary of " in ended.stdout
 
 
-def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ended, Path], call):
+def test_a_folder_of_another_run_is_refused_with_the_difference(demo, call):
     """Another tree is another run, more workers are not."""
     _, output = demo
     settings = ["--set", "tree.nodes=5", "--set", "job.workers=2"]
@@ -209,7 +207,7 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ende
     assert "workers" not in ended.stderr
 
 
-def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, summarize_here):
+def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path, summarize_here):
     """Exit 3: finished, but look at errors/."""
     corpus = write_corpus(
         tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
@@ -235,7 +233,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp_path: Path, summarize_here):
+def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp_path, summarize_here):
     """From the configuration to the row and the report; the same run without it is another run."""
     pair = write_looping_pair(tmp_path)
     corpus = write_corpus(tmp_path / "in.parquet", ["t5 t6 t7", "t8 t9 t10"])
@@ -253,7 +251,7 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
 
 
 @pytest.mark.slow
-def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path, start):
+def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path, start):
     """Who reads the log in the morning, or the folder, must not have to guess."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
     hanging_command = partial(dying_command, "HANG", 1)
@@ -269,7 +267,7 @@ def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path, start):
+def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path, start):
     """A nightly window: exit 75, run again tomorrow."""
     arguments, output = long_corpus(tmp_path, 5000), tmp_path / "out"
     ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15")
@@ -279,7 +277,7 @@ def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path, start):
 
 
 @pytest.mark.slow
-def test_two_workers_give_what_one_gives(demo: tuple[Ended, Path], tmp_path: Path, summarize_here):
+def test_two_workers_give_what_one_gives(demo, tmp_path, summarize_here):
     """Who does what, and beside whom, changes no summary."""
     _, output = demo
     others = settings(job={"workers": 2}, decoding={"max_batch_size": 1})
@@ -289,7 +287,7 @@ def test_two_workers_give_what_one_gives(demo: tuple[Ended, Path], tmp_path: Pat
     assert all(mine["summary"] == theirs["summary"] for mine, theirs in pairs)
 
 
-def test_a_model_whose_weights_hold_nan_ends_the_run(tmp_path: Path, summarize_here):
+def test_a_model_whose_weights_hold_nan_ends_the_run(tmp_path, summarize_here):
     """It wrote empty summaries and `!!!!`, `_SUCCESS` and exit 0: every row is an error."""
     target = shutil.copytree(ROOT / ".models" / "tiny-random" / "target", tmp_path / "target")
     weights = load_file(target / "model.safetensors")

@@ -14,14 +14,14 @@ from tests.tiny_models import at_call, random_prompt, tiny_config
 INPUT = {"input__id_column": "name", "input__max_new_tokens_column": "most", "input__passthrough": ["year"]}
 
 
-def text(length: int) -> str:
+def text(length):
     return " ".join(f"t{token_id}" for token_id in random_prompt(length))
 
 
 TEXTS = {"a": text(200), "null": None, "b": text(37), "empty": " ", "bad": text(9), "c": text(129)}
 
 
-def documents() -> pa.Table:
+def documents():
     """Six documents, of which three can be processed."""
     return pa.table(
         {
@@ -113,7 +113,7 @@ def test_after_a_failed_batch_its_documents_run_alone(config, engine):
     """One of them, or the machine, made a step fail; the others must not be lost with it."""
     failed = []
 
-    def fail() -> None:
+    def fail():
         failed.append(True)
         raise RuntimeError("attention failed")
 
@@ -179,7 +179,7 @@ def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, 
 
 
 @pytest.mark.slow
-def test_ray_data_maps_batches_with_it(config, local_ray: None):
+def test_ray_data_maps_batches_with_it(config, local_ray):
     """As in docs/cluster.md: actors that load the models once, blocks in, blocks out."""
     found = (
         ray.data.from_arrow(documents())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -28,7 +26,7 @@ def engine(pairs):
 def answers(pairs, engine):
     """The rows of a table, by a pair that is loaded once."""
 
-    def ask(table: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    def ask(table, **options):
         config = tiny_config(pairs("llama"), **{"input__id_column": "name", "decoding__max_new_tokens": 12} | options)
         given = {"name": [f"d{number}" for number in range(len(next(iter(table.values()))))]} | table
         return Summarizer(config, lambda _: engine)(pa.table(given)).to_pylist()
@@ -99,7 +97,7 @@ def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
         ("{{ names | random }} {{ document }}", "No filter named 'random'"),
     ],
 )
-def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction: str, message: str):
+def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, message):
     sections = {
         "input": {"path": "in"},
         "output": {"path": "out"},
@@ -133,7 +131,7 @@ def test_a_row_may_have_options_of_its_own(answers):
 
 
 @pytest.mark.slow
-def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path: Path, monkeypatch):
+def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path, monkeypatch):
     """On the default pair, from a file with a question in each row to a column for each task."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -25,7 +25,7 @@ class _Reader:
     store: FaultyStore
     file: Any
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size=-1):
         """Read up to `size` bytes."""
         data: bytes = self.file.read(size)
         fault = self.store.take_fault()
@@ -33,27 +33,27 @@ class _Reader:
             raise OSError(fault, os.strerror(fault))
         return data[: int(len(data) * fault)]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.file, name)
 
 
 class FaultyStore(SimulatedStore):
     """A disk whose next `num_faults` reads fail."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(0)
         self.fault: int | float = 1.0
         self.num_faults = 0.0
 
-    def take_fault(self) -> int | float:
+    def take_fault(self):
         """What the read that begins comes to."""
         self.num_faults -= 1
         return self.fault if self.num_faults >= 0 else 1.0
 
-    def at(self, path: object) -> Location:
+    def at(self, path):
         """A place on it."""
         return Location(fs.PyFileSystem(self), str(path))
 
-    def open_input_file(self, path: str) -> pa.NativeFile:
+    def open_input_file(self, path):
         """Open a file to read it anywhere."""
         return pa.PythonFile(_Reader(self, io.BytesIO(Path(path).read_bytes())), mode="r")

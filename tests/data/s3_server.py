@@ -1,10 +1,9 @@
 """moto's S3 server on loopback, which keeps a list of the requests that it got."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -30,7 +29,7 @@ class Endpoint:
     """Which requests it answers with 200 and nothing."""
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """All that a client needs to know."""
         return {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -40,18 +39,18 @@ class Endpoint:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def changes(self) -> list[tuple[str, str]]:
+    def changes(self):
         """The requests that change something."""
         return [(method, path) for method, path in self.requests if method not in ("GET", "HEAD")]
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         """Every object of the bucket, read with Amazon's own client."""
         client = self._client()
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
         names = [found["Key"] for page in pages for found in page.get("Contents", [])]
         return {name: client.get_object(Bucket=BUCKET, Key=name)["Body"].read() for name in names}
 
-    def empty(self) -> None:
+    def empty(self):
         """Make the bucket, or delete what is in it, and forget the requests."""
         client = self._client()
         client.create_bucket(Bucket=BUCKET)
@@ -59,7 +58,7 @@ class Endpoint:
             client.delete_object(Bucket=BUCKET, Key=name)
         self.requests.clear()
 
-    def _client(self) -> Any:
+    def _client(self):
         return boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -70,12 +69,12 @@ class Endpoint:
 
 
 class _Quiet(WSGIRequestHandler):
-    def log_request(self, *args: object) -> None:
+    def log_request(self, *args):
         """Requests are counted, not printed."""
 
 
 @contextmanager
-def s3_server() -> Iterator[Endpoint]:
+def s3_server():
     """Serve on a free port of loopback until the block ends."""
     endpoint = Endpoint("")
     moto = DomainDispatcherApplication(create_backend_app)

@@ -10,7 +10,7 @@ from specextend.data.commits import CommitWriter, read_commit
 from specextend.data.evidence import find_evidence
 
 
-def whole(field: object, **others: object) -> str:
+def whole(field, **others):
     return json.dumps({"type": "object", "properties": {"a": field}, "required": ["a"], **others})
 
 

@@ -2,29 +2,26 @@
 
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specextend.config import RunConfig
-from specextend.core import Values
 from specextend.data.batch_requests import BatchRequests
 from specextend.data.inputs import InputError
 
 SYSTEM = {"role": "system", "content": "You write one sentence: {short}."}
 
 
-def line(custom_id: Any, *messages: Values, **body: Any) -> Values:
+def line(custom_id, *messages, **body):
     values = {"model": "gpt-4o-mini", "messages": list(messages), **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": values}
 
 
-def user(content: Any) -> Values:
+def user(content):
     return {"role": "user", "content": content}
 
 
-def requests(folder: Path, *lines: Any) -> BatchRequests:
+def requests(folder, *lines):
     (folder / "in.jsonl").write_text("\n\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines))
     return BatchRequests(folder / "in.jsonl")
 

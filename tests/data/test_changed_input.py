@@ -22,17 +22,17 @@ __all__ = ["start"]
 Write = Callable[..., Path]
 
 
-def write_again(path: Path, write: Write) -> None:
+def write_again(path, write):
     """Another file of the same name and shape, put in place as careful writers do."""
     write("new.parquet", {"text": ["ONE", "TWO", "THREE", "FOUR"]}).replace(path)
 
 
-def touch(path: Path, write: Write) -> None:
+def touch(path, write):
     """Written in place, the size as before: only the time tells."""
     os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
 
 
-def take_away(path: Path, write: Write) -> None:
+def take_away(path, write):
     path.unlink()
 
 

@@ -117,7 +117,7 @@ def test_times_of_96_bits_are_never_rounded(tmp_path, nanoseconds, is_nested):
         open_source(InputOptions(path=str(path), passthrough=("at",)))
 
 
-def utc(*kinds: str) -> list[pa.DataType]:
+def utc(*kinds):
     return [pa.timestamp(*kind.split()) for kind in kinds]
 
 

@@ -7,7 +7,6 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +22,7 @@ from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, Ended, in_process
 
 
-def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "", title: str = "") -> Path:
+def write_pdf(path, *pages, algorithm="", password="", title=""):
     """A line of text on each page, none where it is empty."""
     writer = pypdf.PdfWriter()
     font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
@@ -45,7 +44,7 @@ def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "", 
     return path
 
 
-def docx(*paragraphs: str) -> bytes:
+def docx(*paragraphs):
     """A file of paragraphs, each of a text or of XML."""
     word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
     math = "http://schemas.openxmlformats.org/officeDocument/2006/math"
@@ -85,13 +84,13 @@ def prepare(folder):
     return call
 
 
-def rows(folder: Path, *columns: str) -> list[Any]:
+def rows(folder, *columns):
     """Rows of the data set by id; of one column its values."""
     table = pq.read_table(f"{folder}.out").sort_by("id")
     return table[columns[0]].to_pylist() if len(columns) == 1 else table.select(columns).to_pylist()
 
 
-def failures(folder: Path) -> dict[str, str]:
+def failures(folder):
     """Reason of each line of the errors file, by name and line."""
     lines = map(json.loads, Path(f"{folder}.out", ERRORS).read_text(encoding="utf-8").splitlines())
     return {
@@ -491,12 +490,12 @@ FILLED = (
 )
 
 
-def raw_pdf(*objects: bytes) -> bytes:
+def raw_pdf(*objects):
     numbered = b"".join(b"%d 0 obj\n%s\nendobj\n" % each for each in enumerate(objects, start=1))
     return b"%PDF-1.4\n" + numbered + b"trailer<</Size 9/Root 1 0 R>>\n%%EOF"
 
 
-def one_page(catalog: bytes = b"", page: bytes = b"", text: bytes = b"/F1 12 Tf (Please wait...) Tj") -> bytes:
+def one_page(catalog=b"", page=b"", text=b"/F1 12 Tf (Please wait...) Tj"):
     """A page with fonts F1 and F2, of which nobody knows the characters of the second."""
     content = b"BT 20 150 Td " + text + b" ET"
     return raw_pdf(

@@ -10,7 +10,7 @@ from specextend.data.evidence import find_evidence
 DOCUMENT = "The Department\nof Justice wrote on crimes and punishment. The Department of Justice paid Straße 5."
 
 
-def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[str, str | None]]:
+def passages(fields, document=DOCUMENT):
     """Return field and passage of each string that is looked up."""
     found = find_evidence(json.dumps(fields), document, {"agency", "topics", "meta.land"})
     return [

@@ -36,12 +36,12 @@ def source(tmp_path, write):
     return open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("n", "topic")))
 
 
-def read(output: Location, folder: str, number: int) -> pa.Table:
+def read(output, folder, number):
     with output.filesystem.open_input_file(f"{output.path}/{folder}/part-{number:05d}.parquet") as file:
         return pq.read_table(file)
 
 
-def files(output: Location, folder: str) -> list[str]:
+def files(output, folder):
     path = Path(output.path) / folder
     return sorted(os.listdir(path)) if path.exists() else []
 

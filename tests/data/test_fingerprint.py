@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ CONFIG: Values = {
 }
 
 
-def changed(section: str, key: str, value: Any) -> Values:
+def changed(section, key, value):
     return CONFIG | {section: CONFIG[section] | {key: value}}
 
 

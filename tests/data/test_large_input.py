@@ -107,7 +107,7 @@ print(counts.done, int(peak) >> 10)
 """
 
 
-def write_two_gigabytes(path: Path, group_rows: int) -> None:
+def write_two_gigabytes(path, group_rows):
     """2,100 documents of a megabyte, stored as they are: the file is as large as its text."""
     filling = os.urandom(MIB // 2).hex()
     with pq.ParquetWriter(
@@ -171,7 +171,7 @@ def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path):
     assert peaks[1] < peaks[0] + 400, peaks
 
 
-def measured(script: str, *arguments: Path | int) -> list[int]:
+def measured(script, *arguments):
     """The numbers that a script prints in a process of its own."""
     process = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],

@@ -13,7 +13,7 @@ from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.selection import select_rows
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 from tests.job.conftest import rows, summarize
 
 Write = Callable[..., Path]
@@ -47,7 +47,7 @@ ODD_TEXTS: dict[str, bytes] = {
 }
 
 
-def good_parquet(rng: random.Random, path: Path) -> None:
+def good_parquet(rng, path):
     num_rows = rng.randint(1, 12)
     columns = {
         "text": [f"document {i} " * rng.randint(1, 40) for i in range(num_rows)],
@@ -64,7 +64,7 @@ def good_parquet(rng: random.Random, path: Path) -> None:
     )
 
 
-def break_file(rng: random.Random, path: Path) -> None:
+def break_file(rng, path):
     """What disks, networks and half-finished copies do to a file."""
     data = bytearray(path.read_bytes())
     at, other = sorted(rng.randrange(len(data)) for _ in range(2))
@@ -90,7 +90,7 @@ def break_file(rng: random.Random, path: Path) -> None:
     path.write_bytes(data)
 
 
-def read_all(path: Path) -> int:
+def read_all(path):
     """Rows accounted for, as a run would find them. Raises InputError where it would be refused."""
     source = select_rows(open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",))))
     assert sum(1 for _ in source.scan()) == source.num_rows
@@ -102,14 +102,14 @@ def read_all(path: Path) -> int:
 class NoKms(KmsClient):  # type: ignore[misc]
     """Keys as they are."""
 
-    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+    def wrap_key(self, key_bytes, master_key_identifier):
         return key_bytes.hex()
 
-    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+    def unwrap_key(self, wrapped_key, master_key_identifier):
         return bytes.fromhex(wrapped_key)
 
 
-def write_encrypted(path: Path, table: pa.Table) -> None:
+def write_encrypted(path, table):
     """Write a file in which everybody can read all but the column `topic`."""
     connection = KmsConnectionConfig()
     options = EncryptionConfiguration(
@@ -120,7 +120,7 @@ def write_encrypted(path: Path, table: pa.Table) -> None:
         writer.write_table(table)
 
 
-def write_damaged(path: Path, table: pa.Table) -> None:
+def write_damaged(path, table):
     """Write a file and overwrite the pages of its column `topic`."""
     pq.write_table(table, path, use_dictionary=False)
     chunk = pq.read_metadata(path).row_group(0).column(1)
@@ -140,7 +140,7 @@ def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_de
         list(open_source(InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("topic",))).scan())
 
 
-def outcome(source: Source, row: int) -> str:
+def outcome(source, row):
     """The text of a row, or the class of its error."""
     try:
         return source.read(DocumentKey(0, row)).document.text
@@ -178,7 +178,7 @@ def odd_file(tmp_path):
     return path
 
 
-def is_text(data: bytes) -> bool:
+def is_text(data):
     try:
         return bool(data.decode().strip())
     except UnicodeDecodeError:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import around_document
-from specextend.data.parts import PartPrompts, TextSpan, split
+from specextend.data.parts import PartPrompts, split
 from specextend.data.prompts import PartOptions, PromptOptions, Prompts
 
 WORDS = st.lists(
@@ -18,12 +18,12 @@ WORDS = st.lists(
 )
 
 
-def starts_of(text: str) -> list[int]:
+def starts_of(text):
     """A token for each word, and for each character between words."""
     return [found.start() for found in re.finditer(r"\w+|\W", text)]
 
 
-def sizes(text: str, spans: list[TextSpan]) -> list[int]:
+def sizes(text, spans):
     return [sum(span.begin <= start < span.end for start in starts_of(text)) for span in spans]
 
 
@@ -52,7 +52,7 @@ def test_a_part_ends_where_the_text_does_best(separator, begins):
 TEXT = "A sentence of some words. " * 60
 
 
-def part_prompts(tokenizer, limit: int = 400, **options) -> PartPrompts:
+def part_prompts(tokenizer, limit=400, **options):
     options = {"instruction": "Shorten.", "merge_instruction": "Merge."} | options
     return PartPrompts(Prompts(tokenizer, PromptOptions(length_policy="parts"), limit, PartOptions(**options)))
 

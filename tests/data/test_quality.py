@@ -1,13 +1,11 @@
 """Each flag is raised by the text that it is about, and not by the one beside it."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import Completion
-from specextend.data.quality import Quality, QualityOptions, assess, copied_fraction
+from specextend.data.quality import QualityOptions, assess, copied_fraction
 from specextend.stats import DecodingStats
 
 FLAGS = [
@@ -28,14 +26,14 @@ RUSSIAN = "Комитет собрался в понедельник, бюдже
 
 
 def assessed(
-    text: str,
-    document: str = DOCUMENT,
-    options: QualityOptions = DEFAULTS,
-    token_ids: tuple[int, ...] = (1, 2, 3),
-    reason: Any = "stop",
-    reference: str | None = None,
-    dropped: int = 0,
-) -> Quality:
+    text,
+    document=DOCUMENT,
+    options=DEFAULTS,
+    token_ids=(1, 2, 3),
+    reason="stop",
+    reference=None,
+    dropped=0,
+):
     completion = Completion("x", list(token_ids), text, reason, DecodingStats())
     return assess(completion, document, dropped, reference, options)
 

@@ -4,12 +4,11 @@ import json
 import os
 import pickle
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,14 +25,14 @@ from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.run_folder import Counts, read_success, write_success
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 from specextend.data.storage import (
     atomic_output,
     list_files,
     resolve,
     write_bytes,
 )
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
 
 
@@ -57,23 +56,23 @@ def output(s3):
     return resolve("s3://corpus/runs/one night")
 
 
-def upload(name: str, columns: dict[str, Any], group_rows: int = 2) -> None:
+def upload(name, columns, group_rows=2):
     with atomic_output(resolve(f"s3://corpus/{name}")) as path:
         pq.write_table(pa.table(columns), path, row_group_size=group_rows)
 
 
-def written(s3: Endpoint) -> dict[str, bytes]:
+def written(s3):
     """What is in the bucket, without the empty objects that stand for folders."""
     return {name: data for name, data in s3.files().items() if not name.endswith("/")}
 
 
-def two_files() -> Source:
+def two_files():
     upload("in/a.parquet", {"text": ["one", "two", "three"], "topic": ["x", None, "z"]})
     upload("in/deep/b.parquet", {"text": ["four", "five"], "topic": ["v", "w"]})
     return two_files_again()
 
 
-def two_files_again() -> Source:
+def two_files_again():
     return open_source(
         InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
     )
@@ -241,13 +240,13 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
         read()
 
 
-def is_next(faults: Iterator[int], method: str, path: str) -> bool:
+def is_next(faults, method, path):
     """Whether a request gets one of the faults: reading a file does, listing does not."""
     return method == "GET" and "?" not in path and next(faults, None) is not None
 
 
 @contextmanager
-def suppress_passing() -> Iterator[None]:
+def suppress_passing():
     """Allow errors of exit code 1."""
     try:
         yield

@@ -2,20 +2,19 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.core import DocumentKey, Values
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
-from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, resolve
+from specextend.data.source import open_source
+from specextend.data.storage import resolve
 from tests.properties.rows import done
 
 
@@ -29,11 +28,11 @@ def corpus(tmp_path, write):
     return lambda **options: InputOptions(path=str(tmp_path / "in"), id_column="id", **options)
 
 
-def ids_of(source: Source) -> list[str]:
+def ids_of(source):
     return [source.doc_id(key) for key in keys_of(source)]
 
 
-def keys_of(source: Source) -> list[DocumentKey]:
+def keys_of(source):
     return [DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)]
 
 
@@ -95,14 +94,12 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
 
 
-def manifest_of(source: Source, max_new_tokens: int = 5) -> Values:
+def manifest_of(source, max_new_tokens=5):
     config = {"input": {"filter": source.options.filter}, "decoding": {"max_new_tokens": max_new_tokens}}
     return build_manifest(source, config, {"target": "t"})
 
 
-def night(
-    options: InputOptions, output: Location, *, failing: str = "", retryable: bool = True, max_new_tokens: int = 5
-) -> Source:
+def night(options, output, *, failing="", retryable=True, max_new_tokens=5):
     """Do a night's work: select, commit a result for each row, finalize."""
     whole = open_source(options)
     earlier, notes = find_earlier(options.except_done_in, output, manifest_of(whole, max_new_tokens))
@@ -116,7 +113,7 @@ def night(
     return source
 
 
-def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> Values:
+def result_of(source, key, failing, retryable):
     row = source.read(key)
     own = {"doc_id": row.document.doc_id, "content_sha256": row.content_sha256}
     if own["doc_id"] == failing:
@@ -125,12 +122,12 @@ def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -
     return done(key, f"summary of {row.document.text}") | own
 
 
-def counts_of(source: Source) -> dict[str, int]:
+def counts_of(source):
     assert source.selection is not None
     return {name: source.selection.counts[name] for name in ("unchanged", "changed", "new", "selected")}
 
 
-def rewrite(path: Path, **changed: str) -> None:
+def rewrite(path, **changed):
     """Change the texts of some documents of a file."""
     table = pq.read_table(path, partitioning=None)
     texts = [changed.get(row["id"], row["text"]) for row in table.select(["id", "text"]).to_pylist()]

@@ -14,7 +14,7 @@ from specextend.data.sorted_rows import SortedRows
 SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
 
 
-def text_of(file: int, row: int) -> str:
+def text_of(file, row):
     return f"text {row} of {file} " + "x" * (37 * row % 100)
 
 

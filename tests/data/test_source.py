@@ -4,8 +4,6 @@ import pickle
 from datetime import date
 from decimal import Decimal
 from itertools import product
-from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import duckdb
@@ -17,12 +15,12 @@ from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.instructions import Instruction
 from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
 
-def keys(source: Source) -> list[DocumentKey]:
+def keys(source):
     return [DocumentKey(file.number, row) for file in source.files for row in range(file.num_rows)]
 
 
@@ -87,7 +85,7 @@ def test_ids_are_strings_and_integers_become_decimal(write, ids, expected):
     assert [source.doc_id(key) for key in keys(source)] == expected
 
 
-def run_error(path: Path, **options: Any) -> str:
+def run_error(path, **options):
     with pytest.raises(InputError) as caught:
         select_rows(open_source(InputOptions(path=str(path), **options)))
     message = str(caught.value)

@@ -81,13 +81,13 @@ class Gate:
 
     num_open: int
 
-    def check(self) -> None:
+    def check(self):
         self.num_open -= 1
         if self.num_open < 0:
             raise PermissionError("the folder is somebody else's by now")
 
 
-def write_through(location: Location) -> None:
+def write_through(location):
     with atomic_output(location) as path:
         Path(path).write_bytes(b"new")
 

@@ -52,7 +52,7 @@ def own(pair):
     return found
 
 
-def asked(length: int, **changes):
+def asked(length, **changes):
     given = request(str(length), random_prompt(length), 200, temperature=changes.pop("temperature", 0.0), seed=length)
     return replace(given, choices=CHOICES, **changes)
 

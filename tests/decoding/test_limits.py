@@ -9,7 +9,7 @@ from specextend.models import DTYPES, TargetOptions, load_target, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
 
-def without_weights(folder: str) -> AutoModelForCausalLM:
+def without_weights(folder):
     """The modules of a model on `meta`, as a plan counts them."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

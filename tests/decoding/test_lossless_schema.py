@@ -62,12 +62,12 @@ def pair(spelling_pair):
 class Masks(LogitsProcessor):
     """What the library allows behind a prompt of some length; it is asked anew for each token."""
 
-    def __init__(self, tokenizer, vocab_size: int, num_prompt_tokens: int) -> None:
+    def __init__(self, tokenizer, vocab_size, num_prompt_tokens):
         grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides=LAYOUT)
         self.begin = LLMatcher(from_tokenizer(tokenizer, vocab_size, [EOS_TOKEN_ID]), grammar)
         self.num_prompt_tokens = num_prompt_tokens
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         matcher = self.begin.deep_copy()
         assert matcher.consume_tokens(input_ids[0, self.num_prompt_tokens :].tolist())
         bias = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
@@ -93,7 +93,7 @@ def spelling(pair):
     return load_tokenizer(pair.target)
 
 
-def requests(**sampling) -> list:
+def requests(**sampling):
     """All side by side, each with penalties of its own, and one without a schema; the seeds differ, too."""
     constrained = [
         replace(
@@ -105,7 +105,7 @@ def requests(**sampling) -> list:
     return [*constrained, request("free", random_prompt(37), MAX_NEW_TOKENS, **sampling)]
 
 
-def outputs(engine, **sampling) -> dict:
+def outputs(engine, **sampling):
     return {completion.request_id: completion for completion in engine.generate(requests(**sampling))}
 
 

@@ -12,7 +12,6 @@ from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs
 from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
-from specextend.decoding.model import CachedModel
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
@@ -31,12 +30,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "specextend"
 
 
-def mark_cache(target: CachedModel) -> None:
+def mark_cache(target):
     """Put into the first row what a measurement overwrites."""
     target.cache.keys[:, :, 0] = 7.0
 
 
-def is_marked(target: CachedModel) -> bool:
+def is_marked(target):
     return bool((target.cache.keys[:, :, 0] == 7.0).all())
 
 

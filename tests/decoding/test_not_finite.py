@@ -25,7 +25,7 @@ SAMPLINGS = {
 }
 
 
-def decode(engine, *requests) -> tuple[dict[str, list[int]], set[str]]:
+def decode(engine, *requests):
     """Return the completions' tokens by request, and the requests that ended for logits that are not finite."""
     broken: set[str] = set()
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
@@ -39,13 +38,13 @@ def models(request):
     return exact, CachedModel(rounded, load_backend("compiled", torch.device("cpu")), 1024)
 
 
-def in_one_call(model: CachedModel) -> CachedModel:
+def in_one_call(model):
     model._decoder = Decoder(model.model.model.layers, model.scale)
     return model
 
 
 @torch.inference_mode()
-def forwards(model: CachedModel, batch: int = 1, seed: int = 0) -> list[Tensor]:
+def forwards(model, batch=1, seed=0):
     """Return what a chunk of a prompt, another one behind it, a tree and a plain step give and write."""
     model.cache.stored[:] = 0
     generator, results, starts = torch.Generator().manual_seed(seed), [], [0, 512][:batch]
@@ -121,7 +120,7 @@ def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch):
     assert model.runs_in_one_call == trial.taken
 
 
-def head_of(dtype: torch.dtype, in_one_call: bool) -> EagleNetwork:
+def head_of(dtype, in_one_call):
     """Return the shipped head behind a random embedding, with 60 rows that it sees."""
     shape = read_head(HEAD)
     generator = torch.Generator().manual_seed(5)
@@ -139,7 +138,7 @@ def head_of(dtype: torch.dtype, in_one_call: bool) -> EagleNetwork:
 
 
 @torch.inference_mode()
-def head_forwards(network: EagleNetwork) -> list[Tensor]:
+def head_forwards(network):
     """Return what decided tokens and a level of a tree give, of two sequences, and write."""
     generator, results = torch.Generator().manual_seed(7), []
     for num_new, mask in ((3, None), (9, TREE.expand(2, -1, -1))):

@@ -8,7 +8,7 @@ from specextend.decoding import layers as packing
 from specextend.decoding.layers import CompiledLinear, compiled_kernel, pack
 
 
-def layer(rows: int = 96, columns: int = 64, *, bias: bool = False) -> nn.Linear:
+def layer(rows=96, columns=64, *, bias=False):
     return nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.retrieval import (
@@ -23,7 +22,7 @@ from tests.covering import covering
 SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, sinks=4, recent=4, refresh_every=3)
 
 
-def slow_chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> list[float]:
+def slow_chunk_mass(query, keys, chunk_size, scale):
     """The definition, in fp64: a softmax for each head, the sum over each chunk, the mean over heads."""
     group = query.shape[0] // keys.shape[0]
     shares = []
@@ -33,12 +32,12 @@ def slow_chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) 
     return [sum(column) / len(column) for column in zip(*shares, strict=True)]
 
 
-def mass_of(*chunks: float) -> Tensor:
+def mass_of(*chunks):
     return torch.tensor(chunks) / sum(chunks)
 
 
 @st.composite
-def tight_options(draw) -> CacheOptions:
+def tight_options(draw):
     """The least budget that is accepted, or a little more."""
     values = {name: draw(st.integers(least, 40)) for name, least in (("chunk_size", 1), ("sinks", 0), ("recent", 1))}
     for top_k_chunks in range(1, 100):

@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from specextend.core import SamplingParams
 from specextend.decoding.sampling import choose_tokens, gumbel_noise
 
 
-def slow_probs(logits: list[float], sampling: SamplingParams) -> list[float]:
+def slow_probs(logits, sampling):
     """The definition, in Python: rank by probability (then id), cut at top_k, cut at top_p, normalise."""
     top = max(logits)
     weight = {token: math.exp((value - top) / sampling.temperature) for token, value in enumerate(logits)}
@@ -29,7 +28,7 @@ def slow_probs(logits: list[float], sampling: SamplingParams) -> list[float]:
     return [weight[token] / total if token in kept else 0.0 for token in range(len(logits))]
 
 
-def slow_choice(logits: Tensor, position: int, sampling: SamplingParams) -> int:
+def slow_choice(logits, position, sampling):
     """One node's token, from one noise vector of its own."""
     noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))[0]
     log_probs = [math.log(p) if p > 0 else -math.inf for p in slow_probs(logits.tolist(), sampling)]
@@ -37,7 +36,7 @@ def slow_choice(logits: Tensor, position: int, sampling: SamplingParams) -> int:
     return scores.index(max(scores))
 
 
-def splitmix_uniform(seed: int, position: int, token_id: int) -> float:
+def splitmix_uniform(seed, position, token_id):
     """The generator's definition on Python integers."""
 
     def mix(state):

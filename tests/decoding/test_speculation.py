@@ -21,12 +21,12 @@ NUM_ROWS = 3
 LENGTH = 1000
 
 
-def verify_s(num_rows: float) -> float:
+def verify_s(num_rows):
     """Plain steps that a verification takes: `LOAD` for three rows, in proportion for others."""
     return 1.0 + (LOAD - 1.0) * (num_rows - 1) / (NUM_ROWS - 1)
 
 
-def step(state: Speculation, accepted: int, account: Experience, draft: float = DRAFT) -> None:
+def step(state, accepted, account, draft=DRAFT):
     """One step of a sequence alone: decide, then speculate or not."""
     chosen = bool(who_speculates([state], verify_s, lambda _: draft, in_credit=account.in_credit))
     if state.active and not chosen:
@@ -41,7 +41,7 @@ def step(state: Speculation, accepted: int, account: Experience, draft: float = 
         account.observe_idle(1, 0.0, 0)
 
 
-def run(state: Speculation, accepted: list[int], account: Experience | None = None, draft: float = DRAFT) -> list[bool]:
+def run(state, accepted, account=None, draft=DRAFT):
     """Whether each step speculated, `accepted` being what it brings if it does."""
     account = account or Experience()
     active = []
@@ -95,7 +95,7 @@ def test_a_new_document_expects_what_those_of_its_length_brought():
     assert account.begin(LENGTH).gain > 1.5 > 0.5 > account.begin(7 * LENGTH).gain
 
 
-def known(gain: float) -> Speculation:
+def known(gain):
     """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
     state = Speculation()
     for _ in range(PROBATION_STEPS):

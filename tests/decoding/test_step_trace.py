@@ -9,7 +9,7 @@ import specextend
 from specextend.decoding import device
 from specextend.decoding.device import Graphs
 from tests.recorded_graph import captured_engine, record
-from tests.step_trace import StepTrace, Tracer, tracing
+from tests.step_trace import Tracer, tracing
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 PACKAGE = Path(specextend.__file__).parent
@@ -19,7 +19,7 @@ OURS = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") i
 class Capturing:
     """Records functions for a tracer, which counts a replay as one operator, as a GPU's host does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tracer = Tracer()
 
     def __call__(self, name, function):
@@ -32,7 +32,7 @@ class Capturing:
         return launch, outputs
 
 
-def traced_steps(pair, batch: int, calls_before_capture: int, monkeypatch) -> list[StepTrace]:
+def traced_steps(pair, batch, calls_before_capture, monkeypatch):
     """Trace the speculative steps of a batch, in the fixed shapes of a GPU, up to the one in which the first ends."""
     monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", calls_before_capture)
     capture = Capturing()

@@ -14,7 +14,7 @@ CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends
 SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """A byte-level BPE of 300 tokens, as GPT-2, Llama 3 and Qwen have: characters fall apart into bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +27,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback():
     """Spaces inside tokens, stripped at the start, and bytes as tokens, as Llama 2 and Vicuna have."""
     words = ["▁", "▁the", "▁end", "▁report", ".", "#", "é", *"abcdefghijklmnopqrstuvwxyz"]
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -45,28 +45,26 @@ TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 LETTERS = TOKENIZERS["byte_level"]
 
 
-def eos(tokenizer: PreTrainedTokenizerFast) -> int:
+def eos(tokenizer):
     return tokenizer.convert_tokens_to_ids("<eos>")
 
 
-def ids(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[int]:
+def ids(text, tokenizer=LETTERS):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def byte_ids(text: str) -> list[int]:
+def byte_ids(text):
     """`text` with each byte a token of its own: the worst borders there are."""
     backend = LETTERS.backend_tokenizer
     pieces = backend.pre_tokenizer.pre_tokenize_str(text)
     return [backend.token_to_id(letter) for piece, _ in pieces for letter in piece]
 
 
-def checker(stop: tuple[str, ...] = (), max_new_tokens: int = 1_000, tokenizer: PreTrainedTokenizerFast = LETTERS):
+def checker(stop=(), max_new_tokens=1_000, tokenizer=LETTERS):
     return StopChecker(tokenizer, frozenset({eos(tokenizer)}), stop, max_new_tokens)
 
 
-def slow_stop(
-    tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple[str, ...]
-) -> tuple[int, str] | None:
+def slow_stop(tokenizer, token_ids, stop):
     """The definition: decode every prefix whole; how many tokens it takes, and the text before the stop string."""
     for size in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:size], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -113,7 +111,7 @@ def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
         assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
 
 
-def loop_checker(max_new_tokens: int = 10**6) -> StopChecker:
+def loop_checker(max_new_tokens=10**6):
     return StopChecker(LETTERS, frozenset({eos(LETTERS)}), ("the end",), max_new_tokens, stop_repetition=True)
 
 
@@ -143,11 +141,11 @@ def test_lists_and_tables_are_no_loops(text):
 class CountingTokenizer:
     """The real one, and how many tokens it was asked to decode."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer, self.num_decoded = tokenizer, 0
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
 
-    def decode(self, token_ids: list[int], **options: bool) -> str:
+    def decode(self, token_ids, **options):
         self.num_decoded += len(token_ids)
         return self.tokenizer.decode(token_ids, **options)
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTrees, grow_trees, tree_mask
+from specextend.decoding.tree import grow_trees, tree_mask
 from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
 """Path of token ids after the root -> logits [V]."""
 
 
-def random_table(seed: int, vocab_size: int = 4, sharpness: float = 2.0) -> Table:
+def random_table(seed, vocab_size=4, sharpness=2.0):
     def logits(path):
         generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
         return torch.randn(vocab_size, generator=generator) * sharpness
@@ -27,20 +27,20 @@ def random_table(seed: int, vocab_size: int = 4, sharpness: float = 2.0) -> Tabl
 class TableDraft:
     """Runs the lookup tables of a batch as a draft network would: it knows a node's path by the mask alone."""
 
-    def __init__(self, tables: list[Table]) -> None:
+    def __init__(self, tables):
         self.tables = tables
         self.expanded: list[list[tuple[int, int]]] = [[] for _ in tables]  # (token id, depth)
         self.paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of the previous call
         self.num_calls = 0
 
-    def root_logits(self) -> Tensor:
+    def root_logits(self):
         return torch.stack([table(()) for table in self.tables])
 
-    def expand(self, token_ids: Tensor, slots: Tensor, mask: Tensor, depth: int) -> Tensor:
+    def expand(self, token_ids, slots, mask, depth):
         self.num_calls += 1
         return torch.stack([self._expand(b, token_ids[b], slots[b], mask[b], depth) for b in range(len(self.tables))])
 
-    def _expand(self, b: int, token_ids: Tensor, slots: Tensor, mask: Tensor, depth: int) -> Tensor:
+    def _expand(self, b, token_ids, slots, mask, depth):
         self.expanded[b] += [(token_id, depth) for token_id in token_ids.tolist()]
         assert mask.shape == (len(token_ids), len(self.expanded[b]))
         paths = []
@@ -54,7 +54,7 @@ class TableDraft:
         return torch.stack([self.tables[b](path) for path in paths])
 
 
-def grow(tables: list[Table], options: TreeOptions, *, adaptive: bool = True) -> tuple[DraftTrees, TableDraft]:
+def grow(tables, options, *, adaptive=True):
     draft = TableDraft(tables)
     roots = torch.arange(len(tables)) + 100
     trees = grow_trees(
@@ -63,7 +63,7 @@ def grow(tables: list[Table], options: TreeOptions, *, adaptive: bool = True) ->
     return trees, draft
 
 
-def weights_of(tree: DraftTrees) -> dict[tuple[int, ...], float]:
+def weights_of(tree):
     """Path -> log probability of every node but the root, after checking the tree's form."""
     parents, token_ids = tree.parents.tolist(), tree.token_ids.tolist()
     assert parents[0] == -1
@@ -77,7 +77,7 @@ def weights_of(tree: DraftTrees) -> dict[tuple[int, ...], float]:
     return dict(zip(paths[1:], tree.log_probs[1:].tolist(), strict=True))
 
 
-def brute_force(table: Table, options: TreeOptions) -> dict[tuple[int, ...], float]:
+def brute_force(table, options):
     """The likeliest nodes of all there are down to the depth."""
     weights: dict[tuple[int, ...], float] = {(): 0.0}
     for depth in range(options.depth):

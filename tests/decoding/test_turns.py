@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from specextend.decoding import device
-from specextend.decoding.engine import Engine
 from tests.alive import fresh
 from tests.covering import covering
 from tests.faults.scarce import before_forwards, run_out
@@ -40,11 +39,11 @@ def in_turns(pair, monkeypatch):
     return make
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("attention failed")
 
 
-def run(engine: Engine, sampling: dict, on_error=None) -> dict[str, list[int]]:
+def run(engine, sampling, on_error=None):
     requests = [request(str(n), prompt, NEW, **sampling) for n, prompt in enumerate(PROMPTS)]
     return {each.request_id: each.token_ids for each in engine.generate(requests, on_error)}
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specextend.attention.reference import attend_reference
@@ -59,7 +59,7 @@ PREFIXES = {
 class SlowHead:
     """The formulas of the papers and of the formats' own models; each slot is computed again from the start."""
 
-    def __init__(self, variant: str, folder: str, target: LlamaForCausalLM) -> None:
+    def __init__(self, variant, folder, target):
         self.variant, self.prefix, self.eps = variant, PREFIXES[variant], 1e-6 if variant in OURS else 1e-5
         self.w = load_file(f"{folder}/model.safetensors")
         config = json.loads(Path(f"{folder}/config.json").read_text())
@@ -72,17 +72,17 @@ class SlowHead:
         self.embedding = self.w[own] if own else target.model.embed_tokens.weight
         self.lm_head = self.w.get("lm_head.weight", target.lm_head.weight)
 
-    def features(self, taken: Tensor) -> Tensor:
+    def features(self, taken):
         """What takes the place of a previous output [n, C], from the target's features [n, F]."""
         if "input_norm.weight" in self.w:
             taken = self.norm("input_norm", taken)
         return linear(taken, self.fc) if "3" in self.variant else taken
 
     @property
-    def fc(self) -> Tensor:
+    def fc(self):
         return next(tensor for name, tensor in self.w.items() if name.endswith("fc.weight"))
 
-    def __call__(self, token_ids: Tensor, before: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, token_ids, before, hidden, positions):
         """Output [n, C] at slots, causal, at RoPE `positions` [n].
 
         A slot has its next token [n], the three before that one [n, 3], nearest first, and what `features` or this
@@ -106,20 +106,20 @@ class SlowHead:
             x = inputs = linear(torch.cat([embedded, hidden], -1), self.fc, self.w.get("fc.bias"))
         return self.layer(x, inputs, positions, copies)
 
-    def layer(self, x: Tensor, inputs: Tensor, positions: Tensor, copies: list[Tensor] | None) -> Tensor:
+    def layer(self, x, inputs, positions, copies):
         x = x + self.attention(inputs, positions, copies)
         normed = self.norm(f"{self.prefix}post_attention_layernorm", x)
         gate, up, down = (self.w[f"{self.prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return x + linear(silu(linear(normed, gate)) * linear(normed, up), down)
 
-    def copies(self, token_ids: Tensor, before: Tensor) -> list[Tensor]:
+    def copies(self, token_ids, before):
         """Queries, keys and values [heads, n, D]: what came next, found by the two tokens before it and its own."""
         one, two, three, four = (self.norm("en", self.embedding[x]) for x in (token_ids, *before.T))
         reads = {"q": [one, two, three], "k": [two, three, four], "v": [one]}
         projected = [linear(torch.cat(x, -1), self.w[f"copy.{name}_proj.weight"]) for name, x in reads.items()]
         return [y.view(len(y), -1, HEAD_DIM).transpose(0, 1) for y in projected]
 
-    def attention(self, inputs: Tensor, positions: Tensor, copies: list[Tensor] | None) -> Tensor:
+    def attention(self, inputs, positions, copies):
         q, k, v = (self.heads(name, inputs) for name in "qkv")
         cos, sin = (table[0] for table in self.rope(q, positions[None]))
         q, k = (x * cos + torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1) * sin for x in (q, k))
@@ -130,18 +130,18 @@ class SlowHead:
         mixed = (scores + torch.full_like(scores[0], -torch.inf).triu(1)).softmax(-1) @ v
         return linear(mixed.transpose(0, 1).flatten(1), self.w[f"{self.prefix}self_attn.o_proj.weight"])
 
-    def heads(self, name: str, inputs: Tensor) -> Tensor:
+    def heads(self, name, inputs):
         projection = f"{self.prefix}self_attn.{name}_proj"
         heads = linear(inputs, self.w[f"{projection}.weight"], self.w.get(f"{projection}.bias"))
         heads = heads.view(len(inputs), -1, HEAD_DIM).transpose(0, 1)
         own = f"{self.prefix}self_attn.{name}_norm"
         return self.norm(own, heads) if f"{own}.weight" in self.w else heads
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
+    def norm(self, name, x):
         name = name if f"{name}.weight" in self.w else f"model.{name}"
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.w[f"{name}.weight"]
 
-    def log_probs(self, output: Tensor) -> Tensor:
+    def log_probs(self, output):
         """[V] of the target's ids; -inf for those that the head has not."""
         if self.variant in OURS:
             logits, all_ids = linear(output, self.lm_head), torch.arange(len(self.lm_head))
@@ -160,7 +160,7 @@ class SlowHead:
 class Case:
     """A drafter and its twin, on one random text."""
 
-    def __init__(self, pair: SimpleNamespace, variant: str) -> None:
+    def __init__(self, pair, variant):
         model = load_causal_lm(pair.target, None, "float32", "cpu")
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
         self.target = CachedModel(model, attend_reference, 256)
@@ -176,7 +176,7 @@ class Case:
         generator = torch.Generator().manual_seed(7)
         self.features = torch.randn(100, 48 * (len(layers) or 1), generator=generator)
 
-    def slow_log_probs(self, visible: list[int], path: tuple[int, ...] = ()) -> Tensor:
+    def slow_log_probs(self, visible, path=()):
         """[V] log probs after the visible slots (slot i: token i + 1 and features i) and a path behind them."""
         positions = torch.arange(len(visible) + len(path))
         text = torch.cat([self.token_ids[: visible[-1] + 2], torch.tensor(path, dtype=torch.int64)])
@@ -188,20 +188,20 @@ class Case:
             hidden = torch.cat([hidden, output[-1:]])
         return self.twin.log_probs(output[-1])
 
-    def prefill(self, row: int, length: int, chunk: int) -> None:
+    def prefill(self, row, length, chunk):
         """Prompt tokens up to `length`; the root that follows them is absorbed."""
         assert self.drafter.admit(row, length, 64)
         pieces = zip(self.token_ids[:length].split(chunk), self.features[:length].split(chunk), strict=True)
         for token_ids, features in pieces:
             self.drafter.prefill(row, token_ids, features)
 
-    def absorb(self, rows: list[int], first: list[int], last: list[int]) -> None:
+    def absorb(self, rows, first, last):
         """Tokens [first, last) of the text, each with the features before it."""
         spans = list(zip(first, last, strict=True))
         token_ids = [self.token_ids[a:b].tolist() for a, b in spans]
         self.drafter.absorb(rows, Decided.pad(token_ids, [self.features[a - 1 : b - 1] for a, b in spans]))
 
-    def assert_tree_is_the_twins(self, row: int, visible: list[int]) -> None:
+    def assert_tree_is_the_twins(self, row, visible):
         """Every node's weight is the twin's, and the first level has the twin's best."""
         [tree] = self.drafter.propose([row])
         weights, paths = [0.0], [()]
@@ -267,12 +267,12 @@ def test_a_batch_of_unequal_rows_is_each_row_alone(pair, variant):
 class Clairvoyant:
     """Proposes two right tokens and a wrong one, and notes the features that the drafter behind it is given."""
 
-    def __init__(self, drafter: CausalDrafter, token_ids: list[int]) -> None:
+    def __init__(self, drafter, token_ids):
         self.drafter, self.token_ids = drafter, token_ids
         self.prefilled: list[Tensor] = []
         self.absorbed: list[Tensor] = []
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         return getattr(self.drafter, name)
 
     def prefill(self, row, token_ids, hidden):

@@ -48,19 +48,19 @@ def write(tmp_path):
     return write
 
 
-def edit_config(folder: Path, **values) -> None:
+def edit_config(folder, **values):
     raw = json.loads((folder / "config.json").read_text()) | values
     (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
-def edit_tensors(folder: Path, **change) -> None:
+def edit_tensors(folder, **change):
     """Replace tensors; a dot of a name is written `__`; None removes one."""
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name.replace("__", "."): tensor for name, tensor in change.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 
 
-def refusal(target: str, folder: Path) -> str:
+def refusal(target, folder):
     """What a user reads; it must be one line."""
     with pytest.raises(ModelError) as refused:
         check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))

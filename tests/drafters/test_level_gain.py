@@ -10,13 +10,13 @@ LEVEL_S, STEP_S, NUM_TOKENS = 0.003, 0.03, 2
 class Clock:
     """Shows what it was set to, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def step(self, gain: LevelGain, *, pause_s: float = 0.0, num_read: int = NUM_TOKENS) -> None:
+    def step(self, gain, *, pause_s=0.0, num_read=NUM_TOKENS):
         """Take a step of three levels whose tokens are read behind a pause."""
         gain.begin()
         self.now += 3 * LEVEL_S

@@ -44,7 +44,7 @@ def references(looping):
     return {length: generate(looping[1], random_prompt(length), NEW) for length in LENGTHS}
 
 
-def run(engine) -> tuple[dict[int, list[int]], DecodingStats]:
+def run(engine):
     total, outputs = DecodingStats(), {}
     for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
         outputs[int(completion.request_id)] = completion.token_ids

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.tree import DraftTrees
-from specextend.drafters.ngram import NgramState, Node, as_draft_trees, children_of
+from specextend.drafters.ngram import NgramState, as_draft_trees, children_of
 
 CPU = torch.device("cpu")
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
-def state_of(prompt: list[int], output: list[int], max_new_tokens: int = 1000) -> NgramState:
+def state_of(prompt, output, max_new_tokens=1000):
     state = NgramState(len(prompt), max_new_tokens)
     state.read(prompt)
     state.absorb(output)
     return state
 
 
-def paths(nodes: list[Node]) -> set[tuple[int, ...]]:
+def paths(nodes):
     """Every path from the root, without the root."""
     by_number: list[tuple[int, ...]] = [()]
     for node in nodes[1:]:
@@ -28,7 +28,7 @@ def paths(nodes: list[Node]) -> set[tuple[int, ...]]:
     return set(by_number[1:])
 
 
-def draft_tree(*nodes: tuple[int, int, float]) -> DraftTrees:
+def draft_tree(*nodes):
     """Node 0 is the root; others as (token, parent, probability after it)."""
     token_ids, parents, depths, log_probs = [0], [-1], [0], [0.0]
     for token_id, parent, probability in nodes:

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
-from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
@@ -25,24 +23,24 @@ def pair(request, pairs):
     return pairs(request.param)
 
 
-def network_of(pair, window: int, max_chunk: int = 512, attend=attend_by_head) -> ModelNetwork:
+def network_of(pair, window, max_chunk=512, attend=attend_by_head):
     model = load_causal_lm(pair.target, None, "float32", "cpu")
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
 
-def prefilled(network: ModelNetwork, prompt: list[int], chunk: int) -> CausalDrafter:
+def prefilled(network, prompt, chunk):
     drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
     prefill(drafter, prompt, chunk)
     return drafter
 
 
-def prefill(drafter: CausalDrafter, prompt: list[int], chunk: int) -> None:
+def prefill(drafter, prompt, chunk):
     assert drafter.admit(0, len(prompt), 16)
     for tokens in torch.tensor(prompt).split(chunk):
         drafter.prefill(0, tokens, torch.zeros(len(tokens), 48))
 
 
-def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
+def banded_run(pair, prompt, window):
     """Keys and values [L, n, K, D] of one forward under a band mask, by transformers with its own cache."""
     model = load_reference(pair)
     position = torch.arange(len(prompt))
@@ -68,7 +66,7 @@ def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, atten
     assert_visible(network.cache, *banded_run(pair, prompt, window))
 
 
-def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Tensor) -> None:
+def assert_visible(cache, expected_keys, expected_values):
     """What slot 0 sees: keys and values [L, n, K, D]."""
     rows = slice(cache.of[0].working.start, cache.of[0].working.start + cache.of[0].visible)
     torch.testing.assert_close(cache.working.keys[:, :, rows].transpose(1, 2), expected_keys, atol=2e-4, rtol=1e-4)
@@ -91,7 +89,7 @@ def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_t
     assert max(token_ids) < min(num_rows, VOCABULARY)
 
 
-def drafted(drafter: CausalDrafter, prompt: list[int]) -> list[float]:
+def drafted(drafter, prompt):
     """Draft for one prompt, from admission to release; return its tree."""
     prefill(drafter, prompt, 64)
     drafter.select(0, torch.arange(len(prompt)))

@@ -9,7 +9,7 @@ TOKENS = st.integers(0, 3)
 TEXTS = st.lists(TOKENS, max_size=60)
 
 
-def searched(text: list[int], most: int | None = MOST) -> list[Match]:
+def searched(text, most=MOST):
     """By definition: for every earlier place, the tokens before it that are also the last ones of the text."""
     found = []
     for position in range(1, len(text)):

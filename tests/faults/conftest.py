@@ -1,14 +1,11 @@
 """The corpus of the contract, driven from this process, with engines that do what a fault does to real ones."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.run import run
-from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.loading import load_engine
 from tests.cluster.conftest import Screen
@@ -26,12 +23,12 @@ class RealJob(Run):
 
     screen: Screen = field(default_factory=Screen)
 
-    def settings(self, **job: Any) -> list[str]:
+    def settings(self, **job):
         """The job as `--set` would say it."""
         sections = self.options(**job)
         return [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
 
-    def run(self, factory: EngineFactory = load_engine, **job: Any) -> int:
+    def run(self, factory=load_engine, **job):
         return run(RunConfig.load(CONFIG, self.settings(**job)), self.screen, Interrupt(600.0), factory=factory)
 
 
@@ -41,7 +38,7 @@ def real_job(tmp_path, kept_kernels, local_ray):
         yield RealJob(tmp_path)
 
 
-def each(*kinds: str, fast: int = 1) -> Callable[[Any], Any]:
+def each(*kinds, fast=1):
     """Parametrises `kind`: the first `fast` kinds are in every test run, the rest in the long one."""
     slow = [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds[fast:]]
     return pytest.mark.parametrize("kind", [*kinds[:fast], *slow])

@@ -21,7 +21,7 @@ SUMMARIZE = Path(__file__).parents[2] / "jobs" / "summarize.py"
 Rename = Callable[[str, str], None]
 
 
-def mortal(rename: Rename, death: str, when: str, pattern: str, number: int) -> Rename:
+def mortal(rename, death, when, pattern, number):
     seen = []
 
     def renames(source, target):
@@ -37,7 +37,7 @@ def mortal(rename: Rename, death: str, when: str, pattern: str, number: int) -> 
     return renames
 
 
-def strike(death: str) -> None:
+def strike(death):
     if death == "HANG":
         threading.Event().wait()
     os.kill(os.getpid(), signal.Signals[death])

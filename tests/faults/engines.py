@@ -2,16 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from specextend.config import RunConfig
-from specextend.core import Completion, Request
 from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
-from tests.cluster.conftest import Screen
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import wait_for
 
@@ -31,32 +26,30 @@ class MortalEngine(Engine):
     _counted: int = 0
 
     @property
-    def num_steps(self) -> int:
+    def num_steps(self):
         return self._counted
 
     @num_steps.setter
-    def num_steps(self, value: int) -> None:
+    def num_steps(self, value):
         self._counted = value
         if self.is_moment(self.progress()):
             self.die()
 
-    def is_moment(self, outputs: dict[str, int]) -> bool:
+    def is_moment(self, outputs):
         """True if it is to die with so many tokens of each request."""
         tokens = sorted(outputs.values())
         in_prefill = len(tokens) > 1 and tokens[0] == 0 and tokens[-1] > 0
         decodes = len(tokens) > 1 and tokens[0] > 2
         return (self.moment == "prefill" and in_prefill) or (self.moment == "decoding" and decodes)
 
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
+    def generate(self, source, on_error=None):
         for number, completion in enumerate(super().generate(source, on_error)):
             if self.moment == "finished" and number == 2:
                 self.die()
             self.num_decoded += 1
             yield completion
 
-    def die(self) -> None:
+    def die(self):
         received = received_beside(self.marker)
         wait_for(lambda: self.marker.exists() or received.stat().st_size >= self.num_decoded, "results")
         if not self.marker.exists():
@@ -64,12 +57,12 @@ class MortalEngine(Engine):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def received_beside(marker: Path) -> Path:
+def received_beside(marker):
     """A file with a byte for each document that the driver has."""
     return marker.with_name("received")
 
 
-def note_received(screen: Screen, marker: Path) -> None:
+def note_received(screen, marker):
     """Let a mortal engine know which documents the driver has."""
     received = received_beside(marker)
     received.touch()
@@ -89,7 +82,7 @@ class DiesOnce:
     moment: str
     marker: Path
 
-    def __call__(self, config: RunConfig) -> Engine:
+    def __call__(self, config):
         engine = load_engine(config)
         del engine.__dict__["num_steps"]
         engine.__class__ = MortalEngine
@@ -100,6 +93,6 @@ class DiesOnce:
 class WordyEngine(FakeEngine):
     """Its summaries are a MiB and more."""
 
-    def completion(self, running: Any) -> Completion:
+    def completion(self, running):
         completion = running.completion()
         return replace(completion, text=completion.text + "." * (1 << 20))

@@ -19,24 +19,24 @@ CPUS = 5
 class Node:
     """A node that can be killed, and frozen and thawed."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster):
         self._node: Any = cluster.add_node(num_cpus=CPUS, object_store_memory=80 << 20)
         [self._raylet] = self._node.all_processes["raylet"]
 
     @property
-    def is_alive(self) -> bool:
+    def is_alive(self):
         """Whether Ray believes so."""
         return any(node["NodeID"] == self._node.node_id and node["Alive"] for node in ray.nodes())
 
-    def workers(self) -> list[psutil.Process]:
+    def workers(self):
         """Its processes that do work."""
         return psutil.Process(self._raylet.process.pid).children(recursive=True)
 
-    def kill(self) -> None:
+    def kill(self):
         """The machine is gone, and all that ran on it."""
         kill_machine(self._node)
 
-    def drain(self, seconds: int) -> None:
+    def drain(self, seconds):
         """The cloud gives notice that it reclaims the machine."""
         client = ray._private.worker.global_worker.gcs_client
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -45,7 +45,7 @@ class Node:
         )
         assert is_accepted, why
 
-    def freeze(self) -> list[psutil.Process]:
+    def freeze(self):
         """The machine hangs; returns what hangs. The raylet does so first: it starts no process any more."""
         raylet = psutil.Process(self._raylet.process.pid)
         raylet.suspend()
@@ -55,7 +55,7 @@ class Node:
                 process.suspend()
         return frozen
 
-    def close(self) -> None:
+    def close(self):
         """End what is left of it."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
@@ -63,21 +63,21 @@ class Node:
 class Nodes:
     """Adds nodes to the Ray that this process has joined."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._cluster = Cluster()
         self._cluster.head_node = ray._private.worker._global_node
         self._added: list[Node] = []
 
-    def add(self) -> Node:
+    def add(self):
         self._added.append(Node(self._cluster))
         return self._added[-1]
 
-    def close(self) -> None:
+    def close(self):
         for node in self._added:
             node.close()
 
 
-def thaw(frozen: list[psutil.Process]) -> None:
+def thaw(frozen):
     """The machine goes on as if nothing had been."""
     for process in frozen:
         with suppress(psutil.NoSuchProcess):

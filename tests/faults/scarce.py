@@ -1,15 +1,12 @@
 """The real engine on a machine that fails on purpose: too little memory for a forward, a dead device, a hang."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from specextend.config import RunConfig
-from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
 
 PLENTY = 1 << 40
@@ -28,11 +25,11 @@ class Forward:
     """A verification or a plain step; otherwise a prefill chunk."""
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self):
         return self.num_sequences * self.num_new
 
 
-def before_forwards(engine: Engine, look: Callable[[Forward], None]) -> None:
+def before_forwards(engine, look):
     """Let `look` see every forward of the target before it runs; what it raises, the forward raises."""
     run = engine.target.forward_with_features
 
@@ -44,7 +41,7 @@ def before_forwards(engine: Engine, look: Callable[[Forward], None]) -> None:
     engine.target.forward_with_features = watched
 
 
-def run_out() -> None:
+def run_out():
     """What the allocator says when it is asked for a petabyte."""
     torch.empty(1 << 50)
 
@@ -57,7 +54,7 @@ class Memory:
     chunk: int = PLENTY
     document: int = PLENTY
 
-    def allow(self, forward: Forward) -> None:
+    def allow(self, forward):
         """Raise what the allocator raises where there is no room."""
         if forward.num_rows > (self.step_rows if forward.is_step else self.chunk) or forward.longest > self.document:
             run_out()
@@ -69,7 +66,7 @@ class Scarce:
 
     memory: Memory
 
-    def __call__(self, config: RunConfig) -> Engine:
+    def __call__(self, config):
         engine = load_engine(config)
         before_forwards(engine, self.memory.allow)
         return engine
@@ -82,12 +79,12 @@ class Breaks:
     how: Literal["device", "hang"]
     marker: Path
 
-    def __call__(self, config: RunConfig) -> Engine:
+    def __call__(self, config):
         engine = load_engine(config)
         before_forwards(engine, self.look)
         return engine
 
-    def look(self, forward: Forward) -> None:
+    def look(self, forward):
         """Do it when it is time to."""
         if forward.num_sequences == 1 or self.marker.exists():
             return

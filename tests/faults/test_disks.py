@@ -3,8 +3,6 @@
 import gc
 import os
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import ray
@@ -20,7 +18,7 @@ TEXTS = [f"text number {number} " * 5 for number in range(30)]
 SLOWLY = {"commit_every_s": 0}
 
 
-def mount(*arguments: str) -> None:
+def mount(*arguments):
     subprocess.run(["mount", *arguments], check=True)
 
 
@@ -38,7 +36,7 @@ def disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def fill(folder: Path) -> Path:
+def fill(folder):
     """A file that leaves no room for another."""
     ballast = folder / "ballast"
     with open(ballast, "wb", buffering=0) as file:
@@ -54,10 +52,10 @@ class Full:
 
     error = "No space left on device"
 
-    def happens(self, folder: Path) -> None:
+    def happens(self, folder):
         self.ballast = fill(folder)
 
-    def is_mended(self, folder: Path) -> None:
+    def is_mended(self, folder):
         self.ballast.unlink()
 
 
@@ -66,18 +64,18 @@ class ReadOnly:
 
     error = "Read-only file system"
 
-    def happens(self, folder: Path) -> None:
+    def happens(self, folder):
         remount = ["mount", "-o", "remount,ro", str(folder)]
         wait_for(lambda: subprocess.run(remount, check=False).returncode == 0, "read-only file system")
 
-    def is_mended(self, folder: Path) -> None:
+    def is_mended(self, folder):
         mount("-o", "remount,rw", str(folder))
 
 
 FAULTS = {"full": Full, "read-only": ReadOnly}
 
 
-def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
+def at_row(run, number, action):
     """Do something once that many rows are done."""
 
     def look(snapshot):

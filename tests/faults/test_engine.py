@@ -3,10 +3,8 @@
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
-from specextend.core import Completion
 from specextend.decoding.admission import PATIENCE
 from specextend.decoding.device import is_out_of_memory
-from specextend.decoding.engine import Engine
 from tests.alive import fresh
 from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
 from tests.job.conftest import rows
@@ -28,16 +26,16 @@ def alone(pair):
     return {length: run(engine, length)[str(length)].token_ids for length in LENGTHS}
 
 
-def run(engine: Engine, *lengths: int, on_error=None) -> dict[str, Completion]:
+def run(engine, *lengths, on_error=None):
     requests = (request(str(length), random_prompt(length), NEW) for length in lengths)
     return {each.request_id: each for each in engine.generate(requests, on_error)}
 
 
-def tokens(completions: dict[str, Completion]) -> dict[int, list[int]]:
+def tokens(completions):
     return {int(name): each.token_ids for name, each in completions.items()}
 
 
-def watched(engine: Engine) -> list[Forward]:
+def watched(engine):
     """The engine's forwards, those that ran."""
     seen: list[Forward] = []
     before_forwards(engine, seen.append)

@@ -17,7 +17,7 @@ from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
 
 
-def during(run: Job, *actions) -> None:
+def during(run, *actions):
     """Do one after the other, each when the driver next looks and the one before is done; False: not yet."""
     waiting = list(actions)
 
@@ -28,24 +28,24 @@ def during(run: Job, *actions) -> None:
     run.screen.on_show = look
 
 
-def is_worker(process: psutil.Process) -> bool:
+def is_worker(process):
     """It names itself after its class."""
     with suppress(psutil.NoSuchProcess):  # it may have ended
         return "ray::Worker" in " ".join(process.cmdline())
     return False
 
 
-def is_head(process: psutil.Process) -> bool:
+def is_head(process):
     with suppress(psutil.NoSuchProcess):
         return process.name() == "gcs_server"
     return False
 
 
-def noted(run: Job, text: str) -> bool:
+def noted(run, text):
     return any(text in note for note in run.screen.notes)
 
 
-def all_done_once(run: Job) -> None:
+def all_done_once(run):
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
     assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
 

@@ -1,7 +1,5 @@
 """A document that fails, and its neighbours, which do not."""
 
-from pathlib import Path
-
 import pytest
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
@@ -23,7 +21,7 @@ def test_a_poison_document_is_an_error_row_and_its_neighbours_are_done(order, ma
     assert poison["message"]
 
 
-def files_of(output: Path) -> dict[str, tuple[bytes, int]]:
+def files_of(output):
     """Every file of results, with its bytes and when it was written."""
     folders = ("summaries", "errors", "_run/parts")
     found = [path for folder in folders for path in (output / folder).glob("*.parquet")]

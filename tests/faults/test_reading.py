@@ -19,7 +19,6 @@ from specextend.cluster.exits import (
     StoreError,
     exit_code,
 )
-from specextend.config import RunConfig
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
 from tests.cluster.conftest import Job
@@ -37,7 +36,7 @@ class LacksTheMount:
     folder: Path
     number: int
 
-    def __call__(self, config: RunConfig) -> FakeEngine:
+    def __call__(self, config):
         engine = FakeEngine(config)
         for place in range(self.number):
             with suppress(FileExistsError):
@@ -75,7 +74,7 @@ def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
     assert not done_by & unread_by
 
 
-def write_unnoticed(path: Path, data: bytes) -> None:
+def write_unnoticed(path, data):
     """As a disk does it that loses its mind, or who puts back a file with its times: those and the size stay."""
     times, written = os.stat(path), path.with_name(f"{os.getpid()}.tmp")
     written.write_bytes(data)
@@ -110,7 +109,7 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, 
     assert run.summaries().items() >= kept.items()
 
 
-def answers_nothing(source: Source, number: int) -> None:
+def answers_nothing(source, number):
     raise InputUnreachableError("503")
 
 

@@ -1,7 +1,6 @@
 """The soak of `scripts/soak.py`, shorter: enough documents for some kills of workers and of the driver."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from scripts.soak import Soak, SoakOptions
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def soak(documents: int, folder: Path) -> Counter[str]:
+def soak(documents, folder):
     """A soak after which all is as it should be; returns who was killed how often."""
     record = Soak(SoakOptions(documents=documents, workers=3, every=documents // 6, folder=folder)).run()
     assert record["exact"], record

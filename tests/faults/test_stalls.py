@@ -10,7 +10,6 @@ import pytest
 from specextend import config
 from specextend.cluster import workers
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
-from specextend.config import RunConfig
 from tests.cluster.fakes import FakeEngine
 from tests.faults.nodes import CPUS
 from tests.faults.scarce import Breaks
@@ -21,7 +20,7 @@ GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 class NeverReady:
     """A model whose file system never answers."""
 
-    def __call__(self, config: RunConfig) -> None:
+    def __call__(self, config):
         threading.Event().wait()
 
 
@@ -54,7 +53,7 @@ class LoadsTheSecondTime:
 
     marker: Path
 
-    def __call__(self, config: RunConfig) -> FakeEngine:
+    def __call__(self, config):
         if not self.marker.exists():
             self.marker.touch()
             threading.Event().wait()

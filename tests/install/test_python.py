@@ -89,7 +89,7 @@ def test_what_the_command_refuses_is_raised(corpus, tmp_path):
         specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
 
 
-def script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+def script(folder, code):
     """Run code as a script of somebody who has set nothing for Ray."""
     kept = {name: value for name, value in environment().items() if not name.startswith("RAY_AUTH")}
     line = [sys.executable, "-c", code]

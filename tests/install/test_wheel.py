@@ -47,7 +47,7 @@ def command(wheel, tmp_path_factory):
     return folder / "bin" / "specextend"
 
 
-def call(command: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(command, folder, *arguments):
     """Run it in a folder, with a cache in which the models are that `make models` wrote."""
     models = folder / "cache" / "specextend" / "models"
     if not models.is_dir():

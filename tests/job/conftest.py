@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -41,44 +39,44 @@ class Ended:
     stderr: str
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments):
     return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
 
 
-def dying_command(death: str, part: int, *arguments: str) -> list[str]:
+def dying_command(death, part, *arguments):
     """The job, to which `dying_driver.py` does something once so many parts are there."""
     return [sys.executable, DYING_DRIVER, death, "after", "*/_run/parts/part-*", str(part), *arguments]
 
 
-def pausing_command(*arguments: str) -> list[str]:
+def pausing_command(*arguments):
     """The job, which suspends itself once its first part is there: what is done to it then never comes too late."""
     return dying_command("SIGSTOP", 1, *arguments)
 
 
-def is_paused(pid: int) -> bool:
+def is_paused(pid):
     """Whether a process has suspended itself."""
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def wait_for_pause(process: subprocess.Popen[str]) -> None:
+def wait_for_pause(process):
     """Wait until the job has suspended itself; SIGCONT lets it go on."""
     wait_for(lambda: process.poll() is not None or is_paused(process.pid), "pause")
     assert process.poll() is None, process.communicate()
 
 
-def parse(words: Sequence[str]) -> tuple[str | None, Arguments]:
+def parse(words):
     """What the job makes of a command line: the folder of `--status`, and all others."""
     given = summarize_command.make_context("summarize.py", list(words)).params
     status, _ = given.pop("status"), given.pop("dry_run")
     return status, Arguments(**given)
 
 
-def environment() -> dict[str, str]:
+def environment():
     """That of the tests; the package is found whether it is installed or not."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def summarize(*arguments: str, config: Path = CONFIG) -> Ended:
+def summarize(*arguments, config=CONFIG):
     """Run the job to its end."""
     process = subprocess.run(
         command("--config", str(config), *arguments),
@@ -112,7 +110,7 @@ def start():
 
 
 @contextmanager
-def kept_handlers() -> Iterator[None]:
+def kept_handlers():
     """Give the signals that a run takes over back at the end."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
@@ -120,17 +118,17 @@ def kept_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def in_process(script: str, *arguments: str) -> Ended:
+def in_process(script, *arguments):
     """Run a script of `jobs/` in this process, to which torch and Ray are known already, as if it were the main one."""
     return _as_main(lambda: runpy.run_path(str(ROOT / "jobs" / script), run_name="__main__"), script, *arguments)
 
 
-def specextend(*arguments: str) -> Ended:
+def specextend(*arguments):
     """Run the command `specextend` in this process."""
     return _as_main(lambda: runpy.run_module("specextend", run_name="__main__"), "specextend", *arguments)
 
 
-def _as_main(run: Callable[[], object], *argv: str) -> Ended:
+def _as_main(run, *argv):
     def leave(code):
         raise SystemExit(code)
 
@@ -151,7 +149,7 @@ def call(monkeypatch):
     return partial(in_process, "summarize.py")
 
 
-def listening(process: psutil.Process) -> set[str]:
+def listening(process):
     """Addresses that a process and its descendants listen on."""
     found = []
     for each in [process, *process.children(recursive=True)]:
@@ -160,7 +158,7 @@ def listening(process: psutil.Process) -> set[str]:
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
+def wait_for(condition, what):
     """Poll a folder or a process table until it shows something."""
     give_up_at = time.monotonic() + LONGEST_S
     while time.monotonic() < give_up_at:
@@ -170,27 +168,27 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"no {what} within {LONGEST_S} s")
 
 
-def write_corpus(path: Path, texts: list[str | None], **columns: list[Any]) -> Path:
+def write_corpus(path, texts, **columns):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=4)
     return path
 
 
-def long_texts(num_documents: int = 40) -> list[str]:
+def long_texts(num_documents=40):
     return [f"{number} {TEXT}" * 40 for number in range(num_documents)]
 
 
-def long_corpus(folder: Path, num_documents: int = 40) -> list[str]:
+def long_corpus(folder, num_documents=40):
     """Arguments of a run that takes a while, and commits each row at once."""
     corpus = write_corpus(folder / "in.parquet", long_texts(num_documents))
     arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
     return [*arguments, "--set", f"job.commit_every_s={AT_ONCE_S}"]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     """Rows of all files of a folder, in order."""
     return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
-def parts(output: Path) -> list[Path]:
+def parts(output):
     return sorted((output / "_run" / "parts").glob("*.parquet"))

@@ -2,13 +2,12 @@
 
 import sys
 from contextlib import suppress
-from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 
 
-def main() -> None:
+def main():
     head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     say(cluster.address)
@@ -19,7 +18,7 @@ def main() -> None:
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
-def kill_machine(node: Any) -> None:
+def kill_machine(node):
     """Kill all that runs on a node, as a power cut does.
 
     The raylet goes first, since it would tell of its workers' deaths, and is reaped, or they would write on.
@@ -33,7 +32,7 @@ def kill_machine(node: Any) -> None:
             child.kill()
 
 
-def say(line: str) -> None:
+def say(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
 from specextend.cluster.forecast import Rates
 from specextend.config import RunConfig
-from specextend.core import Values
 from tests.job.conftest import CONFIG, Ended, write_corpus
 
 Call = Callable[..., Ended]
@@ -23,7 +21,7 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "in" / "a.parquet", ["word " * count for count in (50, 100, 200, 400, 800)])
 
 
-def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[Values, str]:
+def ahead(call, corpus, tmp_path, *arguments):
     """Do the dry run; return the plan, and what is printed."""
     where = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
     plan = tmp_path / "plan.json"
@@ -48,7 +46,7 @@ def test_a_calibration_measures_the_time(local_ray, call, corpus, tmp_path):
     assert "time: by a calibration of 3 documents on" in said
 
 
-def foreseen(corpus: Path, tmp_path: Path, by_s: float = 3600.0) -> tuple[Values, str]:
+def foreseen(corpus, tmp_path, by_s=3600.0):
     """A dry run by made-up rates: a second for each document, and ten minutes until the first one."""
     config = RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=null", f"output.path={tmp_path}/out"])
     rates = Rates(prefill=0, decode=1 / 24, output_share=1, spread=0, num_documents=9, start_s=600, device="an H200")

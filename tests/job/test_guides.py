@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +16,11 @@ PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench
 KEYS = set(re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
 
 
-def prose(page: Path) -> str:
+def prose(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The names that a heading has in links, as forges make them."""
     heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

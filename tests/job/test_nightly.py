@@ -4,14 +4,12 @@ import ast
 import re
 import shlex
 import subprocess
-from typing import Any
 
 import pytest
 import yaml
 
 from specextend.cluster import exits
 from specextend.config import RunConfig
-from specextend.core import Values
 from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT, parse
 
@@ -31,31 +29,31 @@ RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_te
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
 
-def cron_line() -> str:
+def cron_line():
     [line] = re.findall(r"^[\d*].*$", (DEPLOY / "cron" / "specextend").read_text(), re.MULTILINE)
     return line
 
 
-def dag() -> ast.Module:
+def dag():
     return ast.parse((DEPLOY / "airflow" / "specextend_nightly.py").read_text())
 
 
-def constant(name: str) -> Any:
+def constant(name):
     """A constant of the DAG's file, which cannot be imported without Airflow."""
     [node] = [each for each in dag().body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
     return ast.literal_eval(node.value)
 
 
-def cron_job() -> Values:
+def cron_job():
     return yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
 
 
-def container() -> Values:
+def container():
     [found] = cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     return found
 
 
-def commands() -> list[str]:
+def commands():
     """The commands in the form of a shell."""
     return [
         cron_line().replace("\\%", "%"),

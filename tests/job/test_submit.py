@@ -12,11 +12,9 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,13 +40,13 @@ TINY = ["--config", "configs/tiny-random.yaml"]
 TINY += ["--set", f"target.model={MODELS}/target", "--set", f"draft.model={MODELS}/draft-model"]
 
 
-def free_ports(number: int) -> list[int]:
+def free_ports(number):
     """Different ones, below those that the system hands out: another process could be given such a one before Ray."""
     with ExitStack() as stack:
         return [draw_port(stack.enter_context(socket.socket())) for _ in range(number)]
 
 
-def draw_port(server: socket.socket) -> int:
+def draw_port(server):
     while True:
         port = random.randrange(20_000, 32_000)
         with suppress(OSError):
@@ -63,14 +61,14 @@ class Cluster:
     dashboard: str
     token: str
 
-    def job(self, name: str = "") -> Any:
+    def job(self, name=""):
         """What its API says of a job; of all without a name."""
         request = urllib.request.Request(f"{self.dashboard}/api/jobs/{name}")
         request.add_header("Authorization", f"Bearer {self.token}")
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
-    def run(self, *command: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(self, *command, token=None):
         """Run a command of a user who has the token, or another one."""
         own = {"RAY_ADDRESS": self.dashboard, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token or self.token}
         return subprocess.run(
@@ -83,18 +81,18 @@ class Cluster:
             check=False,
         )
 
-    def ray(self, *arguments: str) -> str:
+    def ray(self, *arguments):
         """Output of `ray job`, which must succeed."""
         ended = self.run(*RAY, "job", *arguments)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 
-    def submit(self, name: str, *arguments: str, job: Sequence[str] = ("jobs/summarize.py",)) -> None:
+    def submit(self, name, *arguments, job=("jobs/summarize.py",)):
         settings = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}})
         options = ["--submission-id", name, "--no-wait", "--working-dir", ".", "--runtime-env-json", settings]
         self.ray("submit", *options, "--", "python", *job, *TINY, *arguments)
 
-    def ended(self, name: str) -> tuple[str, int | None]:
+    def ended(self, name):
         """Status and the driver's own exit code, once it has ended; Ray keeps none of a job that it stopped."""
         job = wait_for(lambda: (job := self.job(name))["status"] in ("SUCCEEDED", "FAILED", "STOPPED") and job, "end")
         return job["status"], job["driver_exit_code"]
@@ -119,7 +117,7 @@ def cluster():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def answers(cluster: Cluster) -> bool:
+def answers(cluster):
     try:
         cluster.job()
     except OSError:
@@ -127,7 +125,7 @@ def answers(cluster: Cluster) -> bool:
     return True
 
 
-def is_told_to_stop(pid: int) -> bool:
+def is_told_to_stop(pid):
     """Whether SIGTERM waits for a suspended process to go on."""
     [pending] = re.findall(r"ShdPnd:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(pending, 16) & 1 << signal.SIGTERM - 1)

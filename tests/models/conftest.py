@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(**special):
     """A tokenizer of 64 tokens: 60 characters, one merge and three special tokens."""
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"} | special
     first, second, *others = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 4]

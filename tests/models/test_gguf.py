@@ -3,7 +3,6 @@
 import os
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -89,7 +88,7 @@ def folder_and_file(write_model, tmp_path):
     return folder, file
 
 
-def unpack(file: Path, folder: Path, *arguments: str) -> int:
+def unpack(file, folder, *arguments):
     return call(prepare, ["model", str(file), "--output", str(folder), *arguments], "prepare")
 
 
@@ -140,14 +139,14 @@ BIAS = np.ones(128, np.float32)
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def divided(**changes: float):
+def divided(**changes):
     """Adds the tensor by which llama.cpp divides the frequencies of a Llama 3 with large heads."""
     scaled = {"rope_type": "llama3", "rope_theta": 10000.0} | LLAMA3 | changes
     plain, slower = (rope_frequencies({"rope_parameters": each}, 64, "tiny")[0] for each in (DEFAULT, scaled))
     return lambda writer: writer.add_tensor("rope_freqs.weight", (plain / slower).numpy())
 
 
-def scaled(kind: str, also=lambda writer: None):
+def scaled(kind, also=lambda writer: None):
     """Adds the keys of a scaling by four."""
 
     def add(writer):

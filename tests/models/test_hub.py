@@ -1,7 +1,5 @@
 """Models by their names on the Hub: one commit for all, and hashes that do not depend on who computes them."""
 
-from pathlib import Path
-
 import huggingface_hub.constants
 import pytest
 from safetensors.torch import load_file, save_file
@@ -11,13 +9,12 @@ from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
 from specextend.models import TargetOptions, check_model, load_target
 from specextend.pairing import check_files, check_pair, pair_hashes
-from tests.hub_server import Hub
 
 NAME = "owner/target"
 WEIGHTS = "model.safetensors"
 
 
-def change(folder: Path) -> None:
+def change(folder):
     """Other bytes of the same size in a checkpoint."""
     weights = load_file(folder / WEIGHTS)
     save_file({name: weight + 1 for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
@@ -117,7 +114,7 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(way, hub, write_mode
     assert "\n" not in str(away.value)
 
 
-def cut_off(hub: Hub, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_off(hub, way, monkeypatch):
     """Take the Hub away: it answers with errors, nobody listens, or nobody may ask."""
     if way == "down":
         hub.is_down = True

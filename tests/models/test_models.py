@@ -22,11 +22,11 @@ def load(folder, dtype="float32"):
     return load_target(TargetOptions(model=str(folder), dtype=dtype, device="cpu"))
 
 
-def check_target(model: str) -> None:
+def check_target(model):
     check_pair(TargetOptions(model=model), None)
 
 
-def refusal(folder, read=read_facts) -> str:
+def refusal(folder, read=read_facts):
     """What a user reads; it must be one line."""
     with pytest.raises(ModelError) as refused:
         read(str(folder))
@@ -179,7 +179,7 @@ def test_a_broken_config_is_refused_in_one_line(write_model, name, key, value):
     assert str(file.parent) in refusal(file.parent, check_model)
 
 
-def write_index(folder, name) -> None:
+def write_index(folder, name):
     """Let an index say that all tensors are in the file `name`."""
     tensors = dict.fromkeys(load_file(folder / "model.safetensors"), name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": tensors}))
@@ -204,7 +204,7 @@ def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
     assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)
 
 
-def change(folder, tensors, rename=str) -> None:
+def change(folder, tensors, rename=str):
     """Give a checkpoint other tensors; None takes one away. rename: what becomes of all names."""
     file = folder / "model.safetensors"
     merged = {rename(name): tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
@@ -232,7 +232,7 @@ def test_weights_that_config_json_does_not_describe_are_refused_by_name(write_mo
     assert message in refusal(folder, check_model)
 
 
-def holds(folder, tensors) -> bool:
+def holds(folder, tensors):
     """Return True if a checkpoint is checked and loaded as these."""
     check_model(str(folder))
     return all(torch.equal(tensors[name], tensor) for name, tensor in load(folder).state_dict().items())

@@ -10,18 +10,18 @@ from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
 
 
-def target_of(folder) -> TargetOptions:
+def target_of(folder):
     return TargetOptions(model=str(folder))
 
 
-def refusal(target, draft) -> str:
+def refusal(target, draft):
     with pytest.raises(ModelError) as refused:
         check_pair(target_of(target), draft)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
-def model_draft(folder) -> DraftOptions:
+def model_draft(folder):
     return DraftOptions(kind="model", model=str(folder))
 
 

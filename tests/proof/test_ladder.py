@@ -36,7 +36,7 @@ def subject():
     )
 
 
-def rung(kernel: str, field: str = "steps") -> Rung:
+def rung(kernel, field="steps"):
     return Rung(name=kernel, changes={field: f"tests.proof.faulty:{kernel}"}, judged_by=("plain", "tree"))
 
 

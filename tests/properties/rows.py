@@ -1,39 +1,38 @@
 """Rows of parts, and inputs to which they belong."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey, Values
+from specextend.core import Completion, DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.data.schema import result_row
-from specextend.data.source import Source, open_source
+from specextend.data.source import open_source
 from specextend.stats import DecodingStats
 
 
-def done(key: DocumentKey, text: str = "a summary") -> Values:
+def done(key, text="a summary"):
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
     prompt, times = Prompt([1], 0, "middle"), {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
     return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 
-def failed(key: DocumentKey, message: str = "why") -> Values:
+def failed(key, message="why"):
     """A document given up."""
     told = {"error_class": "WorkerDied", "message": message, "stage": "decode", "retryable": True, "attempts": 3}
     return {**key._asdict(), "doc_id": name_of(key), **told}
 
 
-def name_of(key: DocumentKey) -> str:
+def name_of(key):
     return f"{key.file}.parquet:{key.row}"
 
 
-def source_of(folder: Path, sizes: list[int], text_of: Callable[[DocumentKey], str] = lambda key: "x") -> Source:
+def source_of(folder, sizes, text_of=lambda key: "x"):
     """Files of so many rows, with a number to be passed through."""
     folder.mkdir(parents=True)
     for file, size in enumerate(sizes):
@@ -43,7 +42,7 @@ def source_of(folder: Path, sizes: list[int], text_of: Callable[[DocumentKey], s
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
 
 
-def in_a_folder(check: Callable[[Path], None]) -> None:
+def in_a_folder(check):
     """Hypothesis calls a test many times: each in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         check(Path(folder))

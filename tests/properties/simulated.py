@@ -1,14 +1,10 @@
 """Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
 
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
-from specextend.cluster.exits import Interrupt
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import (
     CallLost,
@@ -23,7 +19,6 @@ from specextend.cluster.messages import (
     Returned,
     StartFailed,
     Suspected,
-    Tried,
     WorkerInfo,
     WorkerReport,
 )
@@ -32,12 +27,9 @@ from specextend.cluster.progress import AwakeClock, Ledger
 from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
-from specextend.config import JobOptions, RunConfig
-from specextend.core import DocumentKey
+from specextend.config import RunConfig
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter
-from specextend.data.source import Source
-from specextend.data.storage import Location
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
 from tests.cluster.lengths import estimates_of
@@ -58,7 +50,7 @@ class Clock:
 
     now: float = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -84,15 +76,15 @@ class SimulatedPool:
 
     def __init__(
         self,
-        draw: random.Random,
-        clock: Clock,
-        trouble: int,
-        poison: frozenset[DocumentKey],
-        num_places: int,
-        summary_of: Callable[[DocumentKey], str] = lambda key: "a summary",
-        sick: frozenset[int] = frozenset(),
-        deadly: frozenset[DocumentKey] = frozenset(),
-    ) -> None:
+        draw,
+        clock,
+        trouble,
+        poison,
+        num_places,
+        summary_of=lambda key: "a summary",
+        sick=frozenset(),
+        deadly=frozenset(),
+    ):
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
         self._num_places, self._summary_of = num_places, summary_of
         self._sick, self._deadly = sick, deadly
@@ -101,11 +93,11 @@ class SimulatedPool:
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
 
-    def start(self, worker: str) -> None:
+    def start(self, worker):
         taken = {being.place for being in self.workers.values()}
         self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
 
-    def run(self, worker: str, lease: Lease) -> None:
+    def run(self, worker, lease):
         being = self.workers[worker]
         assert being.is_up
         held = [other.key for each in self.workers.values() for other in live(each).values()]
@@ -114,18 +106,18 @@ class SimulatedPool:
         being.leases[lease.lease_id] = lease
         self.most_leases = max(self.most_leases, len(being.leases))
 
-    def cancel(self, lease_id: str) -> None:
+    def cancel(self, lease_id):
         for being in self.workers.values():
             if lease_id in being.leases:
                 being.cancelled.add(lease_id)
 
-    def kill(self, worker: str) -> None:
+    def kill(self, worker):
         del self.workers[worker]
 
-    def close(self) -> None:
+    def close(self):
         self.workers.clear()
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s):
         """One thing that happens. Raises Killed."""
         self.clock.now += self._draw.uniform(0.0, 3.0)
         if not self.workers:
@@ -137,11 +129,11 @@ class SimulatedPool:
             return self._go_wrong(worker, being)
         return self._go_well(worker, being)
 
-    def _ailing(self) -> list[str]:
+    def _ailing(self):
         """Workers that are about to die of their place: this is faster than any document."""
         return [name for name, being in self.workers.items() if being.place in self._sick and being.leases]
 
-    def _go_well(self, worker: str, being: Being) -> list[Event]:
+    def _go_well(self, worker, being):
         if not being.is_up:
             being.is_up = True
             return [Ready(worker, WorkerInfo("node", f"host-{being.place // 4}", 1, "H200", (f"GPU {being.place}",)))]
@@ -158,7 +150,7 @@ class SimulatedPool:
             return [begun, *self._die(worker)]
         return [self._end(worker, being, lease)]
 
-    def _end(self, worker: str, being: Being, lease: Lease) -> Event:
+    def _end(self, worker, being, lease):
         """A call returns."""
         del being.leases[lease.lease_id]
         if lease.lease_id in being.cancelled and self._draw.random() < 0.7:
@@ -169,7 +161,7 @@ class SimulatedPool:
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
         return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
 
-    def _go_wrong(self, worker: str, being: Being) -> list[Event]:
+    def _go_wrong(self, worker, being):
         choices: list[Callable[[], list[Event]]] = [self._kill_driver]
         if not being.is_up:
             choices += [lambda: self._fail_to_start(worker)]
@@ -180,50 +172,50 @@ class SimulatedPool:
                 choices += [lambda: self._cannot_read(worker, being), lambda: [Draining(worker)]]
         return self._draw.choice(choices)()
 
-    def _kill_driver(self) -> list[Event]:
+    def _kill_driver(self):
         raise Killed
 
-    def _fail_to_start(self, worker: str) -> list[Event]:
+    def _fail_to_start(self, worker):
         del self.workers[worker]
         return [StartFailed(worker, "no weights")]
 
-    def _die(self, worker: str) -> list[Event]:
+    def _die(self, worker):
         del self.workers[worker]
         with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
         return [Died(worker, "gone", with_node=with_node)]
 
-    def _hang(self, worker: str, being: Being) -> list[Event]:
+    def _hang(self, worker, being):
         being.is_hung = True
         return self._go_well(worker, being)
 
-    def _fail_batch(self, worker: str, being: Being) -> list[Event]:
+    def _fail_batch(self, worker, being):
         batch = live(being)
         for lease_id in batch:
             del being.leases[lease_id]
         return [Returned(worker, lease, Suspected("ValueError", "a batch failed")) for lease in batch.values()]
 
-    def _cannot_read(self, worker: str, being: Being) -> list[Event]:
+    def _cannot_read(self, worker, being):
         """What it was just given; the file is there for others."""
         lease = being.leases.pop(self._draw.choice(sorted(live(being))))
         return [Returned(worker, lease, Failed("", "OSError", "no such mount", "read", retryable=True))]
 
-    def _lose_call(self, worker: str, being: Being) -> list[Event]:
+    def _lose_call(self, worker, being):
         lease = being.leases.pop(self._draw.choice(sorted(live(being))))
         return [CallLost(worker, lease, "lost on the way")]
 
 
 def driver_of(
-    source: Source,
-    output: Location,
-    job: JobOptions,
-    pool: Any,
-    estimates: Mapping[DocumentKey, TokenEstimate],
-    interrupt: Interrupt,
+    source,
+    output,
+    job,
+    pool,
+    estimates,
+    interrupt,
     *,
-    run_id: str = "0a0a0a0a",
-    rows_per_commit: int = 64,
-    tried: Mapping[DocumentKey, Tried] | None = None,
-) -> Driver:
+    run_id="0a0a0a0a",
+    rows_per_commit=64,
+    tried=None,
+):
     """The real driver of one start around a pool that is made up, on the pool's clock."""
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
@@ -254,6 +246,6 @@ def driver_of(
     )
 
 
-def live(being: Being) -> dict[str, Lease]:
+def live(being):
     """Leases in force."""
     return {name: lease for name, lease in being.leases.items() if name not in being.cancelled}

@@ -15,7 +15,7 @@ STEP = st.sampled_from(["take", "take", "put", "leave"])
 STEPS = st.lists(st.tuples(st.sampled_from("abc"), STEP))
 
 
-def group_of(key: DocumentKey, files: list[list[int]]) -> tuple[int, int]:
+def group_of(key, files):
     row = 0
     for number, size in enumerate(files[key.file]):
         row += size
@@ -60,7 +60,7 @@ def test_a_worker_stays_in_a_row_group_until_it_is_empty(data, files, steps):
         assert len(backlog.first(2)) == min(2, len(waiting))
 
 
-def reads(num_workers: int, group_rows: list[int]) -> int:
+def reads(num_workers, group_rows):
     """Row groups that workers begin, each taking a document in turn."""
     lengths = {DocumentKey(0, row): 1 + row * 7919 % 1000 for row in range(sum(group_rows))}
     backlog = Backlog(of_length(lengths), [group_rows])

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 from specextend import config
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.driver import Driver
-from specextend.cluster.exits import Interrupt, WorkersFailError
+from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
@@ -37,7 +35,7 @@ def _no_silence(monkeypatch):
 class Night:
     """A run of as many starts as it takes."""
 
-    def __init__(self, folder: Path, seed: int, interrupt: Interrupt) -> None:
+    def __init__(self, folder, seed, interrupt):
         self.draw = random.Random(seed)
         self.sizes = [self.draw.randint(0, 9) for _ in range(self.draw.randint(1, 4))]
         self.keys = [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
@@ -48,7 +46,7 @@ class Night:
         self.trouble = self.draw.choice([0, 10, 40])
         self.workers = self.draw.randint(1, 4)
 
-    def pass_by(self) -> int:
+    def pass_by(self):
         """Start again until a driver comes to its end; how many starts it took."""
         for start in range(1, MAX_STARTS):
             trouble = self.trouble if start < MAX_STARTS // 2 else 0
@@ -63,10 +61,10 @@ class Night:
             return start
         raise AssertionError("the run does not end")
 
-    def summary_of(self, key: DocumentKey) -> str:
+    def summary_of(self, key):
         return f"summary of {name_of(key)}"
 
-    def driver(self, pool: SimulatedPool) -> Driver:
+    def driver(self, pool):
         progress = read_commits(self.output)
         job = JobOptions(
             workers=self.workers,

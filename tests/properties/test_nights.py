@@ -5,10 +5,7 @@ or away. Only time, the machines and the schedulers are made up.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +40,7 @@ class World:
     away_until: float = 0.0
     longest_request_s: float = 0.0
 
-    def request(self) -> None:
+    def request(self):
         """Ask the store for something."""
         self.now += self.draw.uniform(0.0, self.longest_request_s)
         if self.now < self.away_until:
@@ -59,27 +56,27 @@ class Machine:
     skew: float
     paused_s: float = 0.0
 
-    def wall(self) -> float:
+    def wall(self):
         return 1e9 + self.world.now + self.skew
 
-    def steady(self) -> float:
+    def steady(self):
         return self.world.now - self.paused_s
 
 
 class Gate:
     """The gate of a run without its watch."""
 
-    def __init__(self, lock: OutputLock) -> None:
+    def __init__(self, lock):
         self.check = lock.check
 
-    def touch(self) -> None:
+    def touch(self):
         pass
 
 
 class Start:
     """One start of the run: waits for the lock, commits what is left to do row by row, finalizes."""
 
-    def __init__(self, night: Night, machine: Machine, run_id: str) -> None:
+    def __init__(self, night, machine, run_id):
         self.night, self.machine, self.run_id = night, machine, run_id
         self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
         self.output = night.output.behind(Gate(self.lock))
@@ -88,20 +85,20 @@ class Start:
         """Keys still to do, once the folder is ours."""
         self.code: int | None = None
 
-    def step(self) -> None:
+    def step(self):
         try:
             with writing(self.output):
                 self.wait() if self.left is None else self.work(self.left)
         except RunError as error:
             self.end(exit_code(error))
 
-    def wait(self) -> None:
+    def wait(self):
         if self.lock.try_take():
             self.beat_at = self.machine.steady()
             self.left = list(pending(map(range, SIZES), read_commits(self.output)))
             self.writer = CommitWriter(self.output, self.run_id)
 
-    def work(self, left: list[DocumentKey]) -> None:
+    def work(self, left):
         """What either thread does next: the one that beats, or the one that writes."""
         is_due = self.machine.steady() - self.beat_at >= lock.HEARTBEAT_S
         if is_due and self.night.world.draw.random() < 0.5:
@@ -126,7 +123,7 @@ class Start:
         if read_success(self.night.output) is not None:
             self.end(EXIT_DONE)
 
-    def end(self, code: int) -> None:
+    def end(self, code):
         if code != KILLED and self.night.world.now >= self.night.world.away_until:
             self.lock.release()
         self.code = code
@@ -145,14 +142,14 @@ class Scheduler:
 class Night:
     """Some schedulers and one output folder."""
 
-    def __init__(self, folder: Path, draw: random.Random, output: Location, num_schedulers: int) -> None:
+    def __init__(self, folder, draw, output, num_schedulers):
         self.draw, self.world, self.output = draw, World(draw), output
         self.source = source_of(folder / "in", SIZES)
         self.world.longest_request_s = draw.choice([0.0, 0.1, 3.0])
         self.trouble = draw.choice([0, 5, 30])
         self.schedulers = [Scheduler(draw.uniform(0.0, 100.0)) for _ in range(num_schedulers)]
 
-    def pass_by(self) -> None:
+    def pass_by(self):
         """Until no scheduler starts the run again."""
         for _ in range(MAX_STEPS):
             waiting = [each for each in self.schedulers if not each.is_over]
@@ -162,7 +159,7 @@ class Night:
             self.turn(self.draw.choice(waiting))
         raise AssertionError("the night does not end")
 
-    def turn(self, scheduler: Scheduler) -> None:
+    def turn(self, scheduler):
         start = scheduler.start
         if start is None:
             if self.world.now >= scheduler.starts_at:
@@ -181,39 +178,39 @@ class Night:
             scheduler.is_over = start.code not in RETRIED
             scheduler.start, scheduler.starts_at = None, self.world.now + self.draw.uniform(0.0, 90.0)
 
-    def go_wrong(self, start: Start) -> None:
+    def go_wrong(self, start):
         faults = [self.kill, self.suspend, self.suspend, self.lose_store]
         self.draw.choice([*faults, self.pause if start.machine.is_virtual else self.set_clock])(start)
 
-    def kill(self, start: Start) -> None:
+    def kill(self, start):
         start.end(KILLED)
 
-    def suspend(self, start: Start) -> None:
+    def suspend(self, start):
         start.asleep_until = self.world.now + self.draw.choice([20.0, 44.0, 66.0, 300.0])
 
-    def pause(self, start: Start) -> None:
+    def pause(self, start):
         """The whole machine: only its wall clock is right afterwards."""
         seconds = self.draw.choice([20.0, 66.0, 300.0])
         start.asleep_until = self.world.now + seconds
         start.machine.paused_s += seconds
 
-    def set_clock(self, start: Start) -> None:
+    def set_clock(self, start):
         start.machine.skew += self.draw.choice([-1e6, -100.0, 100.0, 1e6])
 
-    def lose_store(self, start: Start) -> None:
+    def lose_store(self, start):
         self.world.away_until = self.world.now + self.draw.uniform(1.0, 120.0)
 
 
-def local(folder: Path) -> Location:
+def local(folder):
     return resolve(str(folder / "out"))
 
 
-def object_store(folder: Path) -> Location:
+def object_store(folder):
     """It has no way to keep a second writer out."""
     return Location(fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem()), "out")
 
 
-def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> list[list[int]]:
+def play(seed, where, num_schedulers):
     """A night; checks what holds for each, and returns the exit codes of each scheduler."""
     codes: list[list[int]] = []
 
@@ -235,7 +232,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
     return codes
 
 
-def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
+def asking(world, call):
     def ask(*arguments):
         world.request()
         return call(*arguments)

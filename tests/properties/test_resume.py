@@ -2,8 +2,6 @@
 
 import os
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +26,7 @@ class Killed(BaseException):
 class History:
     """A run of many starts, and its own books of it."""
 
-    def __init__(self, folder: Path, data: st.DataObject) -> None:
+    def __init__(self, folder, data):
         self.data, self.sizes = data, data.draw(SIZES)
         self.source: Source = source_of(folder / "input", self.sizes)
         self.folder = folder / "output"
@@ -38,10 +36,10 @@ class History:
         self.num_starts = 0
 
     @property
-    def keys(self) -> list[DocumentKey]:
+    def keys(self):
         return [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
 
-    def start(self, *, retry_errors: bool, to_its_end: bool) -> None:
+    def start(self, *, retry_errors, to_its_end):
         """A start that does some of what is open, in any order, and commits in pieces of any size."""
         self.num_starts += 1
         writer = CommitWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
@@ -59,15 +57,15 @@ class History:
             writer.commit(rows)
             order = order[size:]
 
-    def is_open(self, key: DocumentKey, retry_errors: bool) -> bool:
+    def is_open(self, key, retry_errors):
         return key not in self.expected or (retry_errors and not self.expected[key])
 
-    def outcome(self, key: DocumentKey) -> dict[str, Any]:
+    def outcome(self, key):
         is_done = self.data.draw(st.booleans())
         self.expected[key] = f"by start {self.num_starts}" if is_done else ""
         return done(key, self.expected[key]) if is_done else failed(key, f"in start {self.num_starts}")
 
-    def die_in_a_commit(self, writer: CommitWriter, keys: list[DocumentKey]) -> None:
+    def die_in_a_commit(self, writer, keys):
         """Killed before the part has its name: none of its rows counts."""
         rows = [done(key, "never seen") for key in keys]
         with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +74,7 @@ class History:
             with pytest.raises(Killed):
                 writer.commit(rows)
 
-    def check(self) -> None:
+    def check(self):
         """Every row is there once, as it was when it was done or given up last."""
         summaries, errors = rows_of(self.folder / "summaries"), rows_of(self.folder / "errors")
         found = [(row["doc_id"], row["summary"]) for row in summaries]
@@ -87,7 +85,7 @@ class History:
         assert ids == Counter(map(name_of, self.keys))
 
 
-def killed(*arguments: Any) -> None:
+def killed(*arguments):
     raise Killed
 
 

@@ -3,12 +3,11 @@
 import random
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.exits import Interrupt, WorkersFailError
+from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.scheduler import MAX_DEATHS
 from specextend.cluster.workers import MAX_FRUITLESS_DEATHS
 from specextend.config import JobOptions
@@ -37,13 +36,13 @@ class Night:
 
 
 def night(
-    folder: Path,
-    interrupt: Interrupt,
-    sick: set[int],
-    num_documents: int,
-    deadly: frozenset[int] = frozenset(),
-    max_attempts: int = 3,
-) -> Night:
+    folder,
+    interrupt,
+    sick,
+    num_documents,
+    deadly=frozenset(),
+    max_attempts=3,
+):
     """Do all documents on some GPUs."""
     source, output = source_of(folder / "input", [num_documents]), resolve(str(folder / "output"))
     draw, keys = random.Random(0), [DocumentKey(0, row) for row in range(num_documents)]

@@ -4,19 +4,18 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specextend.cluster.lock import LockHolder
 from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey, Values
+from specextend.core import Completion, DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import result_row
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import resolve
 from specextend.stats import DecodingStats
 
 FIRST, SECOND = "0000000a", "0000000b"
@@ -36,11 +35,11 @@ class SetClock:
 
     now: float = NIGHT_S
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def config_of(output: str, **report: Any) -> RunConfig:
+def config_of(output, **report):
     return RunConfig.from_values(
         {
             "input": {"path": "/in"},
@@ -65,11 +64,11 @@ LIMITS = {
 """Of every worker but the second, which measured none."""
 
 
-def info(pid: int) -> WorkerInfo:
+def info(pid):
     return WorkerInfo("node", "host", pid, "H200", (f"GPU {pid}",), None if pid == 2 else LIMITS)
 
 
-def first_night(output: Location, config: RunConfig) -> None:
+def first_night(output, config):
     """Two workers, one of which dies and is replaced; then the driver is killed, and its record has no end."""
     clock = SetClock()
     record = StartRecord(output, FIRST, config, clock=clock)
@@ -91,7 +90,7 @@ def first_night(output: Location, config: RunConfig) -> None:
     record.write()
 
 
-def second_night(output: Location, config: RunConfig) -> None:
+def second_night(output, config):
     """Two workers, for a third of which there is no room; the run ends, an error row among its rows."""
     clock = SetClock(NEXT_NIGHT_S)
     holder = LockHolder(FIRST, "host", 1, NIGHT_S + KILLED_S)
@@ -109,7 +108,7 @@ def second_night(output: Location, config: RunConfig) -> None:
     record.end(0)
 
 
-def some_stats(draw: random.Random) -> DecodingStats:
+def some_stats(draw):
     prompt, steps, plain = int(draw.lognormvariate(7.5, 0.8)) + 1, draw.randint(5, 60), draw.randint(0, 8)
     histogram = [0] * 5
     for _ in range(steps):
@@ -140,9 +139,7 @@ def some_stats(draw: random.Random) -> DecodingStats:
     )
 
 
-def done_row(
-    row: int, stats: DecodingStats, worker: str, started_at: float, draw: random.Random, doc_id: str = ""
-) -> Values:
+def done_row(row, stats, worker, started_at, draw, doc_id=""):
     reason = draw.choice(["stop", "stop", "stop", "length"])
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
     text = "" if draw.random() < 0.05 else f"text {row}"
@@ -162,12 +159,12 @@ def done_row(
     )
 
 
-def failed_row(row: int, error_class: str = "PromptTooLong", doc_id: str = "") -> Values:
+def failed_row(row, error_class="PromptTooLong", doc_id=""):
     told = {"error_class": error_class, "message": "it is too long", "stage": "prompt", "retryable": False}
     return {"file": 0, "row": row, "doc_id": doc_id or f"doc-{row:04d}", **told, "attempts": 1}
 
 
-def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) -> list[Values]:
+def rows_of_worker(rows, worker, begin, draw):
     """Documents one after the other, with a pause after each."""
     made = []
     for row in rows:
@@ -177,7 +174,7 @@ def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) 
     return made
 
 
-def write_manifest_file(output: Location, config: RunConfig, num_rows: int, digest: str = "f" * 64) -> None:
+def write_manifest_file(output, config, num_rows, digest="f" * 64):
     file = {"rows": num_rows, "size": 1, "footer_sha256": "0" * 64}
     values = config.model_dump(mode="json")
     identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
@@ -187,7 +184,7 @@ def write_manifest_file(output: Location, config: RunConfig, num_rows: int, dige
     Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))
 
 
-def write_run(folder: Path, **report: Any) -> str:
+def write_run(folder, **report):
     """Write the folder of the run; returns its path. report: options of the section `report`."""
     output, draw = resolve(str(folder)), random.Random(7)
     config = config_of(str(folder), **report)

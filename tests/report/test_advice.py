@@ -3,7 +3,6 @@
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ QUIET: Values = {
 }
 
 
-def changed(**values: Any) -> Values:
+def changed(**values):
     """A report that gives no advice, with values at dotted paths replaced (`a__b` is `a.b`)."""
     report = copy.deepcopy(QUIET)
     for path, value in values.items():
@@ -47,7 +46,7 @@ def changed(**values: Any) -> Values:
     return report
 
 
-def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> Values:
+def bucket(name, length, documents=5, seen=0.6):
     return {"bucket": name, "documents": documents, "mean_acceptance_length": length, "retrieval_coverage": seen}
 
 

@@ -20,7 +20,7 @@ ROW = {
 }
 
 
-def table(*changes: dict) -> pa.Table:
+def table(*changes):
     rows = [ROW | {"row": number, "doc_id": f"d{number}"} | change for number, change in enumerate(changes)]
     return pa.Table.from_pylist(rows, schema=AUDIT_SCHEMA)
 

@@ -43,7 +43,7 @@ def browser():
 class Visit:
     """The page, opened, with what it said on the console, what it raised and what it asked for."""
 
-    def __init__(self, browser: Any, file: Path, how: str) -> None:
+    def __init__(self, browser, file, how):
         self.page = browser.new_context(**VISITS[how]).new_page()
         self.page.set_default_timeout(LONGEST_MS)
         self.complaints: list[str] = []

@@ -12,7 +12,6 @@ import pytest
 
 from specextend.cli.command import call
 from specextend.cli.report import report
-from specextend.core import Values
 from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
@@ -22,7 +21,7 @@ from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_
 DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
 
 
-def commit(folder: Path, rows: list[Values]) -> str:
+def commit(folder, rows):
     CommitWriter(resolve(str(folder)), FIRST).commit(rows)
     return str(folder)
 
@@ -33,7 +32,7 @@ def run(tmp_path):
     return commit(tmp_path / "run", [*DONE, failed_row(2)])
 
 
-def summaries(folder: Path, rows: list[Values], schema: pa.Schema = SUMMARY_SCHEMA) -> str:
+def summaries(folder, rows, schema=SUMMARY_SCHEMA):
     (folder / "summaries").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "summaries" / "part-00000.parquet")
     return str(folder)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.properties.rows import done
 from tests.report.made_up import config_of, write_manifest_file
 
 
-def run_of(folder: Path, texts: dict[int, str], digest: str = "a" * 64, **decoding: Any) -> str:
+def run_of(folder, texts, digest="a" * 64, **decoding):
     output, config = resolve(str(folder)), config_of("/same")
     values = config.model_copy(update={"decoding": type(config.decoding)(mode="autoregressive", **decoding)})
     write_manifest_file(output, values, len(texts), digest)

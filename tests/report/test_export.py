@@ -5,7 +5,6 @@ import io
 import json
 from datetime import timedelta
 from decimal import Decimal
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,22 +12,22 @@ import pytest
 
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import DocumentKey, Values
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.parquet import write_table
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 from specextend.data.storage import resolve
 from tests.damage import damage
-from tests.job.conftest import Ended, rows, specextend
+from tests.job.conftest import rows, specextend
 from tests.properties.rows import done
 from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
 
 
-def answer(row: int, text: str, doc_id: str = "") -> Values:
+def answer(row, text, doc_id=""):
     return done(DocumentKey(0, row), text) | {"doc_id": doc_id or f"doc-{row}"}
 
 
-def texts(folder: Path) -> list[tuple[str, str]]:
+def texts(folder):
     return sorted((row["doc_id"], row["summary"]) for row in rows(folder))
 
 
@@ -42,11 +41,11 @@ def stopped(tmp_path):
     return output
 
 
-def commit(output: Path, run_id: str, *made: Values) -> None:
+def commit(output, run_id, *made):
     CommitWriter(resolve(str(output)), run_id).commit(made)
 
 
-def follow(output: Path, to: Path, *more: str) -> Ended:
+def follow(output, to, *more):
     return specextend("export", str(output), "--follow", "--to", str(to), *more)
 
 
@@ -110,12 +109,12 @@ def night(tmp_path):
     return night
 
 
-def write(folder: Path, table: pa.Table) -> None:
+def write(folder, table):
     folder.mkdir(parents=True)
     pq.write_table(table, folder / "part-00000.parquet")
 
 
-def merge(to: Path, *arguments: str | Path) -> Ended:
+def merge(to, *arguments):
     return specextend("export", "--latest", *map(str, arguments), "--to", str(to))
 
 

@@ -1,7 +1,5 @@
 """Every figure of a report, computed a second time from the Parquet by queries that share no code with it."""
 
-from typing import Any
-
 import duckdb
 import pytest
 
@@ -36,16 +34,16 @@ def rows(made_up):
     connection.close()
 
 
-def one(rows: Any, query: str) -> Any:
+def one(rows, query):
     """The first column of the first row."""
     return rows.execute(f"select {query}").fetchone()[0]
 
 
-def counted(rows: Any, query: str) -> dict[str, int]:
+def counted(rows, query):
     return dict(rows.execute(query).fetchall())
 
 
-def close(value: float) -> Any:
+def close(value):
     return pytest.approx(value, rel=1e-9)
 
 

@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from specextend.report import build_report
 from tests.report.made_up import FIRST, NIGHT_S, SECOND, SetClock, config_of, info, rows_of_worker
 
 
-def one_worker(folder: Path, workers: bool = True) -> str:
+def one_worker(folder, workers=True):
     """A driver that was killed 100 s after it began, when its only worker had finished a few documents."""
     output, clock = resolve(str(folder)), SetClock()
     record = StartRecord(output, FIRST, config_of(str(folder)), clock=clock)
@@ -29,7 +28,7 @@ def one_worker(folder: Path, workers: bool = True) -> str:
     return str(folder)
 
 
-def last_end(report: dict[str, Any]) -> float:
+def last_end(report):
     return report["timeline"][0]["workers"][0]["spans"][-1][1]
 
 

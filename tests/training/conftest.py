@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +23,7 @@ WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "a
 END = "<end>"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer():
     """A token a byte, and one that ends texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([END, *alphabet])}, []))
@@ -33,11 +32,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def document(number: int, num_words: int = 60) -> str:
+def document(number, num_words=60):
     return " ".join(Random(number).choices(WORDS, k=num_words))
 
 
-def write_texts(path: Path, texts: list[str]) -> Path:
+def write_texts(path, texts):
     pq.write_table(pa.table({"text": texts}), path)
     return path
 
@@ -61,14 +60,14 @@ class Workshop:
     target: str
     text: Path
 
-    def config(self, **sections: Any) -> RunConfig:
+    def config(self, **sections):
         values = {name: dict(section) for name, section in SECTIONS.items()}
         values["target"] = {"model": self.target, "dtype": "float32", "device": "cpu"}
         values["draft"] = {"kind": "ngram"}
         values["decoding"]["max_new_tokens"] = 8
         return RunConfig.from_values(values | sections)
 
-    def train(self, output: Path, show: Any = lambda *progress: None, **changes: Any) -> dict[str, Any]:
+    def train(self, output, show=lambda *progress: None, **changes):
         options = replace(OPTIONS, **changes)
         return distil(self.config(), open_source(InputOptions(path=str(self.text))), options, output, show)
 
@@ -82,7 +81,7 @@ def workshop(tmp_path_factory):
     return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i, 200) for i in range(8)]))
 
 
-def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:
+def made_up_recording(vocab_size, hidden_size):
     """A prompt of 24 tokens and two answers, with states that no target has made."""
     generator = torch.Generator().manual_seed(0)
 

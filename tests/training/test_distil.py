@@ -12,10 +12,10 @@ from tests.tiny_models import random_prompt, request
 class Shown:
     """What a training showed, until it was interrupted at the first of some stops."""
 
-    def __init__(self, *stops: tuple[str, int, int]) -> None:
+    def __init__(self, *stops):
         self.stops, self.all = list(stops), []
 
-    def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
+    def __call__(self, stage, done, total, detail=""):
         if self.stops and (stage, done, total) == self.stops[0]:
             self.stops.pop(0)
             raise KeyboardInterrupt

@@ -5,28 +5,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
-from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
-from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
+from specextend.training.eagle_head import EagleHead, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
 from tests.training.conftest import made_up_recording
 
 HIDDEN = 48
 
 
-def load_tiny(folder) -> CachedModel:
+def load_tiny(folder):
     model = tiny_model(FAMILIES["llama"], 0)
     return CachedModel(load_causal_lm(write_model(model, folder), None, "float32", "cpu"), attend_reference, 64)
 
 
-def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
+def drafted(network, slots, group):
     """[2, C]: what the network gives for the last slot but one of an answer, and behind it from its own output."""
     prompt, own = (slots.groups == 0).nonzero()[:, 0], (slots.groups == group).nonzero()[:, 0]
     num_read = len(prompt) + 1
@@ -49,7 +47,7 @@ def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
     return torch.cat([first, run(own[-1:], first)])
 
 
-def trained(head: EagleHead, slots: Slots, group: int) -> Tensor:
+def trained(head, slots, group):
     """The same of the trainable head."""
     asked = (slots.groups == group).nonzero()[-2]
     with torch.inference_mode():

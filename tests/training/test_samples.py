@@ -10,16 +10,15 @@ from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.model import CachedModel
 from specextend.models import load_causal_lm
 from specextend.training.recording import LEADS, Recorder, Sample, SampleMaker, Text
-from specextend.training.task import TrainOptions
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 
 
-def maker(options: TrainOptions = OPTIONS, limit: int = 2048) -> SampleMaker:
+def maker(options=OPTIONS, limit=2048):
     tokenizer = byte_tokenizer()
     return SampleMaker(tokenizer, Prompts(tokenizer, PromptOptions(), limit), options, 8)
 
 
-def text_of(words: str) -> Text:
+def text_of(words):
     return Text(torch.tensor(byte_tokenizer().encode(words), dtype=torch.int32))
 
 
