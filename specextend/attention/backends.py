@@ -7,8 +7,6 @@ of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in `compile
 Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

@@ -9,8 +9,6 @@ Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` interme
 heads, `S` cache rows, `D` head size.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

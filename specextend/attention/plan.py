@@ -5,8 +5,6 @@ Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of k
 Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal

@@ -6,8 +6,6 @@ Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` cache rows, o
 sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key heads, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

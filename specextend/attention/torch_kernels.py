@@ -10,8 +10,6 @@ Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer,
 `I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from typing import Any

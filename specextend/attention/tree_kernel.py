@@ -14,8 +14,6 @@ Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows,
 H / K heads of a group, `D` head size.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import NamedTuple

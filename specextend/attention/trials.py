@@ -6,8 +6,6 @@ Shapes: `B` sequences, `T` queries, `P` queries that are looked at, `S` keys, `R
 heads, `D` head size, `C` hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -3,8 +3,6 @@
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

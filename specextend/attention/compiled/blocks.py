@@ -15,8 +15,6 @@ A row's *state* is 16 times the score that its weights are relative to, the sum 
 weighted sum of the values. That score is its largest so far, or at most `MARGIN` below it.
 """
 
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir

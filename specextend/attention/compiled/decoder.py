@@ -12,8 +12,6 @@ Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size,
 `K` key heads, `S` cache rows, `D` head size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -4,8 +4,6 @@ Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and
 are added up in order. `element` is an argument that is only a type, as in `blocks`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

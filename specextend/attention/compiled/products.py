@@ -13,8 +13,6 @@ numba is the extra `cpu`: import this module only where it is installed.
 Shapes: `T` rows, `I` inputs, `O` outputs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from functools import cache

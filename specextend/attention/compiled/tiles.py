@@ -13,8 +13,6 @@ in order, and adds both to the sums; denormal numbers count as zero.
 Shapes: `T` rows, `I` inputs, `O` columns.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -7,8 +7,6 @@ processor's registers are shorter.
 Needs numba, which is optional: import this only where the extra `cpu` is installed.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence
