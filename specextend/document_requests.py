@@ -141,7 +141,7 @@ def check_requests(config: RunConfig, prompts: Prompts) -> None:
 class _InParts:
     """A document that is summarised in parts."""
 
-    def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str) -> None:
+    def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str):
         self._config, self._prompts, self._row, self._name = config, prompts, row, name
         self._parts = PartPrompts(prompts)
         self._limit = max_new_tokens_of(config, row)

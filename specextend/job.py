@@ -122,7 +122,7 @@ def _report(output: str, *, is_over: bool) -> ReadOnly | None:
 class _Cancel(Interrupt):
     """Requests to stop a run inside somebody's process: an event or Ctrl-C. It never ends that process."""
 
-    def __init__(self, event: threading.Event, deadline_s: float) -> None:
+    def __init__(self, event: threading.Event, deadline_s: float):
         super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)
         self._event = event
         self._terminate = signal.getsignal(signal.SIGTERM)

@@ -44,7 +44,7 @@ class Summarizer:
         self,
         config: Configs,
         factory: Callable[[RunConfig], Any] = load_engine,
-    ) -> None:
+    ):
         """Load the models of a configuration: what `RunConfig.load` takes.
 
         Raises ValueError if they cannot be found or served, or do not fit each other, and for options that choose rows,

@@ -17,7 +17,7 @@ class PlainStream:
     unescaped: the underlying stream, for code that draws on the terminal with its own control characters.
     """
 
-    def __init__(self, stream: TextIO, *, bars: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, bars: bool = False):
         """Take the stream; `bars` allows the cursor movements of progress bars, such as that of a model download."""
         self.unescaped = stream
         self._bars = bars

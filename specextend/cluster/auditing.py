@@ -37,7 +37,7 @@ class _Case:
 class Auditor:
     """A worker's documents to audit, and the rows that came of them. Thread-safe."""
 
-    def __init__(self, fraction: float, batch_size: int) -> None:
+    def __init__(self, fraction: float, batch_size: int):
         self._fraction, self._batch_size = fraction, batch_size
         self._lock = threading.Lock()
         self._waiting: list[_Case] = []

@@ -57,7 +57,7 @@ class TokenEstimate:
 class RowSet(Collection[DocumentKey]):
     """A set of input rows: one byte for each row of the input."""
 
-    def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]) -> None:
+    def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]):
         """Take the keys. file_rows: rows of each input file."""
         self._masks = [np.zeros(num_rows, np.bool_) for num_rows in file_rows]
         for file, row in keys:
@@ -92,7 +92,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         rows: NDArray[Any],
         num_prompt_tokens: NDArray[Any],
         max_new_tokens: NDArray[Any],
-    ) -> None:
+    ):
         """Take columns [N] in input order."""
         assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), "not in input order"
         self.rows = rows.astype(np.int64, copy=False)
@@ -161,7 +161,7 @@ class Backlog:
 
     def __init__(
         self, estimates: Estimates, group_rows: Sequence[Sequence[int]] = (), without: Iterable[DocumentKey] = ()
-    ) -> None:
+    ):
         """Take all documents but those of `without`.
 
         group_rows: the rows of each row group of each file, as workers read it.

@@ -62,7 +62,7 @@ class Pace:
 class Display:
     """Shows the progress of a run and what happens in it: here as a plain line every 30 s, for logs."""
 
-    def __init__(self, write: Callable[[str], object]) -> None:
+    def __init__(self, write: Callable[[str], object]):
         """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
@@ -88,7 +88,7 @@ class Display:
 class BarDisplay(Display):
     """Draws a progress bar on a terminal, with its text in as many lines as it takes, and writes notes above it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console):
         super().__init__(partial(console.print, markup=False, highlight=False, emoji=False))
         description = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
         self._progress = Progress(BarColumn(bar_width=12), description, console=console)
@@ -109,7 +109,7 @@ class BarDisplay(Display):
 class NotebookDisplay(Display):
     """Draws a progress bar in the output of a notebook's cell, and writes notes around it."""
 
-    def __init__(self, write: Callable[[str], object]) -> None:
+    def __init__(self, write: Callable[[str], object]):
         from IPython.display import display  # which every notebook has
 
         super().__init__(write)
@@ -165,7 +165,7 @@ def _is_known(fact: Fact) -> bool:
 class Forgiving:
     """A text stream that drops what cannot be written: a full disk or a closed terminal under a log ends no run."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:

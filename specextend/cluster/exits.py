@@ -132,7 +132,7 @@ class Interrupt:
     works even while the main thread is inside a library and runs no signal handler.
     """
 
-    def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0) -> None:
+    def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0):
         """Watch for requests to stop.
 
         grace_s: in place of GRACE_S. deadline_s: seconds from now after which the run is told to stop; 0: never.

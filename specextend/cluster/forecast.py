@@ -122,7 +122,7 @@ class Forecast:
 class Outlook:
     """The open documents of a run with the time that they take, by rates."""
 
-    def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int) -> None:
+    def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int):
         """Take all open documents. max_batch_size: documents that a worker decodes at once."""
         self._rates, self._batch, self._num_documents = rates, max_batch_size, len(estimates)
         prefill_s = rates.prefill * estimates.num_prompt_tokens.astype(np.float64)

@@ -94,7 +94,7 @@ class OutputLock:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         host: str = "",
-    ) -> None:
+    ):
         self.output, self._run_id, self._host = output, run_id, host or socket.gethostname()
         self._clock, self._monotonic = clock, monotonic
         self._seen: bytes | None = None

@@ -49,7 +49,7 @@ COUNTED = ("prompt_tokens", "spec_steps", "plain_steps", "draft_tokens", "accept
 class Metrics:
     """The metrics of one start. Needs a Ray that has been started."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str):
         self._counters = {
             name: Counter(f"specextend_{name}", description=text, tag_keys=("run_id", *tags))
             for name, (text, tags) in COUNTERS.items()

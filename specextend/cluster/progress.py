@@ -35,7 +35,7 @@ class AwakeClock:
     it did not watch them. So a gap between two readings counts for `MAX_GAP_S` at most, and a step back for nothing.
     """
 
-    def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: Callable[[], float] = time.monotonic):
         """Begin at 0. source: returns seconds, which may jump."""
         self._source = source
         self._last = source()
@@ -72,7 +72,7 @@ class Snapshot:
 class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
-    def __init__(self, estimates: Estimates, num_done: int, num_errors: int, work: DecodingStats | None = None) -> None:
+    def __init__(self, estimates: Estimates, num_done: int, num_errors: int, work: DecodingStats | None = None):
         """Begin a start.
 
         estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts; work: theirs.
@@ -185,7 +185,7 @@ class ErrorGuard:
     Rows whose own content is at fault (null text, over length) are not counted: they are no sign of a broken run.
     """
 
-    def __init__(self, limit: float, num_documents: int) -> None:
+    def __init__(self, limit: float, num_documents: int):
         """Begin a start of `num_documents`. limit: share of failures above which the run stops."""
         self._limit = limit
         self._least = max(MIN_ENDED, MIN_SHARE * num_documents)

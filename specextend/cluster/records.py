@@ -61,7 +61,7 @@ class StartRecord:
         *,
         took_over: LockHolder | None = None,
         clock: Callable[[], float] = time.time,
-    ) -> None:
+    ):
         """Fill the record.
 
         models: by name, the model that was asked for and the commit that it is. took_over: the dead driver whose lock

@@ -47,7 +47,7 @@ class Scheduler:
         tried: Mapping[DocumentKey, Tried] | None = None,
         group_rows: Sequence[Sequence[int]] = (),
         num_extra: int = 0,
-    ) -> None:
+    ):
         """Queue the documents.
 
         stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that was charged

@@ -58,7 +58,7 @@ class Worker:
     _prompts: Prompts
     _limits: dict[str, float] | None
 
-    def __init__(self, config: RunConfig, source: Source, factory: EngineFactory) -> None:
+    def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
         """Load nothing yet: the driver has to know when loading begins."""
         wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
         self._config, self._source, self._factory = config, source, factory

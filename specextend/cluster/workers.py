@@ -70,7 +70,7 @@ PATIENCE_S = 600.0
 class Roster:
     """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int):
         self._not_before = [0.0] * size
         """When a worker may be started on each seat."""
         self._num_failures = [0] * size

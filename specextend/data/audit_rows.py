@@ -79,7 +79,7 @@ def _decode_s(completion: Completion) -> float:
 class AuditWriter:
     """Commits rows of `audit_row` to `_run/audits/audit-<run id>-<seq>.parquet`; one writer per start of a run."""
 
-    def __init__(self, output: Location, run_id: str) -> None:
+    def __init__(self, output: Location, run_id: str):
         self._folder, self._run_id, self._next_seq = audits_folder(output), run_id, 0
 
     def commit(self, rows: Sequence[ReadOnly]) -> None:

@@ -41,7 +41,7 @@ _ALWAYS: Values = {
 class BatchRequests:
     """The documents of a file of requests. Iterate once; `settings` then says what the run must be given."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         """Take the file; nothing is read before the iteration."""
         self._path = path
         self._shared: Values | None = None

@@ -48,7 +48,7 @@ class CommitWriter:
     `provenance`. Both are written into every commit.
     """
 
-    def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b"") -> None:
+    def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b""):
         if not re.fullmatch(r"[0-9a-f]{8}", run_id):
             raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
         self.run_id = run_id

@@ -103,7 +103,7 @@ def _good_rows(
 class _Reader:
     """A process that reads files, and that is replaced when it hangs or ends."""
 
-    def __init__(self, folder: Location, options: DocumentOptions) -> None:
+    def __init__(self, folder: Location, options: DocumentOptions):
         self._folder, self._options = folder, options
         self._process: SpawnProcess | None = None
 

@@ -139,9 +139,7 @@ class _Stretch:
 class _Ending:
     """Writes the results of one input file after the other; `write` and `is_written` are thread-safe."""
 
-    def __init__(
-        self, source: Source, output: Location, commits: _Commits, checkpoint: Checkpoint = lambda: None
-    ) -> None:
+    def __init__(self, source: Source, output: Location, commits: _Commits, checkpoint: Checkpoint = lambda: None):
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
         self._there = {folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)}

@@ -22,7 +22,7 @@ _NOT_SUPPORTED = ("not supported", "Unsupported", "not implemented", "Not yet im
 class InputError(ValueError):
     """The whole input is unusable: exit 2. The message is one printable line that says what to do."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str):
         super().__init__(printable(message))
 
 

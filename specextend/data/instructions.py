@@ -21,7 +21,7 @@ PLACE = f"{{{{ {DOCUMENT} }}}}"
 class _Method:
     """A method of a value: it can be called, but is neither text nor true or false nor equal to anything."""
 
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., Any]):
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Instruction:
     in an expression, which would see what stands for it.
     """
 
-    def __init__(self, key: str, source: str) -> None:
+    def __init__(self, key: str, source: str):
         if wrong := _SINGLE_BRACES.search(source):
             raise ValueError(
                 f"{key} has {wrong[0]}, which would be read as text; write {{{{ {wrong[1]} }}}}, "

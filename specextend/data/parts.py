@@ -83,7 +83,7 @@ class Part:
 class PartPrompts:
     """The prompts of documents that do not fit into one: for each part, and for merges of the parts' summaries."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts):
         """Take the prompts of the run, whose `parts` are the options."""
         options, task = prompts.parts, prompts.options.instruction
         self._most_tokens = options.tokens

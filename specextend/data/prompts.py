@@ -146,7 +146,7 @@ class Prompts:
     options.
     """
 
-    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int, parts: PartOptions | None = None) -> None:
+    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int, parts: PartOptions | None = None):
         self.options = options
         self.limit = limit
         self.parts = parts or PartOptions()

@@ -26,7 +26,7 @@ class SortedRows:
     system removes them when the process ends, however it ends.
     """
 
-    def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES):
         self._schema, self._buffer_bytes = schema, buffer_bytes
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
@@ -77,7 +77,7 @@ class SortedRows:
 class _Head:
     """The next rows of a sorted run: `keys` [N], without any at its end."""
 
-    def __init__(self, run: Iterator[pa.Table]) -> None:
+    def __init__(self, run: Iterator[pa.Table]):
         self._run = run
         self._table: pa.Table
         self.keys = np.zeros(0, np.int64)
@@ -122,7 +122,7 @@ def _stored_batches(file: IO[bytes]) -> Iterator[pa.Table]:
 class Tables:
     """Rows of some tables, taken in order in pieces of any size."""
 
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
+    def __init__(self, tables: Iterator[pa.Table]):
         self._tables = tables
         self._rest: pa.Table | None = None
 

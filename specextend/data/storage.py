@@ -298,7 +298,7 @@ _MARK_BYTES = 16
 class _Witness:
     """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from what it holds."""
 
-    def __init__(self, file: pa.NativeFile, num_bytes: int | None) -> None:
+    def __init__(self, file: pa.NativeFile, num_bytes: int | None):
         self._file = file
         self.seek, self.tell, self.close = file.seek, file.tell, file.close  # and no other way to its bytes
         self._num_bytes = file.size() if num_bytes is None else num_bytes

@@ -18,9 +18,7 @@ PATIENCE = 8
 class Admission:
     """Hands out slots of the batch and rows of the caches."""
 
-    def __init__(
-        self, cache: KVCache, drafter: Drafter | None, num_nodes: int, max_tokens: int, max_batch_size: int
-    ) -> None:
+    def __init__(self, cache: KVCache, drafter: Drafter | None, num_nodes: int, max_tokens: int, max_batch_size: int):
         """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
         self._cache, self._drafter = cache, drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
@@ -66,7 +64,7 @@ class Admission:
 class Queue:
     """The request source, behind the requests that wait: one that found no room, and those that start again."""
 
-    def __init__(self, requests: Iterator[Request | None]) -> None:
+    def __init__(self, requests: Iterator[Request | None]):
         self._requests = requests
         self._waiting: deque[Request] = deque()
         self.num_retries: dict[str, int] = {}
@@ -109,7 +107,7 @@ class MemoryLadder:
     tree and the prefill chunk. None of these changes an output, so documents start again with smaller ones.
     """
 
-    def __init__(self, batch_size: int, num_nodes: int, chunk_size: int) -> None:
+    def __init__(self, batch_size: int, num_nodes: int, chunk_size: int):
         """Allow `batch_size` sequences, trees of `num_nodes` (0: no draft) and prefill chunks of `chunk_size`."""
         self._all = batch_size, num_nodes, chunk_size
         self.start()

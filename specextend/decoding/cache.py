@@ -36,7 +36,7 @@ class Region:
 class RowAllocator:
     """A free list of contiguous rows, first fit."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int):
         self._free = [Region(0, num_rows)]
 
     @property
@@ -75,7 +75,7 @@ class KVCache:
 
     def __init__(
         self, num_layers: int, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    ):
         shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
         self.stored = torch.empty(shape, dtype=dtype, device=device)
         """[L, 2, K, R, D], keys and values of each layer."""
@@ -145,7 +145,7 @@ class DraftRows:
 class DraftCache:
     """Full and working cache of one draft, for many sequences."""
 
-    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
+    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
         """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         self.working = working

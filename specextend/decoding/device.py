@@ -221,7 +221,7 @@ class Graphs:
     then on, because the device's allocator may not be trusted with another one.
     """
 
-    def __init__(self, capture: Capture | None = None) -> None:
+    def __init__(self, capture: Capture | None = None):
         """Take the way to capture; without one everything runs eagerly."""
         self._capture = capture
         self._num_calls: Counter[Key] = Counter()
@@ -281,9 +281,7 @@ class Graphs:
 class _Captured:
     """One function with inputs of fixed shapes, and the memory that it reads and writes."""
 
-    def __init__(
-        self, capture: Capture, name: str, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]
-    ) -> None:
+    def __init__(self, capture: Capture, name: str, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]):
         self._inputs = tuple(each.clone() for each in inputs)
         self._replay, self._outputs = capture(name, lambda: function(*self._inputs))
 

@@ -36,7 +36,7 @@ OnError = Callable[[str, Exception], None]
 class BatchError(RuntimeError):
     """A step of several sequences failed, because of one of them or of the machine; the engine is empty now."""
 
-    def __init__(self, request_ids: list[str], error: Exception) -> None:
+    def __init__(self, request_ids: list[str], error: Exception):
         super().__init__(f"{type(error).__name__}: {error}")
         self.request_ids = request_ids
         """The requests of the step."""
@@ -59,7 +59,7 @@ class Engine:
         cache: CacheOptions,
         adaptive: Adaptive | None = None,
         graphs: Graphs | None = None,
-    ) -> None:
+    ):
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
         With a table as `tree_attention` each step takes the kind that is faster by the table. `adaptive` cuts trees and

@@ -30,7 +30,7 @@ _FORCED = log(0.99)
 class Grammars:
     """Makes the grammars of requests. Keeps the library's view of the tokenizer, and the schema compiled last."""
 
-    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int):
         """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the tokenizer's size."""
         self._tokenizer, self._eos_token_ids = tokenizer, sorted(eos_token_ids)
         self._vocab_size = vocab_size
@@ -57,7 +57,7 @@ class Grammars:
 class Grammar:
     """The place of one output in its grammar. Lives as long as its request."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]):
         """Take a matcher of its own, and the tokens of which one follows the object."""
         self._matcher, self._eos_token_ids = matcher, eos_token_ids
 

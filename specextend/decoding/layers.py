@@ -40,7 +40,7 @@ def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
 class Norm(nn.Module):
     """RMSNorm in one operator, in fp32 inside, rounded once."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any):
         """Take the stock norm's weight and epsilon."""
         super().__init__()
         self.weight: Tensor = norm.weight
@@ -73,7 +73,7 @@ class FusedLayer(nn.Module):
     With kernels of ours it is eleven in all on a GPU, two of them attention.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any):
         """Take the weights of a stock layer."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
@@ -133,7 +133,7 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 class CompiledLinear(nn.Module):
     """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of `attention.compiled.products`."""
 
-    def __init__(self, linear: nn.Linear, kernel: Any) -> None:
+    def __init__(self, linear: nn.Linear, kernel: Any):
         """Take a layer that the kernel takes. kernel: the module."""
         super().__init__()
         self._multiply = kernel.multiply

@@ -29,7 +29,7 @@ class CachedModel:
 
     def __init__(
         self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels = TORCH, quantize: Scheme | None = None
-    ) -> None:
+    ):
         """Take the model, whose layers are replaced by `FusedLayer`, and what computes between their products.
 
         quantize: what becomes of the weights of these layers, which may still lie on another device than the others.

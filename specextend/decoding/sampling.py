@@ -33,7 +33,7 @@ _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they
 class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
     """Logits of the target that are NaN or infinite: whatever is chosen from them is not the model's."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int):
         super().__init__(
             f"the target's logits are NaN or infinite behind {counted(num_tokens, 'output token')}: its weights are "
             "damaged, or target.dtype does not hold its numbers (float16 overflows where bfloat16 does not)"
@@ -179,7 +179,7 @@ def _signed(value: int) -> int:
 class NgramIndex:
     """Knows what followed each run of `size - 1` tokens in a growing text. A token more takes the same time in any."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int):
         """Take the length of an n-gram, in tokens."""
         assert size > 0, "an n-gram has at least one token"
         self.size = size
@@ -222,7 +222,7 @@ class NgramIndex:
 class Penalties:
     """The penalties of one request, and the tokens that they count. Lives as long as its request."""
 
-    def __init__(self, request: Request, device: torch.device) -> None:
+    def __init__(self, request: Request, device: torch.device):
         """Take a request that has penalties, and the device of the logits."""
         sampling = request.sampling
         self._penalty = sampling.repetition_penalty

@@ -40,7 +40,7 @@ class StopChecker:
         max_new_tokens: int,
         *,
         stop_repetition: bool = False,
-    ) -> None:
+    ):
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer

@@ -110,7 +110,7 @@ class StepCosts:
     is taken, and holds for those that are not. What is left is learned slowly for each size of batch and tree.
     """
 
-    def __init__(self, table: CostTable) -> None:
+    def __init__(self, table: CostTable):
         self.table = table
         self._pace = _Average(_QUICKLY, 1.0, 1)  # the table counts as the first measurement
         self._corrections: dict[tuple[int, int], _Average] = {}  # (sequences, size), beside the pace
@@ -386,7 +386,7 @@ class Adaptive:
     Costs and experience last as long as the engine. They decide how fast its output comes, never what it is.
     """
 
-    def __init__(self, costs: StepCosts, num_nodes: int, *, reads_late: bool = False) -> None:
+    def __init__(self, costs: StepCosts, num_nodes: int, *, reads_late: bool = False):
         """Take the measured costs, and the largest number of nodes of a tree, not counting the root.
 
         `reads_late`: trees are sized by what the sequences' trees promised one step before, so that the host need not

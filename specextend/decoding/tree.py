@@ -150,7 +150,7 @@ class _Level(NamedTuple):
 class _Candidates:
     """All nodes found so far, the root first, level by level, so that a stable sort prefers the shallower of equals."""
 
-    def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor) -> None:
+    def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor):
         """Take the roots' token ids [B] and log probabilities [B, 1], which are 0."""
         self._token_ids, self._log_probs = [root_token_ids.unsqueeze(1)], [root_log_probs]
         self._parents = [torch.full_like(self._token_ids[0], -1)]

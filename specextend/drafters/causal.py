@@ -157,7 +157,7 @@ class CausalDrafter(Drafter):
         num_slots: int,
         graphs: Graphs | None = None,
         clock: Callable[[], float] | None = None,
-    ) -> None:
+    ):
         """Take the network, and the number of slots.
 
         `num_visible_rows` is the largest number that `select` is called with, None for all. With `graphs` every level

@@ -191,7 +191,7 @@ class EagleNetwork:
         num_full_rows: int,
         rope: tuple[Tensor, float],
         hidden_layers: tuple[int, ...] = (),
-    ) -> None:
+    ):
         """Take the head with its `weights` by our names, of any dtype, and the target.
 
         vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head: weight [V, C] of the

@@ -164,7 +164,7 @@ def children_of(tree: DraftTrees) -> dict[int, list[Candidate]]:
 class NgramState:
     """The text of one sequence and its matches. Lives as long as its request."""
 
-    def __init__(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_new_tokens: int):
         self._num_prompt_tokens, self._num_left = num_prompt_tokens, max_new_tokens
         self._index = SuffixIndex()
         self.draft_gain = 1.0
@@ -255,7 +255,7 @@ class NgramDrafter(Drafter):
         device: torch.device,
         draft: Drafter | None = None,
         clock: Callable[[], float] | None = None,
-    ) -> None:
+    ):
         """Take the tree's options, the device on which trees are wanted, and the draft to merge into.
 
         With a clock, in seconds, the draft is skipped where n-grams alone bring more tokens per second, by its share of

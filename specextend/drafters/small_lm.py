@@ -22,7 +22,7 @@ class ModelNetwork:
         max_chunk: int,
         num_shared: int | None = None,
         other_id: int = 0,
-    ) -> None:
+    ):
         """Take the model.
 
         It proposes the ids below `num_shared`, and reads `other_id` for all others; None: it knows the target's tokens.

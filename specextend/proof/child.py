@@ -126,7 +126,7 @@ def measure(subject: Subject, base: Kernels, rung: Kernels) -> tuple[Times, Time
 class OneLayer:
     """A layer of the target with a cache of its size, and forwards to time."""
 
-    def __init__(self, subject: Subject, kernels: Kernels) -> None:
+    def __init__(self, subject: Subject, kernels: Kernels):
         """Make the weights, random ones."""
         self._device = torch.device(subject.device)
         config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)

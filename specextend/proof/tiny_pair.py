@@ -46,7 +46,7 @@ class TinyPair:
 
     vocabulary: ClassVar[int] = 500
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject):
         """Make the weights."""
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": subject.heads().head_dim}
         config = subject.config(**_SHAPE, **heads, vocab_size=self.vocabulary)

@@ -107,7 +107,7 @@ def _vocabulary_of(options: TrainOptions) -> Tensor:
 class _Rounds:
     """The rounds of a training. Each ends with a point of a curve, which is kept in a file."""
 
-    def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> None:
+    def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show):
         """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
         self._config, self._options, self._output, self._show = config, options, output.absolute(), show
         start = DraftOptions(kind="eagle", model=options.start_from) if options.start_from else None

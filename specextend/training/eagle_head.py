@@ -42,7 +42,7 @@ PROMPT_SLOTS = 256
 class EagleHead(nn.Module):
     """A trainable head in fp32; embedding and LM head are the target's and stay frozen."""
 
-    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor) -> None:
+    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor):
         """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C]."""
         super().__init__()
         self.config = config

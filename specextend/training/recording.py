@@ -70,7 +70,7 @@ class Sample:
 class SampleMaker:
     """Makes prompts and samples of documents; the same seed gives the same."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int):
         """Check that the target's context has room for the shortest piece, with any answer.
 
         max_new_tokens: of an own answer. Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
@@ -186,7 +186,7 @@ class Recording:
 class Recorder:
     """Records samples with a target whose cache has rows for the longest of them."""
 
-    def __init__(self, target: CachedModel, vocabulary: Tensor) -> None:
+    def __init__(self, target: CachedModel, vocabulary: Tensor):
         """Take the target, and the token ids [V] that the draft proposes."""
         self._target, self._vocabulary = target, vocabulary.to(target.device)
 

@@ -28,7 +28,6 @@ from specextend.attention.compiled.vectors import (
     REGISTER_LANES,
     UNITS,
     VECTOR_BYTES,
-    Value,
     address,
     emitted,
     load,
@@ -75,7 +74,7 @@ def times(b, x, n):
     return b.mul(x, number(n))
 
 
-def is_tiled(element) -> bool:
+def is_tiled(element):
     """Return True if products are those of matrix tiles."""
     return tiles.HAS_TILES and element == types.uint32
 
@@ -107,7 +106,7 @@ def add_to(b, element, counter, amount):
 def emit_copy(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
 
-    def body(i: Value) -> None:
+    def body(i):
         value = load_units(b, element, address(b, source, times(b, i, source_bytes(element))))
         store(b, value, address(b, target, times(b, i, VECTOR_BYTES)))
 
@@ -132,7 +131,7 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
     rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
     num_vectors = b.udiv(head_dim, number(lanes * numbers))
 
-    def body(i: Value) -> None:
+    def body(i):
         first, column = times(b, b.udiv(i, num_vectors), lanes), b.urem(i, num_vectors)
         source = address(b, keys, times(b, column, 4 * lanes))
         rows = []
@@ -153,11 +152,11 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
     """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one repeat it."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
-    def copy(row: Value) -> None:
+    def copy(row):
         place = address(b, target, b.mul(row, width))
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
 
-    def interleave(pair: Value) -> None:
+    def interleave(pair):
         numbers = [smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1))) for i in range(2)]
         rows = [address(b, values, b.mul(row, stride)) for row in numbers]
         emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, number(2)), address(b, target, b.mul(pair, width)))
@@ -188,7 +187,7 @@ def emit_pairs(b, first, second, count, target):
     low = vir.units([lane for i in range(LANES) for lane in (i, i + 2 * LANES)])
     high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
 
-    def body(i: Value) -> None:
+    def body(i):
         x, y = (load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second))
         where = address(b, target, times(b, i, 2 * VECTOR_BYTES))
         store(b, b.shuffle_vector(x, y, low), where)
@@ -203,7 +202,7 @@ def place_key(b, element, key, head_dim, keys, column):
     size = 2 if element == types.uint16 else 4
     kind = vir.I16 if element == types.uint16 else vir.I32
 
-    def body(i: Value) -> None:
+    def body(i):
         unit = load(b, address(b, key, times(b, i, size)), kind, 2)
         if element == types.uint16:
             unit = b.shl(b.zext(unit, vir.I32), ir.Constant(vir.I32, 16))
@@ -221,7 +220,7 @@ def place_value(b, element, value, num_vectors, values, row):
         return
     place = address(b, place, times(b, b.urem(row, number(2)), 2))
 
-    def body(i: Value) -> None:
+    def body(i):
         half = load(b, address(b, value, times(b, i, 2)), vir.I16, 2)
         store(b, half, address(b, place, times(b, i, 4)), 2)
 
@@ -238,10 +237,10 @@ def get_byte(b, element, where):
 def fetch(b, element, source, stride, num_rows, num_lines):
     """Ask for the cache lines of some rows, which may lie outside the tensor."""
 
-    def fetch_row(row: Value) -> None:
+    def fetch_row(row):
         start = address(b, source, b.mul(row, stride))
 
-        def fetch_line(line: Value) -> None:
+        def fetch_line(line):
             vir.prefetch(b, address(b, start, times(b, line, VECTOR_BYTES)))
 
         vir.repeat(b, num_lines, [], fetch_line)
@@ -264,7 +263,7 @@ def emit_product(
     carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
     numbers = 2 if element == types.int32 else 1
 
-    def body(i: Value, *old: Value) -> list[Value]:
+    def body(i, *old):
         start, new = address(b, right, b.mul(i, right_stride)), list(old)
         kind = types.uint16 if element == types.int16 else types.uint32
         columns = [load_units(b, kind, address(b, start, times(b, right_column, column))) for column in range(width)]
@@ -346,7 +345,7 @@ def hide_before(b, element, scores, limit):
         store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
 
 
-def joined(b, vectors: list[Value], join):
+def joined(b, vectors, join):
     """Join vectors in pairs, in a fixed order."""
     while len(vectors) > 1:
         vectors = [join(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
@@ -366,7 +365,7 @@ def finite(b, x):
 def emit_scaling(b, state, num_vectors, factor):
     """Multiply a row's sums, of weights and of values, by a vector."""
 
-    def body(i: Value) -> None:
+    def body(i):
         where = address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES))
         store(b, b.fmul(load(b, where), factor), where)
 
@@ -405,7 +404,7 @@ def weigh(
     state_bytes = address(b, times(b, num_vectors, VECTOR_BYTES), HEADER)
     pairs = units_of(element) == 2
 
-    def body(row: Value) -> None:
+    def body(row):
         source, state = address(b, scores, times(b, row, BLOCK * 4)), address(b, states, b.mul(row, state_bytes))
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
         for i, value in enumerate(emit_weighing(b, element, source, state, num_vectors, factor, margin)):
@@ -417,7 +416,7 @@ def weigh(
         end = times(b, num_rows, BLOCK * 2 // VECTOR_BYTES)
         missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
 
-        def forget(i: Value) -> None:
+        def forget(i):
             store(b, vir.floats(0.0), address(b, weights, times(b, b.add(end, i), VECTOR_BYTES)))
 
         with b.if_then(b.icmp_signed(">", missing, number(0))):
@@ -429,7 +428,7 @@ def clear(b, element, state, num_vectors):
     """Set a row's state to that of no keys."""
     store(b, vir.floats(-math.inf), state)
 
-    def body(i: Value) -> None:
+    def body(i):
         store(b, vir.floats(0.0), address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES)))
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
@@ -444,7 +443,7 @@ def fold(b, element, total, part, num_vectors, scale: float):
     factor, base = vir.splat(b, scale), finite(b, new)
     mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
 
-    def body(i: Value) -> None:
+    def body(i):
         offset = address(b, number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
         where = address(b, total, offset)
         store(b, vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)), where)
@@ -460,7 +459,7 @@ def finish(b, element, state, num_vectors, out):
     factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
     exact = element == types.float32
 
-    def body(i: Value) -> None:
+    def body(i):
         value = b.fmul(load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor))
         if exact:
             store(b, value, address(b, out, times(b, i, VECTOR_BYTES)))

@@ -30,7 +30,7 @@ from torch import Tensor
 from specextend.attention.compiled import attend, blocks, items, products, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import add_to, copy_row, load_units, times
-from specextend.attention.compiled.vectors import FLOATS, LANES, VECTOR_BYTES, Value, address, emitted, store
+from specextend.attention.compiled.vectors import FLOATS, LANES, VECTOR_BYTES, address, emitted, store
 from specextend.attention.plan import AttentionPlan
 
 NUM_PHASES = 8
@@ -86,10 +86,10 @@ def load_wide(b, where):
 def normalise(b, element, x, weight, num_vectors, eps: float, out):
     """Write the RMSNorm of a row of bf16."""
 
-    def at(base: Value, i: Value) -> Value:
+    def at(base, i):
         return address(b, base, times(b, i, VECTOR_BYTES // 2))
 
-    def add_square(i: Value, total: Value) -> list[Value]:
+    def add_square(i, total):
         value = load_wide(b, at(x, i))
         return [vir.fma(b, value, value, total)]
 
@@ -98,7 +98,7 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
     root = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.sqrt.f32"), [b.fadd(mean, eps)])
     factor = vir.splat(b, b.fdiv(ir.Constant(vir.F32, 1.0), root))
 
-    def scale(i: Value) -> None:
+    def scale(i):
         value = b.fmul(b.fmul(load_wide(b, at(x, i)), factor), load_wide(b, at(weight, i)))
         store(b, vir.to_bf16(b, value), at(out, i), 2)
 
@@ -110,7 +110,7 @@ def turn(b, element, head, cos, sin, num_vectors, out):
     """Apply RoPE to a head, whose halves have `num_vectors` each; `out` may be the head."""
     half = times(b, num_vectors, VECTOR_BYTES // 2)
 
-    def body(i: Value) -> None:
+    def body(i):
         low = times(b, i, VECTOR_BYTES // 2)
         high = b.add(low, half)
         x, y = (load_wide(b, address(b, head, offset)) for offset in (low, high))
@@ -244,7 +244,7 @@ def work(element, layers):
 
 
 @cache
-def kernel() -> Any:
+def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of the address of a `RECORD` for each layer."""
     files = __file__, blocks.__file__, items.__file__, products.__file__, tiles.__file__, vir.__file__
     sources = [Path(file).read_bytes() for file in files]
@@ -257,7 +257,7 @@ def kernel() -> Any:
     return entry
 
 
-def can_compile(head_dim: int) -> bool:
+def can_compile(head_dim):
     """Compile the kernel, or read it from disk; return False if numba cannot make it or it takes no such heads."""
     if not attend.serves(head_dim, torch.bfloat16):
         return False

@@ -127,7 +127,7 @@ LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
 """A `RECORD`'s bytes."""
 
 
-def padded_rows(rows: int) -> int:
+def padded_rows(rows):
     """Return for how many rows there must be memory: products of tiles write whole ones, from any row on."""
     return rows + MOST_ROWS - 1
 
@@ -135,7 +135,7 @@ def padded_rows(rows: int) -> int:
 memory_rows = numba.njit(padded_rows)
 
 
-def divide(head_dim: int, rows: int, base: int) -> Scratch:
+def divide(head_dim, rows, base):
     """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns them."""
     block, tile = BLOCK * head_dim * 4, MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
@@ -191,7 +191,7 @@ def hide(element, call, item, scores, block, row, num_rows, seen):
 
 
 @numba.njit
-def takes_values_as_they_are(element, item, block) -> bool:
+def takes_values_as_they_are(element, item, block):
     """Return True if a block's values are used once, so that widening them on the way takes no longer."""
     is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
     return blocks.is_widened(element) != 0 and is_once

@@ -40,7 +40,6 @@ from specextend.attention.compiled.vectors import (
     LANES,
     UNITS,
     VECTOR_BYTES,
-    Value,
     address,
     emitted,
     load,
@@ -135,7 +134,7 @@ def write_gated(
 def widen(b, element, source, count, target):
     """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of bf16."""
 
-    def body(i: Value) -> None:
+    def body(i):
         place = address(b, source, times(b, i, 2 * LANES))
         first, second = (
             b.bitcast(b.sitofp(load(b, address(b, place, start), ir.VectorType(vir.I8, LANES), 1), FLOATS), UNITS)
@@ -148,7 +147,7 @@ def widen(b, element, source, count, target):
 
 
 @numba.njit
-def matrix_of(weight: int, start: int, num_pairs: int, size: int) -> Wide:
+def matrix_of(weight, start, num_pairs, size):
     """Return a block of a weight from a pair on, in vectors of `size` bytes."""
     if _IN_COLUMNS:
         return Wide(weight + start * size, size, num_pairs * size)
@@ -256,7 +255,7 @@ def work(element, call):
 
 
 @cache
-def kernel() -> Any:
+def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
     files = __file__, blocks.__file__, items.__file__, tiles.__file__, vir.__file__
     sources = [Path(file).read_bytes() for file in files]
@@ -269,7 +268,7 @@ def kernel() -> Any:
     return entry
 
 
-def can_multiply() -> bool:
+def can_multiply():
     """Compile the kernel, or read it from disk, and try it.
 
     Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.

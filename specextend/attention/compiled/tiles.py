@@ -24,7 +24,6 @@ from specextend.attention.compiled.vectors import (
     I8,
     I64,
     VECTOR_BYTES,
-    Value,
     address,
     emitted,
     number,
@@ -44,7 +43,7 @@ _CONFIGURATION = (1, 0, *[0x0040004000400040] * 2, 0, 0, 0x1010101010101010, 0)
 """64 bytes in words of eight: palette 1; bytes of a row (64) and rows (16) of each tile."""
 
 
-def is_allowed() -> bool:
+def is_allowed():
     """Ask the kernel, once for all threads of the process, to let it use tiles; return False if it does not."""
     if not {"amx-tile", "amx-bf16"} <= processor_features() or not HAS_BF16:
         return False
@@ -57,12 +56,12 @@ INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
 """What multiplies bf16."""
 
 
-def _instruct(b, name: str, *arguments):
+def _instruct(b, name, *arguments):
     kind = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     b.call(vir.declared(b, kind, f"llvm.x86.{name}"), arguments)
 
 
-def _tile(index: int) -> Value:
+def _tile(index):
     return ir.Constant(I8, index)
 
 
@@ -105,7 +104,7 @@ def emit_product(
             for column in range(width):
                 _instruct(b, "tilezero", _tile(column))
 
-    def body(i: Value) -> None:
+    def body(i):
         _instruct(b, "tileloadd64", _tile(_LEFT), _pointer(b, address(b, left, b.mul(i, number(64)))), left_stride)
         start = address(b, right, b.mul(b.mul(i, number(PAIRS)), right_stride))
         for column in range(width):

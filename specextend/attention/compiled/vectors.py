@@ -64,12 +64,12 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
     Only the numba type of `element` counts. The values are int64, or float32 if annotated as float.
     """
 
-    def wrap(emit: Callable[..., Value]) -> Any:
+    def wrap(emit: Callable[..., Value]):
         first, second, *rest = inspect.signature(emit).parameters.values()
         wanted = [types.float32 if each.annotation in (float, "float") else types.int64 for each in rest]
 
         def definition(typingctx, element, *args):
-            def generate(context: Any, builder: Any, signature: Any, values: Sequence[Value]) -> Value:
+            def generate(context, builder, signature, values):
                 result = emit(builder, element, *values[1:])
                 return context.get_dummy_value() if returns == types.void else result
 
@@ -86,22 +86,22 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
     return wrap
 
 
-def number(value: int) -> Value:
+def number(value):
     """Return an i64 constant."""
     return ir.Constant(I64, value)
 
 
-def floats(value: float) -> Value:
+def floats(value: float):
     """Return a constant vector."""
     return ir.Constant(FLOATS, [ir.Constant(F32, value)] * LANES)
 
 
-def units(values: Sequence[int]) -> Value:
+def units(values):
     """Return a constant vector of i32."""
     return ir.Constant(ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values])
 
 
-def address(b, base, *offsets: Value | int):
+def address(b, base, *offsets):
     """Return base plus offsets in bytes."""
     for offset in offsets:
         base = b.add(base, number(offset) if isinstance(offset, int) else offset)
@@ -215,7 +215,7 @@ def silu(b, x):
     return b.fdiv(b.fmul(x, above), b.fadd(floats(1.0), power))
 
 
-def transposed(b, rows: list[Value]):
+def transposed(b, rows):
     """Transpose 8 vectors of 8 units or 16 of 16, in rounds of shuffles that x86 has instructions for."""
     size, quarters = len(rows), range(0, len(rows), 4)
     low = [q + lane for q in quarters for lane in (0, size, 1, size + 1)]
@@ -225,7 +225,7 @@ def transposed(b, rows: list[Value]):
     even = [q + lane for q in range(0, 2 * size, 8) for lane in range(4)]
     odd = [lane + 4 for lane in even]
 
-    def both(x: Value, y: Value, first: list[int], second: list[int]) -> tuple[Value, Value]:
+    def both(x, y, first, second):
         return b.shuffle_vector(x, y, units(first)), b.shuffle_vector(x, y, units(second))
 
     by_four = []  # by_four[4 * i + c], quarter k: column 4 * k + c of rows 4 * i to 4 * i + 3
@@ -245,7 +245,7 @@ def transposed(b, rows: list[Value]):
     return columns
 
 
-def repeat(b, count, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]):
+def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
     """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried values, if any."""
     before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
     b.branch(head)
@@ -262,7 +262,7 @@ def repeat(b, count, carried: Sequence[Value], body: Callable[..., Sequence[Valu
     return new
 
 
-def declared(b, kind: ir.FunctionType, name: str):
+def declared(b, kind: ir.FunctionType, name):
     """Return a function of LLVM's or of the C library, declared once in a module."""
     known = b.module.globals.get(name)
     return known if known is not None else ir.Function(b.module, kind, name=name)
