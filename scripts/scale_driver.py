@@ -4,7 +4,7 @@
     python -m scripts.scale_driver speed --workers 1000 --documents 200000
     python -m scripts.scale_driver night --workers 64 --documents 30000 --spot 4 --slow 0.5
 
-Driver, scheduler, roster, ledger, metrics and commits are the job's own; the workers are simulated, and nothing is sent
+Driver, scheduler, roster, ledger and commits are the job's own; the workers are simulated, and nothing is sent
 through Ray. `memory` gives the bytes that the driver holds for each document, `speed` the seconds of the processor that
 it takes for each, without those of the simulation. `night` runs to the end with nodes that are reclaimed and nodes that
 are slower; unless every document is done once, at its first attempt, the exit code is 1.
@@ -42,7 +42,6 @@ from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
 from specextend.cluster.lock import OutputLock, held  # noqa: E402
 from specextend.cluster.messages import Lease  # noqa: E402
-from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
 from specextend.cluster.records import Committer, StartRecord, rows_per_commit  # noqa: E402
 from specextend.cluster.run import EXTRA_LEASES  # noqa: E402
@@ -269,7 +268,6 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
         committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
         display=Display(lambda line: None),
-        metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
         record=record,
         source=corpus.source(output),
@@ -321,6 +319,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads that export metrics to a Ray that is not there
+    sys.exit(main())

@@ -25,7 +25,6 @@ from specextend.cluster.messages import (
     Suspected,
     WorkerInfo,
 )
-from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
@@ -56,7 +55,6 @@ class Driver:
     committer: Committer
     ledger: Ledger
     display: Display
-    metrics: Metrics
     interrupt: Interrupt
     record: StartRecord
     source: Source
@@ -154,7 +152,6 @@ class Driver:
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading)
         self.display.show(snapshot, now)
-        self.metrics.show(snapshot)
 
     def _finish_audit(self) -> None:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
@@ -212,7 +209,7 @@ class Driver:
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
             self.pool.kill(worker)
-            self._gone(worker, reason, "stalled")
+            self._gone(worker, reason)
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
         self._remember_charges()
 
@@ -237,7 +234,7 @@ class Driver:
                     self._moved_at = now
                 held = self.scheduler.held
                 outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
-                self.metrics.running(worker, self.ledger.running(worker, outputs))
+                self.ledger.running(worker, outputs)
                 self.committer.audited(report.audits)
                 if report.is_ending and not report.num_audits_open:
                     self._auditing.discard(worker)
@@ -299,7 +296,7 @@ class Driver:
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
             self._note_memory(worker, outcome.used_gib)
             self.committer.add(outcome.row)
-            self.metrics.done(worker, outcome, self.ledger.finish(lease.key, outcome.stats, worker))
+            self.ledger.finish(lease.key, outcome.stats, worker)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker)
 
@@ -344,17 +341,15 @@ class Driver:
     def _died(self, worker: str, reason: str, *, with_node: bool) -> None:
         self._auditing.discard(worker)
         self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
-        self._gone(worker, reason, "node" if with_node else "died")
+        self._gone(worker, reason)
         if with_node:
             given_up = self.scheduler.lose(worker, f"the node was lost: {reason}")
         else:
             given_up = self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
         self._give_up(given_up, worker)
 
-    def _gone(self, worker: str, reason: str, cause: str) -> None:
-        """Note that a worker is gone. cause: as for `Metrics.worker_lost`."""
+    def _gone(self, worker: str, reason: str) -> None:
         self.record.worker_gone(worker, reason)
-        self.metrics.worker_lost(cause)
         self.ledger.running(worker, {})
         self.roster.died(worker, reason, is_explained=self.scheduler.holds_struck(worker))
 
@@ -367,7 +362,6 @@ class Driver:
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
         self.committer.add(give_up(self.display, key, replace(failed, doc_id=doc_id), attempts, worker))
         self._errors.failed(doc_id, failed)
-        self.metrics.failed(failed.error_class)
         self.ledger.finish(key, None, worker)
 
 

@@ -91,34 +91,28 @@ class Ledger:
         """Sums over the running documents that have begun to decode; the last one of `max_new_tokens`."""
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> int:
+    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
         """Note that a document is done, with its true counts, or has become an error row (None).
 
-        worker: in whose engine it was, if it was in one. Returns its output tokens that `running` has not returned.
+        worker: in whose engine it was, if it was in one.
         """
-        estimate, counted_tokens = self._estimates[key], 0
+        estimate = self._estimates[key]
         if key in (running := self._running.get(worker, {})):
-            counted_tokens = running.pop(key)
-            self._count({key: counted_tokens}, -1)
+            self._count({key: running.pop(key)}, -1)
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
             self._num_errors += 1
-            return 0
+            return
         self._num_done += 1
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
-        return stats.num_output_tokens - counted_tokens
 
-    def running(self, worker: str, outputs: Mapping[DocumentKey, int]) -> int:
-        """Note the open documents that are in a worker's engine now, with their output tokens so far.
-
-        Returns how many of these tokens are new since the last call.
-        """
-        before, self._running[worker] = self._running.get(worker, {}), dict(outputs)
-        self._count(before, -1)
+    def running(self, worker: str, outputs: Mapping[DocumentKey, int]) -> None:
+        """Note the open documents that are in a worker's engine now, with their output tokens so far."""
+        self._count(self._running.get(worker, {}), -1)
+        self._running[worker] = dict(outputs)
         self._count(outputs, 1)
-        return sum(max(0, tokens - before.get(key, 0)) for key, tokens in outputs.items())
 
     def _count(self, outputs: Mapping[DocumentKey, int], sign: int) -> None:
         """Add running documents to the sums, or take them out again (-1)."""

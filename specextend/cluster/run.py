@@ -41,7 +41,6 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Failed, Tried, failed_row
-from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
@@ -293,9 +292,7 @@ class _LockedRun:
         source, output, job = self.prepared.source, self.prepared.output, config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
-        writer, metrics = self._commit_writer(), Metrics(self.run_id)
-        for error_class, num_rows in plan.rejected.items():
-            metrics.failed(error_class, num_rows)
+        writer = self._commit_writer()
         with writing(output):
             audits = AuditWriter(output, self.run_id)
         return Driver(
@@ -314,7 +311,6 @@ class _LockedRun:
             ),
             ledger=ledger,
             display=self.display,
-            metrics=metrics,
             interrupt=self.interrupt,
             record=self.record,
             source=source,

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +89,6 @@ class FakeEngine:
 
     def completion(self, running):
         return running.completion()
-
-
-class SpeculatingEngine(FakeEngine):
-    """Says that each of its steps was speculative and had one of four draft tokens accepted."""
-
-    def completion(self, running):
-        completion = running.completion()
-        seconds = dict.fromkeys(("draft_prefill_s", "draft_s", "retrieval_s", "other_s"), 0.5)
-        drafted = {"num_spec_steps": 2, "num_draft_tokens": 8, "num_accepted_tokens": 2}
-        stats = replace(completion.stats, num_plain_steps=1, **drafted, **seconds)
-        return replace(completion, stats=stats)
 
 
 class QuotingEngine(FakeEngine):

@@ -54,8 +54,8 @@ def test_running_documents_count_for_what_they_have_done():
     """With few long documents the bar would stand still for an hour otherwise."""
     book = ledger((1000, 100))
     book.snapshot(0.0, 1)
-    assert book.running("w", {key(0): 50}) == 50
-    assert book.running("w", {key(0): 50}) == 0
+    for _ in range(2):  # a poll replaces the one before
+        book.running("w", {key(0): 50})
     now = book.snapshot(10.0, 1)
     done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))

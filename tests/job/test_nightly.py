@@ -10,7 +10,6 @@ import yaml
 
 from specextend.cluster import exits
 from specextend.config import RunConfig
-from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT, parse
 
 DEPLOY = ROOT / "deploy"
@@ -25,7 +24,6 @@ COMMANDS = [
         re.MULTILINE,
     )
 ]
-RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_text())["groups"][0]["rules"]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
 
@@ -99,18 +97,6 @@ def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
     assert pod["terminationGracePeriodSeconds"] > exits.GRACE_S
     assert container()["args"][0].startswith("exec "), "the shell would not pass SIGTERM on"
     assert f"image: {container()['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_a_run_exports(rule):
-    """An alert on a metric that is gone never fires."""
-    names = set(re.findall(r"ray_specextend_\w+", rule["expr"]))
-    assert names
-    assert names <= exported_names()
-    assert rule["expr"].count("(") == rule["expr"].count(")")
-    assert "run_id" in rule["expr"], "series of runs that have ended stay"
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert rule["annotations"]["summary"]
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)

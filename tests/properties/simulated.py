@@ -22,7 +22,6 @@ from specextend.cluster.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import AwakeClock, Ledger
 from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import Scheduler
@@ -237,7 +236,6 @@ def driver_of(
         ),
         ledger=Ledger(planned, 0, 0),
         display=Screen(),
-        metrics=Metrics(run_id),
         interrupt=interrupt,
         record=record,
         source=source,
