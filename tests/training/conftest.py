@@ -45,7 +45,6 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 OPTIONS = TrainOptions(
     num_rounds=2,
     num_answers=8,
-    num_samples=3,
     vocabulary=18,
     min_tokens=192,
     max_tokens=256,
