@@ -69,7 +69,7 @@ def run(
     config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or a list of these,
     such as a pair and a task. input, output, settings (`{"job.workers": 2}`), run_date, retry_errors: as on the command
     line. cancel: once it is set, finished work is
-    committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr or in the notebook.
+    committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr.
     Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
     """
     paths = {"input.path": input, "output.path": output}

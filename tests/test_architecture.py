@@ -78,14 +78,12 @@ OWNERS = {
     ),
     "yaml": ("specextend/yaml_values.py", "benchmarks/benchmark.py"),
     "click": ("specextend/cli/",),
-    "IPython": ("specextend/cluster/display.py",),
     "regex": ("specextend/data/quality.py",),
     "rapidfuzz": ("specextend/data/quality.py", "specextend/data/evidence.py", "benchmarks/run.py"),
     "llguidance": ("specextend/decoding/grammar.py", "specextend/data/answers.py"),
     "py3langid": ("specextend/data/quality.py",),
 }
 UNDECLARED = {
-    "IPython": "found in a notebook, never installed",
     "llvmlite": "numba is made of it",
     "markupsafe": "jinja2 is made of it",
     "pydantic_core": "pydantic is made of it",

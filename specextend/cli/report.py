@@ -27,18 +27,14 @@ _GATE = takes(
 
 @click.command()
 @OUTPUT
-@click.option("--against", metavar="OTHER", help="compare with another run's folder; write nothing")
 @in_one_line
-def report(output: str, against: str | None) -> int:
+def report(output: str) -> int:
     """Print the report of a run.
 
     It is written into the run's folder, too, as report.json and report.html, if you may write there.
     """
     from specextend import report as reports  # seconds: not for --help
 
-    if against is not None:
-        show(reports.render_comparison(reports.compare(output, against)), end="")
-        return 0
     try:
         found = reports.write_report(output)
     except OSError as error:

@@ -29,14 +29,13 @@ LINE_S = 30.0
     click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"),
     click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"),
     click.option("--answers", "num_answers", type=int, help="answers of the target that each round adds"),
-    click.option("--samples", "num_samples", type=int, help="number of prompts with quotes and facts"),
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
     click.option("--copy-heads", type=int, help="number of KV heads that copy"),
     click.option("--epochs", "num_epochs", type=int, help="epochs of each round over all recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
-    click.option("--seed", type=int, help="seed of pieces, quotes and training"),
+    click.option("--seed", type=int, help="seed of pieces and training"),
 )
 @in_one_line
 def train(

@@ -1,4 +1,4 @@
-"""Displays of a run's progress and events: a bar on a terminal or in a notebook, plain lines, or JSON."""
+"""Displays of a run's progress and events: a bar on a terminal, plain lines, or JSON."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from specextend.cluster.progress import Snapshot, describe_duration
 from specextend.core import counted, printable
 from specextend.terminal import raw_stream, wrap_streams
 
-LINE_EVERY_S, BAR_EVERY_S = 30.0, 1.0
-"""Seconds between two lines of a log, and between two updates of a notebook's bar."""
+LINE_EVERY_S = 30.0
+"""Seconds between two lines of a log."""
 Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
 
@@ -106,29 +106,6 @@ class BarDisplay(Display):
         self._progress.stop()
 
 
-class NotebookDisplay(Display):
-    """Draws a progress bar in the output of a notebook's cell, and writes notes around it."""
-
-    def __init__(self, write: Callable[[str], object]):
-        from IPython.display import display  # which every notebook has
-
-        super().__init__(write)
-        self._pace, self._drawn = Pace(BAR_EVERY_S), {"text/plain": "starting"}
-        self._bar = display(self._drawn, raw=True, display_id=True)
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Update the bar, if enough time has passed since the last time."""
-        text = describe(snapshot)
-        bar = f'<progress value="{snapshot.fraction:.3f}"></progress> {text}'
-        self._drawn = {"text/plain": text, "text/html": bar}
-        if self._pace.is_due(now):
-            self._bar.update(self._drawn, raw=True)
-
-    def close(self) -> None:
-        """Leave the bar as it was at the end."""
-        self._bar.update(self._drawn, raw=True)
-
-
 class JsonDisplay(Display):
     """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if people get one.
 
@@ -186,9 +163,8 @@ class Forgiving:
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
     """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal, lines elsewhere.
 
-    In a notebook the bar is part of the cell's output. What cannot be written is dropped.
+    What cannot be written is dropped.
     """
-    is_notebook = stream is None and Console().is_jupyter
     stream = stream or sys.stderr
     if log == "text" and stream.isatty():
         return BarDisplay(Console(file=cast(TextIO, Forgiving(raw_stream(stream)))))
@@ -200,7 +176,7 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
 
     if log == "json":
         return JsonDisplay(write)
-    return NotebookDisplay(write) if is_notebook else Display(write)
+    return Display(write)
 
 
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.config import RunConfig
-from specextend.core import Values, counted
+from specextend.core import Values
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
@@ -32,7 +32,7 @@ from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import train_eagle
 from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
-from specextend.training.recording import Recorder, Sample, SampleMaker, Text
+from specextend.training.recording import PromptMaker, Recorder, Sample, Text
 from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
 
 Item = TypeVar("Item")
@@ -59,7 +59,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     return rounds.figures()
 
 
-def _read_texts(source: Source, maker: SampleMaker, options: TrainOptions) -> list[Text]:
+def _read_texts(source: Source, maker: PromptMaker, options: TrainOptions) -> list[Text]:
     """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than two."""
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [Text(torch.tensor(maker.encode(row.document.text), dtype=torch.int32), row.instruction) for row in rows]
@@ -115,7 +115,7 @@ class _Rounds:
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         try:
             prompts = Prompts(tokenizer, config.prompt, limit)
-            self._maker = SampleMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
+            self._maker = PromptMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
         self._learned, self._held = split(_read_texts(source, self._maker, options))
@@ -186,10 +186,9 @@ class _Rounds:
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # the engine, which refers to itself, has a target of its own
-        samples = self._samples(answers)
-        num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in samples.values())
+        num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in answers.values())
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
-        paths = self._record(Recorder(target, self._vocabulary), samples)
+        paths = self._record(Recorder(target, self._vocabulary), answers)
         shape = target.model.config
         weights = frozen_weights(target.model, lm_head)
         del target, lm_head
@@ -209,20 +208,14 @@ class _Rounds:
             found = read_answers(folder)
         return {number: found[number] for number in range(count)}
 
-    def _samples(self, answers: dict[int, Sample]) -> dict[str, Sample]:
-        """Return samples with quotes and facts, and behind them the answers, by their names."""
-        learned, numbers = self._learned, range(self._options.num_samples)
-        quotes = {f"sample-{n:06}": self._maker.sample(learned[n % len(learned)], n) for n in numbers}
-        return quotes | {f"answer-{n:06}": answer for n, answer in answers.items()}
-
-    def _record(self, recorder: Recorder, samples: dict[str, Sample]) -> list[Path]:
-        """Record samples with the target, and return the paths. Existing recordings are kept."""
+    def _record(self, recorder: Recorder, answers: dict[int, Sample]) -> list[Path]:
+        """Record answers with the target, and return the paths. Existing recordings are kept."""
         folder, paths = self._work / "recordings", []
-        for name, sample in samples.items():
-            paths.append(folder / f"{name}.safetensors")
+        for number, answer in answers.items():
+            paths.append(folder / f"answer-{number:06}.safetensors")
             if not paths[-1].exists():
-                recorder.record(sample).save(paths[-1])
-                self._show("recordings", len(paths), len(samples))
+                recorder.record(answer).save(paths[-1])
+                self._show("recordings", len(paths), len(answers))
         return paths
 
 
@@ -244,7 +237,7 @@ It proposes the tokens that the target is likely to choose, and the target verif
 text comes, never which text.
 
 It was trained by `specextend train` on the target's own answers to pieces of the documents in `files`, with the prompt
-and the sampling below, and on {samples} with quotes and hidden facts, which teach to copy. {begun}
+and the sampling below. {begun}
 
 | round | own answers | tokens per step |
 |---|---|---|
@@ -267,7 +260,6 @@ def write_card(output: Path, settings: Values, figures: Values) -> None:
     card = CARD.format(
         name=output.resolve().name,
         target=target,
-        samples=counted(options["num_samples"], "prompt"),
         begun=begun if start else "",
         curve="\n".join(f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |" for p in figures["rounds"]),
         best=figures["best_round"],

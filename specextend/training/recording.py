@@ -1,15 +1,13 @@
-"""What drafts learn from: prompts around pieces of documents, answers to them, and the target's states at both.
+"""What drafts learn from: prompts around documents and pieces of them, and the target's states at its answers.
 
-A summary repeats its document, so a draft must learn to find earlier occurrences of a token. Beside the target's own
-answers, which `own_answers.py` collects, there are samples: answers that quote spans of a piece word for word, and one
-that repeats facts which were hidden in it. The target reads each once, and its hidden states are kept in a file.
+The target's own answers, which `own_answers.py` collects, are what a draft will be asked for. The target reads each
+once behind its prompt, and its hidden states are kept in a file.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
@@ -25,27 +23,7 @@ from specextend.data.prompts import Prompts
 from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
-from specextend.training.task import MAX_QUOTE, MIN_QUOTE, TrainOptions
-
-LEADS = (
-    'The report states: "',
-    'According to the document, "',
-    'In its own words: "',
-    'One passage reads as follows: "',
-    'As the text puts it, "',
-)
-FACTS = (
-    "The reference number of {name} is {code}.",
-    "{name} is registered under {code}.",
-    "The file of {name} carries the number {code}.",
-)
-SENTENCE_TOKENS = 64
-"""Most tokens of one of these sentences."""
-_SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
-NUM_QUOTES = 4
-"""Answers that quote a piece."""
-NUM_FACTS = 3
-"""Facts that are hidden in a piece and repeated in one answer."""
+from specextend.training.task import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -64,21 +42,19 @@ class Sample:
 
     prompt_token_ids: list[int]
     answers: list[list[int]]
-    """The quotes, then the facts; or the target's own answer."""
 
 
-class SampleMaker:
-    """Makes prompts and samples of documents; the same seed gives the same."""
+class PromptMaker:
+    """Makes prompts of documents; the same seed gives the same."""
 
     def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int):
-        """Check that the target's context has room for the shortest piece, with any answer.
+        """Check that the target's context has room for the shortest piece and an answer.
 
-        max_new_tokens: of an own answer. Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
+        Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
         """
         self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
-        facts = SENTENCE_TOKENS * NUM_FACTS
-        self._answer_tokens = max(max_new_tokens, MAX_QUOTE + SENTENCE_TOKENS, facts)
-        room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
+        self._answer_tokens = max_new_tokens
+        room = prompts.room(max_new_tokens)
         if room < options.min_tokens:
             raise ValueError(
                 f"the target's context has room for pieces of {max(0, room)} tokens, fewer than min_tokens "
@@ -93,15 +69,7 @@ class SampleMaker:
         """
         short = whole and len(text.token_ids) <= self._most
         piece = text.token_ids.tolist() if short else self._piece(text, Random(f"{self._options.seed}/own/{number}"))
-        return self._render(piece, text)
-
-    def sample(self, text: Text, number: int) -> Sample:
-        """Make the sample `number` from a random piece of a document."""
-        random = Random(f"{self._options.seed}/{number}")
-        piece = self._piece(text, random)
-        names, sentences = self._facts(random)
-        prompt = self._render(self._hide(piece, sentences, random), text)
-        return Sample(prompt, [*self._quotes(piece, random), self.encode(names)])
+        return self._prompts.render(self._tokenizer.decode(piece), self._answer_tokens, text.instruction).token_ids
 
     def _piece(self, text: Text, random: Random) -> list[int]:
         """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic scale."""
@@ -110,32 +78,6 @@ class SampleMaker:
         first = random.randrange(len(text.token_ids) - size + 1)
         piece: list[int] = text.token_ids[first : first + size].tolist()
         return piece
-
-    def _render(self, piece: list[int], text: Text) -> list[int]:
-        return self._prompts.render(self._tokenizer.decode(piece), self._answer_tokens, text.instruction).token_ids
-
-    def _facts(self, random: Random) -> tuple[str, list[str]]:
-        """Make up facts: the answer that repeats them all, and the sentences to hide."""
-        sentences = []
-        for _ in range(NUM_FACTS):
-            name = "".join(random.choices(_SYLLABLES, k=3)).capitalize()
-            sentences.append(random.choice(FACTS).format(name=name, code=random.randrange(10_000, 1_000_000)))
-        return " ".join(sentences), random.sample(sentences, len(sentences))
-
-    def _hide(self, piece: list[int], sentences: Sequence[str], random: Random) -> list[int]:
-        """Insert the sentences into the piece at random places."""
-        hidden = list(piece)
-        places = sorted((random.randrange(len(piece)) for _ in sentences), reverse=True)
-        for at, sentence in zip(places, sentences, strict=True):  # from the end on, so that none is cut by another
-            hidden[at:at] = self.encode(f" {sentence} ")
-        return hidden
-
-    def _quotes(self, piece: list[int], random: Random) -> Iterator[list[int]]:
-        for _ in range(NUM_QUOTES):
-            size = random.randint(MIN_QUOTE, MAX_QUOTE)
-            first = random.randrange(len(piece) - size + 1)
-            quote = self._tokenizer.decode(piece[first : first + size]).strip()
-            yield self.encode(f'{random.choice(LEADS)}{quote}"')
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text; none of its tokens is a control token."""

@@ -22,8 +22,6 @@ from specextend.models import TargetOptions
 
 Show = Callable[..., None]
 """Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
-MIN_QUOTE, MAX_QUOTE = 32, 96
-"""Tokens of a quote in a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,6 @@ class TrainOptions:
     """Most rounds of answers, training and evaluation."""
     num_answers: int = 256
     """Own answers of the target that each round adds."""
-    num_samples: int = 64
-    """Prompts with quotes and facts, which teach to copy."""
     min_tokens: int = 1024
     """Shortest piece of a document that is answered; shorter documents are not used."""
     max_tokens: int = 5120
@@ -51,18 +47,16 @@ class TrainOptions:
     learning_rate: float = 4e-4
     """Peak learning rate."""
     seed: int = 0
-    """Seed of pieces, quotes and training."""
+    """Seed of pieces and training."""
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 0, "copy_heads": 0, "vocabulary": 16}
-        least |= dict.fromkeys(("num_rounds", "num_answers", "num_epochs"), 1)
+        least = {"copy_heads": 0, "vocabulary": 16}
+        least |= dict.fromkeys(("num_rounds", "num_answers", "min_tokens", "num_epochs"), 1)
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
-        if not 2 * MAX_QUOTE <= self.min_tokens <= self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be from {2 * MAX_QUOTE} to max_tokens ({self.max_tokens}), got {self.min_tokens}"
-            )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 

@@ -1,7 +1,8 @@
-"""Calls of attention kernels: tensors, sequences in a cache, masks."""
+"""Calls of attention kernels: tensors, sequences in a cache, masks, and products of tiles."""
 
 import math
 
+import numpy as np
 import torch
 
 from specextend.attention.plan import KeySpan
@@ -69,3 +70,17 @@ def attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale):
     words = visible.unsqueeze(-1) >> torch.arange(64, device=visible.device)
     mask = (words & 1).bool().flatten(2)[..., :num_masked] if num_masked else None
     return attend_reference(q, k, v, KeySpan([*map(int, starts)], [*map(int, lengths)], mask), scale)
+
+
+def product_of_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return x [T, I] times weight [O, I], both bf16 widened to float32, as tiles do: [T, O] float32.
+
+    An instruction takes 16 pairs of inputs: it sums their first numbers and their second ones apart, and adds both.
+    """
+    sums = np.zeros((len(x), len(weight)), np.float32)
+    for first in range(0, x.shape[1], 32):
+        halves = np.zeros((2, *sums.shape), np.float32)
+        for i in range(first, first + 32):
+            halves[i % 2] += np.multiply.outer(x[:, i], weight[:, i])
+        sums += halves[0] + halves[1]
+    return sums

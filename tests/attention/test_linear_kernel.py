@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.attention.calls import product_of_tiles
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -58,7 +59,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, re
 def test_the_twin_of_matrix_tiles_is_the_product():
     """It says, on any processor, in which order tiles are laid out and summed."""
     x, weight, _, _ = tensors(40, 192, 2 * BLOCK, torch.bfloat16)
-    found = tiles.product_of_tiles(x.float().numpy(), weight.float().numpy())
+    found = product_of_tiles(x.float().numpy(), weight.float().numpy())
     torch.testing.assert_close(torch.from_numpy(found).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
 
 
@@ -67,7 +68,7 @@ def test_the_twin_of_matrix_tiles_is_the_product():
 def test_matrix_tiles_do_what_their_twin_does_bit_by_bit(num_rows):
     """For few rows, whose sums stay in tiles, and for many, whose sums wait in memory between two parts."""
     x, weight, _, _ = tensors(num_rows, 2 * DEPTH + 64, BLOCK, torch.bfloat16)
-    expected = torch.from_numpy(tiles.product_of_tiles(x.float().numpy(), weight.float().numpy()))
+    expected = torch.from_numpy(product_of_tiles(x.float().numpy(), weight.float().numpy()))
     found = multiply(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
     assert torch.equal(found, expected.bfloat16())
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -75,27 +74,6 @@ def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch):
     assert max(map(len, drawn)) <= 80
     assert drawn[-2].startswith("━━━━━━╺━━━━━ 50% of the work, 0:01:02 left, 123,456/10,000,000 done, 1 failed,")
     assert drawn[-1].endswith("20.0 output tokens/s, acceptance length 2.25")
-
-
-def test_a_notebook_gets_one_bar_that_changes(monkeypatch):
-    """Rich draws one only where ipywidgets is installed, and warned instead."""
-    cell: list[dict[str, str]] = []
-
-    class Output:
-        def update(self, data, *, raw):
-            cell[0] = data
-
-    module = types.ModuleType("IPython.display")
-    module.display = lambda data, *, raw, display_id: cell.append(data) or Output()
-    monkeypatch.setitem(sys.modules, "IPython.display", module)
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    display = open_display()
-    for second in range(3):
-        display.show(replace(snapshot(), fraction=second / 2), float(second))
-    display.close()
-    [shown] = cell
-    assert shown["text/plain"].startswith("100% of the work, ")
-    assert shown["text/html"].startswith('<progress value="1.000"></progress> 100% of the work, ')
 
 
 HOSTILE = "[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"

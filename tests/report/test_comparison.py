@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from specextend.cli.command import call
-from specextend.cli.report import over_limits, report
+from specextend.cli.report import compare as compare_command
+from specextend.cli.report import over_limits
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
@@ -49,7 +50,7 @@ def test_figures_stand_side_by_side(pair, capsys):
     """The command prints them and writes nothing."""
     here, there = pair
     before = sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))
-    assert call(report, [here, "--against", there], "report") == 0
+    assert call(compare_command, [here, there], "compare") == 0
     printed = capsys.readouterr().out
     [line] = [line for line in printed.splitlines() if "rows done" in line]
     assert [cell.strip() for cell in line.strip("│ ").split("│")] == ["rows done", "4", "3", "1.33"]

@@ -44,7 +44,6 @@ def write_texts(path, texts):
 OPTIONS = TrainOptions(
     num_rounds=2,
     num_answers=8,
-    num_samples=3,
     vocabulary=18,
     min_tokens=192,
     max_tokens=256,

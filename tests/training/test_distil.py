@@ -65,7 +65,7 @@ def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, draft, tmp_pat
     """It takes hours: no answer, recording or minute of training is lost, and the result is as if nothing happened."""
     monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
     monkeypatch.setattr("specextend.training.own_answers.ROWS", 3)
-    shown = Shown(("answers", 5, 8), ("recordings", 4, 11), ("training", 7, 76), ("evaluation", 2, 4))
+    shown = Shown(("answers", 5, 8), ("recordings", 4, 8), ("training", 7, 64), ("evaluation", 2, 4))
     while shown.stops:
         with pytest.raises(KeyboardInterrupt):
             workshop.train(tmp_path, shown)
@@ -73,9 +73,7 @@ def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, draft, tmp_pat
     assert found == json.loads((draft / "figures.json").read_text())
     assert (tmp_path / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
     assert ["answers", 3, 3] in [given[:3] for given in shown.all], "those that were given are kept"
-    assert [done for stage, done, total, *_ in shown.all if (stage, total) == ("training", 76)] == [
-        *range(1, 4 * (3 + 16) + 1)
-    ]
+    assert [done for stage, done, total, *_ in shown.all if (stage, total) == ("training", 64)] == [*range(1, 65)]
 
 
 def test_a_draft_is_gone_on_from_and_measured_first(workshop, draft, tmp_path):
@@ -104,4 +102,4 @@ def test_a_folder_of_another_training_is_refused(workshop, draft):
     with pytest.raises(
         ValueError, match=r"settings\.json belongs to a training with other settings; choose another output"
     ):
-        workshop.train(draft, num_samples=7)
+        workshop.train(draft, num_epochs=7)

@@ -16,7 +16,7 @@ from tests.training.conftest import document, write_texts
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "train_draft.py"
-SMALL = ("--rounds", "1", "--answers", "6", "--samples", "2", "--min-tokens", "192", "--max-tokens", "200")
+SMALL = ("--rounds", "1", "--answers", "6", "--min-tokens", "192", "--max-tokens", "200")
 
 
 @pytest.fixture

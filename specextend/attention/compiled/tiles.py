@@ -7,15 +7,14 @@ tiles stand (`blocks`), so they are loaded as they are, with the stride of a pai
 The kernel must allow tiles once a process, and a thread configures them before its first product and releases them
 after its last one.
 
-`product_of_tiles` is the twin in numpy. The instruction sums the first numbers of all pairs and the second ones apart,
-in order, and adds both to the sums; denormal numbers count as zero.
+The instruction sums the first numbers of all pairs and the second ones apart, in order, and adds both to the sums;
+denormal numbers count as zero. `product_of_tiles` of the tests is its twin in numpy.
 
 Shapes: `T` rows, `I` inputs, `O` columns.
 """
 
 import ctypes
 
-import numpy as np
 from llvmlite import ir
 
 from specextend.attention.compiled import vectors as vir
@@ -119,14 +118,3 @@ def emit_product(
     vir.repeat(b, b.udiv(depth, number(PAIRS)), [], body)
     for column, place in enumerate(places):
         _instruct(b, "tilestored64", _tile(column), _pointer(b, place), sums_stride)
-
-
-def product_of_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return x [T, I] times weight [O, I], both bf16 widened to float32, as the instructions do: [T, O] float32."""
-    sums = np.zeros((len(x), len(weight)), np.float32)
-    for first in range(0, x.shape[1], 2 * PAIRS):
-        halves = np.zeros((2, *sums.shape), np.float32)
-        for i in range(first, first + 2 * PAIRS):
-            halves[i % 2] += np.multiply.outer(x[:, i], weight[:, i])
-        sums += halves[0] + halves[1]
-    return sums
