@@ -27,7 +27,7 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
-from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
+from specextend.decoding.speculation import Adaptive
 from specextend.model_files import find_folder, read_json
 from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, target_bytes, target_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
@@ -72,9 +72,8 @@ def load_engine(config: Configs) -> Engine:
     attention = config.attention
     if attention.backend == "auto" and proof.kernels.steps == "triton":
         attention = replace(attention, backend="triton")
-    if target.runs_in_one_call:  # which attends to prefix and tree apart in any case
-        attention = replace(attention, tree="dense")
     config = config.model_copy(update={"attention": attention})
+    tree_attention = _tree_attention(config, target)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full")
@@ -82,7 +81,7 @@ def load_engine(config: Configs) -> Engine:
         drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
     costs = None
     if config.decoding.mode == "specextend":
-        costs = load_step_costs(target, config.tree, config.attention, config.decoding.batch_size, graphs)
+        costs = load_step_costs(target, config.tree, tree_attention, config.decoding.batch_size, graphs)
     adaptive = None
     if costs is not None and config.tree.nodes == "auto":
         adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
@@ -95,11 +94,20 @@ def load_engine(config: Configs) -> Engine:
         max_tokens=config.max_tokens(facts.context_length),
         max_batch_size=config.decoding.batch_size,
         tree=config.tree,
-        tree_attention=_tree_attention(config, costs),
+        tree_attention=tree_attention,
         cache=cache,
         adaptive=adaptive,
         graphs=graphs,
     )
+
+
+def _tree_attention(config: RunConfig, target: CachedModel) -> TreeAttention:
+    """Return how trees attend; a compiled call of all layers attends to prefix and tree apart in any case."""
+    if config.decoding.mode == "tree" or target.runs_in_one_call:
+        return "dense"
+    if config.attention.tree != "auto":
+        return config.attention.tree
+    return "dense" if target.device.type == "cpu" or config.attention.backend == "triton" else "hybrid"
 
 
 def can_capture(config: RunConfig, device: torch.device) -> bool:
@@ -179,15 +187,6 @@ def confirm(proof: Proof, target: CachedModel) -> Proof:
     for trial in trials:
         _log.warning("%s", trial)
     return Proof(floor, trials)
-
-
-def _tree_attention(config: RunConfig, costs: StepCosts | None) -> TreeAttention | CostTable:
-    """Return the kind of tree attention, or the table by which each step chooses it."""
-    if config.decoding.mode == "tree":
-        return "dense"
-    if len(kinds := config.attention.tree_kinds) == 1:
-        return kinds[0]
-    return "hybrid" if costs is None else costs.table  # autoregressive decoding has no costs, and no trees
 
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:

@@ -136,7 +136,7 @@ def _causal_drafter(
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
-        tree_attention = "hybrid" if visible is None and "hybrid" in config.attention.tree_kinds else "dense"
+        tree_attention = "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
     slots, clock = config.decoding.batch_size, _clock(config)
     return CausalDrafter(network, config.tree, tree_attention, visible, slots, graphs, clock)
 

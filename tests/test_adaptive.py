@@ -30,7 +30,7 @@ class ScriptedCosts(StepCosts):
     """Costs that no clock has a say in. Seconds of a verification by its rows, and of drafting at any time."""
 
     def __init__(self, verify, draft):
-        super().__init__(CostTable({"dense": dict.fromkeys(SIZES, (1.0, 0.0))}))
+        super().__init__(CostTable(dict.fromkeys(SIZES, (1.0, 0.0))))
         self._verify, self._draft = verify, draft
 
     def verify_s(self, num_rows, lengths):
@@ -164,15 +164,3 @@ def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     for completion in checked(engine, references):
         assert completion.stats.num_fallbacks >= 1
         assert completion.stats.num_plain_steps >= 1
-
-
-def test_auto_attention_follows_the_length(pair, references):
-    """Crossover at 100 tokens: the short prompt's first steps are dense, the long prompt's all hybrid."""
-    dense, hybrid = {1: (1.0, 0.0), 9: (1.0, 0.01)}, {1: (1.0, 0.0), 9: (2.0, 0.0)}
-    engine = engine_with(tiny_config(pair), tree_attention=CostTable({"dense": dense, "hybrid": hybrid}))
-    for completion in checked(engine, references):
-        stats = completion.stats
-        if completion.request_id == "41":
-            assert stats.num_hybrid_steps < stats.num_spec_steps
-        else:
-            assert stats.num_hybrid_steps == stats.num_spec_steps

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from specextend.core import SamplingParams
 
 if TYPE_CHECKING:
-    from specextend.attention.plan import TreeAttention
+    pass
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
@@ -106,16 +106,9 @@ class AttentionOptions:
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3), and its steps are never captured; `dense` runs one masked call over
-    everything; `auto` uses, at each step, whichever was measured to be faster at start-up for that length. With the
-    Triton kernel, whose one call does both and masks only the tree, `auto` is `dense`. Where a CPU runs all layers in
-    one call, prefix and tree are always attended to apart, and the key counts for nothing."""
-
-    @property
-    def tree_kinds(self) -> tuple[TreeAttention, ...]:
-        """Return the kinds of tree attention that a step may choose from."""
-        if self.tree != "auto":
-            return (self.tree,)
-        return ("dense",) if self.backend == "triton" else ("dense", "hybrid")
+    everything. `auto` is `dense` on a CPU and with the Triton kernel, whose one call does both and masks only the tree,
+    and `hybrid` with the other kernels of a GPU. Where a CPU runs all layers in one call, prefix and tree are always
+    attended to apart, and the key counts for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
-from specextend.decoding.speculation import Adaptive, CostTable
+from specextend.decoding.speculation import Adaptive
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
 
@@ -55,16 +55,15 @@ class Engine:
         max_tokens: int,
         max_batch_size: int,
         tree: TreeOptions,
-        tree_attention: TreeAttention | CostTable,
+        tree_attention: TreeAttention,
         cache: CacheOptions,
         adaptive: Adaptive | None = None,
         graphs: Graphs | None = None,
     ):
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
-        With a table as `tree_attention` each step takes the kind that is faster by the table. `adaptive` cuts trees and
-        pauses speculation; without it all sequences speculate in every step, with whole trees. `graphs` are those of
-        the drafter.
+        `adaptive` cuts trees and pauses speculation; without it all sequences speculate in every step, with whole
+        trees. `graphs` are those of the drafter.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean, linear_regression
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ from torch.nn.functional import linear
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.core import ReadOnly
-from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, device_name, multiplies_bf16, synchronise, traits_of
 from specextend.decoding.quantized import Scheme, saved_bytes
 from specextend.decoding.speculation import CostTable, Line, StepCosts
@@ -241,39 +240,38 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
     return (first, slope) if first > 0 else (fmean(seconds), 0.0)
 
 
-def choose_sizes(num_nodes: int, *, fixed: bool, max_batch_size: int) -> list[int]:
+def choose_sizes(num_nodes: int, max_batch_size: int) -> list[int]:
     """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `SIZES`.
 
-    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size.
+    `num_nodes` is the largest tree, the root not counted.
     """
     rows = num_nodes + 1
     all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
-    smaller = {1} if fixed else {size for size in SIZES if size < rows}
-    return sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
+    return sorted({rows, all_rows, *(size for size in SIZES if size < all_rows)})
 
 
 def measure(
-    target: CachedModel, kinds: Sequence[TreeAttention], sizes: Sequence[int], lengths: Sequence[int], graphs: Graphs
+    target: CachedModel, kind: TreeAttention, sizes: Sequence[int], lengths: Sequence[int], graphs: Graphs
 ) -> CostTable:
-    """Measure steps of each kind and size behind prefixes of several lengths. Steps go through `graphs`.
+    """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
     It writes to the front of the target's cache, so no request may be running.
     """
     begin = time.perf_counter()
     num_rows = max(lengths) + max(sizes)
     target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
-    points: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
+    points: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for number, length in enumerate(lengths):
         if number > 1 and time.perf_counter() - begin > BUDGET_S:  # one length would say nothing of longer ones
             break
-        for kind, size in product(kinds, sizes):
+        for size in sizes:
             step = partial(time_step, target, kind, size, length, graphs)
-            if (kind, size) not in points:  # the first calls of a size build what later ones use
+            if size not in points:  # the first calls of a size build what later ones use
                 for _ in range(graphs.num_warm_ups):
                     step()
             first_s = step()
-            points[kind, size].append((length, first_s if first_s > _LONG_S else min(first_s, step())))
-    return CostTable({kind: {size: fit_line(points[kind, size]) for size in sizes} for kind in kinds})
+            points[size].append((length, first_s if first_s > _LONG_S else min(first_s, step())))
+    return CostTable({size: fit_line(points[size]) for size in sizes})
 
 
 @torch.inference_mode()
@@ -295,22 +293,21 @@ def time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, 
 
 
 def load_step_costs(
-    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int, graphs: Graphs
+    target: CachedModel, tree: TreeOptions, kind: TreeAttention, max_batch_size: int, graphs: Graphs
 ) -> StepCosts | None:
-    """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
+    """Return the costs of steps, read from disk or measured now; None if trees have one size.
 
     graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the target's cache, so no
     request may be running.
     """
-    fixed, kinds = tree.nodes != "auto", attention.tree_kinds
-    if fixed and len(kinds) == 1:
+    if tree.nodes != "auto":
         return None
-    sizes = choose_sizes(tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size)
+    sizes = choose_sizes(tree.most_nodes, max_batch_size)
     longest = max(1, target.cache.rows.num_free - sizes[-1])
     lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
-    key |= {"kinds": [*kinds], "sizes": sizes, "lengths": lengths}
-    kept = kept_or_measured("step-costs", key, lambda: measure(target, kinds, sizes, lengths, graphs).lines)
+    key |= {"kind": kind, "sizes": sizes, "lengths": lengths}
+    kept = kept_or_measured("step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs).lines)
     graphs.clear()
-    lines = {kind: {int(size): tuple(line) for size, line in each.items()} for kind, each in kept.items()}
-    return StepCosts(CostTable(lines))  # in JSON, keys are strings and tuples lists
+    lines = {int(size): tuple(line) for size, line in kept.items()}  # in JSON, keys are strings and tuples lists
+    return StepCosts(CostTable(lines))

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specextend.attention.plan import TreeAttention
 from specextend.decoding.device import download
 from specextend.decoding.tree import DraftTrees, prune
 
@@ -77,30 +76,26 @@ speculation."""
 class CostTable:
     """Lines of one pair on one device."""
 
-    lines: Mapping[TreeAttention, Mapping[int, Line]]
-    """Tree attention -> rows of a forward, ascending -> line. One row is a plain step."""
+    lines: Mapping[int, Line]
+    """Rows of a forward, ascending -> line. One row is a plain step."""
 
     @property
     def sizes(self) -> list[int]:
         """Return the numbers of rows that were measured, ascending."""
-        return list(next(iter(self.lines.values())))
+        return list(self.lines)
 
     def size_for(self, num_rows: int) -> int:
         """Return the smallest measured size that holds `num_rows`; the largest if none does."""
         return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
 
-    def seconds(self, tree: TreeAttention, num_rows: int, lengths: Sequence[int]) -> float:
-        """Return the time of a forward of `num_rows` rows of each sequence behind its prefix, with one tree attention.
+    def seconds(self, num_rows: int, lengths: Sequence[int]) -> float:
+        """Return the time of a forward of `num_rows` rows of each sequence behind its prefix.
 
         Linear layers see all sequences' rows at once; attention is done for one after the other.
         """
-        lines, total = self.lines[tree], len(lengths) * num_rows
+        total = len(lengths) * num_rows
         beyond = max(1.0, total / self.sizes[-1])
-        return lines[self.size_for(total)][0] * beyond + lines[self.size_for(num_rows)][1] * sum(lengths)
-
-    def tree_attention(self, num_rows: int, lengths: Sequence[int]) -> TreeAttention:
-        """Return the faster kind: dense saves a kernel call and a merge, hybrid saves time per token of prefix."""
-        return min(self.lines, key=lambda tree: self.seconds(tree, num_rows, lengths))
+        return self.lines[self.size_for(total)][0] * beyond + self.lines[self.size_for(num_rows)][1] * sum(lengths)
 
 
 class StepCosts:
@@ -119,7 +114,7 @@ class StepCosts:
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
         """Return the time of a verification of `num_rows` rows (1: a plain step) of each sequence."""
         correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)))
-        return self._pace.value * (correction.value if correction else 1.0) * self._expected_s(num_rows, lengths)
+        return self._pace.value * (correction.value if correction else 1.0) * self.table.seconds(num_rows, lengths)
 
     def draft_s(self, num_sequences: int) -> float:
         """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if there is none."""
@@ -133,16 +128,13 @@ class StepCosts:
         """Record the time of a verification."""
         key = len(lengths), self.table.size_for(num_rows)
         correction = self._corrections.setdefault(key, _Average(_SLOWLY, 1.0, 1))
-        ratio = seconds / self._expected_s(num_rows, lengths)
+        ratio = seconds / self.table.seconds(num_rows, lengths)
         self._pace.add(ratio / correction.value)
         correction.add(ratio / self._pace.value)
 
     def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
         """Record the time of drafting for `num_sequences` at once."""
         self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(seconds / self._pace.value)
-
-    def _expected_s(self, num_rows: int, lengths: Sequence[int]) -> float:
-        return self.table.seconds(self.table.tree_attention(num_rows, lengths), num_rows, lengths)
 
 
 @dataclass(slots=True)

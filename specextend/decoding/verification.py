@@ -17,7 +17,6 @@ from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import NOT_FINITE, where_finite
 from specextend.decoding.sequence import Sequence
-from specextend.decoding.speculation import CostTable
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
@@ -65,7 +64,7 @@ class Verifier:
     """Those whose queries are kept."""
     _num_levels: int
     """Of the deepest tree."""
-    _tree_attention: TreeAttention | CostTable
+    _tree_attention: TreeAttention
     """With a table, each step takes the kind that is faster by it."""
     _graphs: Graphs
 
@@ -73,7 +72,7 @@ class Verifier:
         """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
-        kind = self._kind(lengths, trees.num_nodes)
+        kind: TreeAttention = "hybrid" if trees.num_nodes == 1 else self._tree_attention
         forward = partial(self._forward, starts, lengths, kind)
         places = upload(torch.tensor(known), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
@@ -150,11 +149,3 @@ class Verifier:
             nodes = torch.stack([tree.token_ids, tree.parents]).tolist() if sequence.is_adjusted else ([], [])
             chosen.append(sequence.choose(logits[b], positions[b], *nodes))
         return torch.stack(chosen)
-
-    def _kind(self, lengths: Items[int], num_nodes: int) -> TreeAttention:
-        """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
-        if num_nodes == 1:
-            return "hybrid"
-        if isinstance(self._tree_attention, CostTable):
-            return self._tree_attention.tree_attention(num_nodes, [length + num_nodes for length in lengths])
-        return self._tree_attention

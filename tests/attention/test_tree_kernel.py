@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from specextend.attention.backends import load_backend
 from specextend.attention.reference import pack_mask
-from specextend.decoding.decoding_options import AttentionOptions
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -54,13 +53,6 @@ def test_packing_puts_row_i_into_bit_i(row):
 def test_splits_fill_whole_waves(num_programs, num_processors, num_warps, expected):
     """More would only write more partial results; fewer leave multiprocessors idle."""
     assert choose_num_splits(num_programs, num_processors, num_warps) == expected
-
-
-def test_a_tree_is_one_call_of_the_kernel_unless_configured_otherwise():
-    """It masks only the tree by itself, so a second call and a merge would be a waste."""
-    assert AttentionOptions(backend="triton").tree_kinds == ("dense",)
-    assert AttentionOptions(backend="triton", tree="hybrid").tree_kinds == ("hybrid",)
-    assert AttentionOptions().tree_kinds == ("dense", "hybrid")
 
 
 def test_without_triton_the_backend_is_refused_in_one_line(monkeypatch):

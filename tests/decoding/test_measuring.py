@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from specextend.decoding import measurements
-from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs
 from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
 from tests.tiny_models import random_prompt, request, tiny_engine
 
-CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
+CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine.target, ("dense", "hybrid"), (1, 4, 16), (512, 1500), Graphs())
+    measure(engine.target, "hybrid", (1, 4, 16), (512, 1500), Graphs())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
@@ -55,9 +55,9 @@ def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
     monkeypatch.setattr(
         measurements, "time_step", lambda target, kind, size, length, graphs: 0.01 * size + 1e-5 * length
     )
-    table = measure(engine.target, ("dense",), (1, 4), (512, 1500, 900), Graphs())
+    table = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs())
     for size in (1, 4):
-        assert table.seconds("dense", size, [6000]) == pytest.approx(0.01 * size + 0.06)
+        assert table.seconds(size, [6000]) == pytest.approx(0.01 * size + 0.06)
 
 
 def test_a_second_start_measures_nothing(folder, engine):
