@@ -32,7 +32,7 @@ from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import train_eagle
 from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
-from specextend.training.recording import PromptMaker, Recorder, Sample, Text
+from specextend.training.recording import Answer, PromptMaker, Recorder, Text
 from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
 
 Item = TypeVar("Item")
@@ -186,7 +186,7 @@ class _Rounds:
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # the engine, which refers to itself, has a target of its own
-        num_rows = max(len(each.prompt_token_ids) + max(map(len, each.answers)) for each in answers.values())
+        num_rows = max(len(each.prompt_token_ids) + len(each.output_token_ids) for each in answers.values())
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
         paths = self._record(Recorder(target, self._vocabulary), answers)
         shape = target.model.config
@@ -198,7 +198,7 @@ class _Rounds:
         )
         train_eagle(task)
 
-    def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
+    def _answers(self, count: int, start: Path | None) -> dict[int, Answer]:
         """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""
         folder = self._work / "answers"
         found = read_answers(folder)
@@ -208,7 +208,7 @@ class _Rounds:
             found = read_answers(folder)
         return {number: found[number] for number in range(count)}
 
-    def _record(self, recorder: Recorder, answers: dict[int, Sample]) -> list[Path]:
+    def _record(self, recorder: Recorder, answers: dict[int, Answer]) -> list[Path]:
         """Record answers with the target, and return the paths. Existing recordings are kept."""
         folder, paths = self._work / "recordings", []
         for number, answer in answers.items():

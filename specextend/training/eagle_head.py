@@ -27,13 +27,13 @@ from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
 from specextend.models import load_tokenizer, tokens_sha256
-from specextend.training.recording import PARTS, Recording, Span
+from specextend.training.recording import Recording
 from specextend.training.task import Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
 PROMPT_SLOTS = 256
-"""Number of prompt slots that a step asks for, beside all slots of the answers."""
+"""Number of prompt slots that a step asks for, beside all slots of the answer."""
 
 
 # The head
@@ -181,53 +181,37 @@ class Slots:
     """[S, C] of the target at i + 1, which the head predicts"""
     shares: Tensor
     """[S] fp32 probability that the target gives to the draft vocabulary at i + 1"""
-    groups: Tensor
-    """[S] int64: 0 for the prompt, 1 and up for the answers; each is contiguous"""
+    is_answer: Tensor
+    """[S] bool: whether token i + 1 is of the answer"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """Change all tensors in the same way: move them to a device, or select slots."""
         return Slots(*(change(getattr(self, field.name)) for field in fields(self)))
 
     def visible(self, asked: Tensor) -> Tensor:
-        """Return the mask [Q, S] bool of what each asked slot sees: the prompt, and its own answer up to itself."""
-        own = self.groups[asked][:, None]
-        before = self.positions[None] <= self.positions[asked][:, None]
-        return before & ((self.groups[None] == 0) | (self.groups[None] == own))
-
-    def follow(self, asked: Tensor, steps: int) -> Tensor:
-        """Return, for each asked slot, whether the slot `steps` further belongs to the same group: [Q] bool."""
-        last = len(self.groups) - 1
-        return (asked + steps <= last) & (self.groups[(asked + steps).clamp(max=last)] == self.groups[asked])
+        """Return the mask [Q, S] bool of what each asked slot sees: all up to itself."""
+        return self.positions[None] <= self.positions[asked][:, None]
 
 
 def lay_out(recording: Recording) -> Slots:
     """Lay out a recording as slots."""
-    prompt, parts = recording.prompt, [_part(recording.prompt, 0, 0)]
-    for group, answer in enumerate(recording.answers, start=1):
-        behind = Span(*(torch.cat([getattr(span, name) for span in (prompt, answer)]) for name in PARTS))
-        parts.append(_part(behind, len(prompt.token_ids) - 1, group))
-    return Slots(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _part(span: Span, first: int, group: int) -> tuple[Tensor, ...]:
-    """Return the tensors of the slots from `first` on, in the order of `Slots`."""
-    tokens, hidden = span.token_ids, span.hidden
-    history, positions = histories(last_tokens(None, tokens))[first + 1 :], torch.arange(first, len(tokens) - 1)
-    rest = hidden[first:-1], hidden[first + 1 :], span.shares[first + 1 :], torch.full_like(positions, group)
-    return tokens[first + 1 :], history, positions, *rest
+    tokens, hidden = recording.token_ids, recording.hidden
+    history = histories(last_tokens(None, tokens))[1:]
+    rest = recording.shares[1:], recording.is_answer[1:]
+    return Slots(tokens[1:], history, torch.arange(len(tokens) - 1), hidden[:-1], hidden[1:], *rest)
 
 
 def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a head on the slots `asked` [Q], then on the slots behind them with its own output as features.
 
     Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared. Values of a chain that
-    has left its group (`Slots.follow`) are meaningless.
+    has run past the last slot are meaningless.
     """
     keys, values = head.keys_values(slots)
     visible = slots.visible(asked)
     hidden, own = slots.hidden[asked], torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
-        at = (asked + step).clamp(max=len(slots.groups) - 1)
+        at = (asked + step).clamp(max=len(slots.positions) - 1)
         drafted = replace(slots.each(partial(torch.index_select, dim=0, index=at)), hidden=hidden)
         if step:  # a drafted slot sees the real slots up to its root's, and the drafted slots of its own chain
             keys, values = (torch.cat(both) for both in zip((keys, values), head.keys_values(drafted), strict=True))
@@ -247,7 +231,7 @@ def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Te
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=multiplies_bf16(rows.device)):
         for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
-            weights = slots.shares[at] * slots.follow(asked, step)
+            weights = slots.shares[at] * (asked + step == at)
             wanted = linear(slots.labels[at].to(rows.dtype), rows).float().softmax(-1)
             logits = head.logits(hidden).float()
             losses = logits.logsumexp(-1) - (wanted * logits).sum(-1)
@@ -256,10 +240,10 @@ def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Te
 
 
 def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
-    """Choose all slots of the answers and a random subset of the prompt's."""
-    num_prompt = int((slots.groups == 0).sum())
+    """Choose all slots of the answer and a random subset of the prompt's."""
+    num_prompt = int((~slots.is_answer).sum())
     some = torch.randperm(num_prompt, generator=generator)[:PROMPT_SLOTS].sort().values
-    return torch.cat([some, torch.arange(num_prompt, len(slots.groups))]).to(slots.groups.device)
+    return torch.cat([some, torch.arange(num_prompt, len(slots.positions))]).to(slots.positions.device)
 
 
 # The training

@@ -18,7 +18,7 @@ from specextend.decoding.decoding_options import DraftOptions
 from specextend.document_requests import document_seed
 from specextend.loading import load_engine
 from specextend.stats import DecodingStats
-from specextend.training.recording import Sample
+from specextend.training.recording import Answer
 from specextend.training.task import Show
 
 ROWS = 32
@@ -27,11 +27,11 @@ TOKENS = pa.list_(pa.int32())
 SCHEMA = pa.schema([("number", pa.int64()), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)])
 
 
-def read_answers(folder: Path) -> dict[int, Sample]:
+def read_answers(folder: Path) -> dict[int, Answer]:
     """Read all answers in a folder, by number."""
     tables = (pq.read_table(file, schema=SCHEMA, **CHECKED) for file in folder.glob("*.parquet"))
     rows = (row for table in tables for row in table.to_pylist())
-    return {row["number"]: Sample(row["prompt_token_ids"], [row["output_token_ids"]]) for row in rows}
+    return {row["number"]: Answer(row["prompt_token_ids"], row["output_token_ids"]) for row in rows}
 
 
 def add_answers(config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show) -> None:

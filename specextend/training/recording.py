@@ -37,11 +37,11 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and the answers to it, each read directly behind it."""
+class Answer:
+    """A prompt and the target's own answer to it."""
 
     prompt_token_ids: list[int]
-    answers: list[list[int]]
+    output_token_ids: list[int]
 
 
 class PromptMaker:
@@ -85,8 +85,8 @@ class PromptMaker:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens and the target's hidden states at them."""
+class Recording:
+    """The tokens of a prompt and of the answer behind it, and the target's hidden states at them."""
 
     token_ids: Tensor
     """[T] int64"""
@@ -94,62 +94,39 @@ class Span:
     """[T, C] the last, after the final norm, as the LM head reads it"""
     shares: Tensor
     """[T] fp32 probability that the target gives to the draft's vocabulary: a draft can learn no more than that"""
-
-
-PARTS = tuple(field.name for field in fields(Span))
-"""Names of the tensors of a span, in order."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A prompt and its answers, each recorded directly behind the prompt."""
-
-    prompt: Span
-    answers: list[Span]
+    is_answer: Tensor
+    """[T] bool: False for the prompt, which comes first"""
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
-        spans = {"prompt": self.prompt} | {f"answer{i}": answer for i, answer in enumerate(self.answers)}
-        tensors = {f"{name}.{part}": getattr(span, part) for name, span in spans.items() for part in PARTS}
         with atomic_output(resolve(str(path))) as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+            save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, temporary)
 
     @staticmethod
     def load(path: Path) -> Recording:
         """Read what `save` wrote."""
-        tensors = load_file(path)
-
-        def span(name: str) -> Span:
-            return Span(*(tensors[f"{name}.{part}"] for part in PARTS))
-
-        return Recording(span("prompt"), [span(f"answer{i}") for i in range(len(tensors) // len(PARTS) - 1)])
+        return Recording(**load_file(path))
 
 
 class Recorder:
-    """Records samples with a target whose cache has rows for the longest of them."""
+    """Records answers with a target whose cache has rows for the longest of them, with its prompt."""
 
     def __init__(self, target: CachedModel, vocabulary: Tensor):
         """Take the target, and the token ids [V] that the draft proposes."""
         self._target, self._vocabulary = target, vocabulary.to(target.device)
 
     @torch.inference_mode()
-    def record(self, sample: Sample) -> Recording:
-        """Record the prompt, and each of the sample's answers behind it."""
-        prompt = self._read(sample.prompt_token_ids, 0)
-        return Recording(prompt, [self._read(answer, len(prompt.token_ids)) for answer in sample.answers])
-
-    def _read(self, token_ids: list[int], num_before: int) -> Span:
-        """Run tokens [T] behind the first `num_before` of the cache."""
-        tokens, device = torch.tensor(token_ids), self._target.device
+    def record(self, answer: Answer) -> Recording:
+        """Record a prompt and the answer behind it."""
+        tokens = torch.tensor(answer.prompt_token_ids + answer.output_token_ids)
+        places, device = torch.arange(len(tokens)), self._target.device
         hidden, shares = [], []
-        for chunk in tokens.split(traits_of(device).prefill_chunk):
-            end = num_before + len(chunk)
-            plan = AttentionPlan([0], [end], len(chunk))
-            positions = torch.arange(num_before, end, device=device)
-            hidden.append(self._target.forward(chunk[None].to(device), positions[None], plan)[0])
-            num_before = end
+        for positions in places.split(traits_of(device).prefill_chunk):
+            plan = AttentionPlan([0], [int(positions[-1]) + 1], len(positions))
+            chunk = tokens[positions][None].to(device)
+            hidden.append(self._target.forward(chunk, positions[None].to(device), plan)[0])
         states = torch.cat(hidden)
         for each in states.split(256):
             logits = self._target.logits(each).float()
             shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
-        return Span(tokens, states.cpu(), torch.cat(shares).cpu())
+        return Recording(tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids))

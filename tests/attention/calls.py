@@ -72,7 +72,7 @@ def attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale):
     return attend_reference(q, k, v, KeySpan([*map(int, starts)], [*map(int, lengths)], mask), scale)
 
 
-def product_of_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def product_of_tiles(x, weight):
     """Return x [T, I] times weight [O, I], both bf16 widened to float32, as tiles do: [T, O] float32.
 
     An instruction takes 16 pairs of inputs: it sums their first numbers and their second ones apart, and adds both.

@@ -15,7 +15,7 @@ from specextend.config import RunConfig
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
-from specextend.training.recording import Recording, Span
+from specextend.training.recording import Recording
 from specextend.training.task import TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
@@ -81,11 +81,8 @@ def workshop(tmp_path_factory):
 
 
 def made_up_recording(vocab_size, hidden_size):
-    """A prompt of 24 tokens and two answers, with states that no target has made."""
+    """A prompt of 24 tokens and an answer of 9, with states that no target has made."""
     generator = torch.Generator().manual_seed(0)
-
-    def span(length):
-        token_ids = torch.randint(vocab_size, (length,), generator=generator)
-        return Span(token_ids, torch.randn(length, hidden_size, generator=generator), torch.ones(length))
-
-    return Recording(span(24), [span(7), span(9)])
+    token_ids = torch.randint(vocab_size, (33,), generator=generator)
+    hidden = torch.randn(33, hidden_size, generator=generator)
+    return Recording(token_ids, hidden, torch.ones(33), torch.arange(33) >= 24)

@@ -24,9 +24,9 @@ def load_tiny(folder):
     return CachedModel(load_causal_lm(write_model(model, folder), None, "float32", "cpu"), attend_reference, 64)
 
 
-def drafted(network, slots, group):
-    """[2, C]: what the network gives for the last slot but one of an answer, and behind it from its own output."""
-    prompt, own = (slots.groups == 0).nonzero()[:, 0], (slots.groups == group).nonzero()[:, 0]
+def drafted(network, slots):
+    """[2, C]: what the network gives for the last slot but one of the answer, and behind it from its own output."""
+    prompt, own = (~slots.is_answer).nonzero()[:, 0], slots.is_answer.nonzero()[:, 0]
     num_read = len(prompt) + 1
     assert network.cache.admit(0, 64, 64)
     token_ids = torch.cat([slots.history[:1, 0], slots.token_ids[prompt]])
@@ -47,9 +47,9 @@ def drafted(network, slots, group):
     return torch.cat([first, run(own[-1:], first)])
 
 
-def trained(head, slots, group):
+def trained(head, slots):
     """The same of the trainable head."""
-    asked = (slots.groups == group).nonzero()[-2]
+    asked = slots.is_answer.nonzero()[-2]
     with torch.inference_mode():
         return torch.cat([hidden for hidden, _ in chain(head, slots, asked, 2)])
 
@@ -64,10 +64,9 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
     head = EagleHead(config, weights, embedding, lm_head)
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
-    for group in (1, 2):
-        own = read_head(folder)
-        rope = rope_frequencies(own.rope, own.head_dim, "tiny")
-        network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, 64, rope)
-        expected, found = drafted(network, slots, group), trained(head, slots, group)
-        assert torch.allclose(found, expected, atol=1e-4)
-        assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)
+    own = read_head(folder)
+    rope = rope_frequencies(own.rope, own.head_dim, "tiny")
+    network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, 64, rope)
+    expected, found = drafted(network, slots), trained(head, slots)
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)

@@ -9,7 +9,7 @@ from specextend.attention.reference import attend_reference
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.model import CachedModel
 from specextend.models import load_causal_lm
-from specextend.training.recording import PromptMaker, Recorder, Sample, Text
+from specextend.training.recording import Answer, PromptMaker, Recorder, Text
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 
 
@@ -44,16 +44,12 @@ def test_pieces_leave_room_in_the_context():
 
 @torch.inference_mode()
 def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
-    """Answers share what the target has read of the prompt; none may see another."""
+    """A draft learns from the states that it will see: those behind the whole prompt, each at its own token."""
     model, other = (load_causal_lm(workshop.target, None, "float32", "cpu") for _ in range(2))
-    target = CachedModel(other, attend_reference, 256)
-    sample = Sample([*range(1, 40)], [[5, 6, 7, 8], [9, 5]])
-    vocabulary = torch.tensor([5, 9, 30])
-    recording = Recorder(target, vocabulary).record(sample)
-    prompt = recording.prompt.token_ids
-    assert [len(answer.token_ids) for answer in recording.answers] == [4, 2]
-    for answer in recording.answers:
-        whole = model.model(torch.cat([prompt, answer.token_ids])[None]).last_hidden_state[0]
-        torch.testing.assert_close(torch.cat([recording.prompt.hidden, answer.hidden]), whole)
-        shares = model.lm_head(whole).softmax(-1)[:, vocabulary].sum(-1)
-        torch.testing.assert_close(torch.cat([recording.prompt.shares, answer.shares]), shares)
+    answer, vocabulary = Answer([*range(1, 40)], [5, 6, 7, 8]), torch.tensor([5, 9, 30])
+    recording = Recorder(CachedModel(other, attend_reference, 256), vocabulary).record(answer)
+    assert recording.token_ids.tolist() == answer.prompt_token_ids + answer.output_token_ids
+    assert recording.token_ids[recording.is_answer].tolist() == answer.output_token_ids
+    whole = model.model(recording.token_ids[None]).last_hidden_state[0]
+    torch.testing.assert_close(recording.hidden, whole)
+    torch.testing.assert_close(recording.shares, model.lm_head(whole).softmax(-1)[:, vocabulary].sum(-1))
