@@ -382,8 +382,11 @@ def _known_keys(section: str) -> list[str]:
 
 
 def _as_json(values: Values) -> str:
-    """Write values of YAML as JSON. Raises ConfigError for a number of thousands of digits, or endless nesting."""
+    """Write values of YAML as JSON, with U+FFFD for halves of surrogate pairs in the prompt alone, never in a path.
+
+    Raises ConfigError for a number of thousands of digits, or endless nesting.
+    """
     try:
-        return json.dumps(mended(values), default=str)
+        return json.dumps(values | {"prompt": mended(values.get("prompt", {}))}, default=str)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"a value cannot be read: {first_line(error)}") from None

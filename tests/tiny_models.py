@@ -142,7 +142,9 @@ def perturbed(model, noise, seed):
 def write_model(model, folder, tokenizer=tiny_tokenizer):
     """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
-    tokenizer(model.config.vocab_size).save_pretrained(folder)
+    made = tokenizer(model.config.vocab_size)
+    made.unk_token = made.pad_token = made.convert_ids_to_tokens(0)  # or Qwen2's class adds a token of its own
+    made.save_pretrained(folder)
     return str(folder)
 
 
