@@ -81,7 +81,9 @@ def record(name, function):
 
 
 @torch.library.custom_op("specextend_tests::attend_tree", mutates_args=())
-def _attend_tree(q, k, v, starts, lengths, visible, num_masked, scale):
+def _attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
+) -> tuple[Tensor, Tensor]:  # of which torch makes a schema
     return attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale)
 
 

@@ -143,7 +143,8 @@ def write_model(model, folder, tokenizer=tiny_tokenizer):
     """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
     made = tokenizer(model.config.vocab_size)
-    made.unk_token = made.pad_token = made.convert_ids_to_tokens(0)  # or Qwen2's class adds a token of its own
+    if model.config.model_type == "qwen2":  # whose class adds a token of its own otherwise
+        made.unk_token = made.pad_token = made.convert_ids_to_tokens(0)
     made.save_pretrained(folder)
     return str(folder)
 
