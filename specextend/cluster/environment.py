@@ -226,12 +226,8 @@ def _private_folder(interrupt: Interrupt) -> Iterator[str]:
     before = interrupt.last
 
     def last() -> None:
-        from ray._private import worker
-
         before()
-        if (node := getattr(worker, "_global_node", None)) is not None:  # or its processes would make the folder again
-            node.kill_all_processes(check_alive=False, allow_graceful=True)
-        made.cleanup()
+        made.cleanup()  # Ray's processes end with this one; killed before it, they would take its exit code along
 
     interrupt.last = last
     try:
