@@ -183,7 +183,7 @@ RELEASED = "released"
 
 @dataclass(frozen=True)
 class Kernel:
-    """What came of a kernel that a worker has tried."""
+    """Says what came of a kernel that a worker has tried."""
 
     name: str
     taken: bool
