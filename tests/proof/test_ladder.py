@@ -71,12 +71,12 @@ def test_a_kernel_is_tried_in_a_cache_that_just_holds_the_longest_request(subjec
 def test_a_rung_that_is_right_and_faster_is_taken(subject):
     """What needs it is tried then."""
     base = replace(Kernels(), steps="tests.proof.faulty:right_but_slow")
-    better = Rung(name="better", changes={"steps": "matmul"}, judged_by=("plain", "tree"))
+    better = Rung(name="better", changes={"steps": "sdpa"}, judged_by=("plain", "tree"))
     behind = replace(rung("raises"), needs="better")
     missing = replace(rung("raises"), name="missing", needs="nothing")
     absent = Rung(name="absent", changes={"prompts": "flash"}, judged_by=("prompt",))
     proof = prove(subject, [better, behind, missing, absent], NEVER, base)
-    assert proof.kernels == replace(base, steps="matmul")
+    assert proof.kernels == replace(base, steps="sdpa")
     assert [trial.taken for trial in proof.trials] == [True, False, False, False]
     assert [trial.is_wrong for trial in proof.trials] == [False, True, False, False]
     assert proof.trials[1].why == "RuntimeError: no kernel image is available"
