@@ -307,7 +307,8 @@ class EagleNetwork:
         """Return what runs the head in one call, or None where it cannot be."""
         own, names = self._linears, {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
         linears = {name: own[place] for name, place in names.items() if place in own}
-        linears.setdefault("lm_head", target.model.lm_head)
+        if "lm_head" not in linears:
+            linears["lm_head"] = target.model.lm_head
         layer = SimpleNamespace(
             head_dim=self._head.head_dim,
             head_norms=None,
@@ -320,8 +321,11 @@ class EagleNetwork:
         )
         if joined_in_one_call([layer], self._scale) is None or not are_compiled(linears.values()):
             return None
-        from specextend.attention.compiled.growth import Head
+        from specextend.attention.compiled.attend import can_make
+        from specextend.attention.compiled.growth import Head, kernel
 
+        if not can_make(kernel):
+            return None
         angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
         both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
         places = {"embedding_norm": "embedding_norm", "feature_norm": "feature_norm", "last_norm": "norm"}

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +44,18 @@ ELEMENTS: dict[torch.dtype, type] = {
 }
 
 
-def can_compile(dtype: torch.dtype) -> bool:
-    """Compile the kernel of `dtype`, or read it from disk; return False if numba cannot make it for this processor."""
+def can_make(kernel: Callable[[], Any]) -> bool:
+    """Compile a kernel, or read it from disk; return False if numba cannot make it for this processor."""
     try:
-        kernel(ELEMENTS[dtype])
+        kernel()
     except (NumbaError, OSError, RuntimeError):
         return False
     return True
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Return True if numba makes the kernel of `dtype`."""
+    return can_make(partial(kernel, ELEMENTS[dtype]))
 
 
 def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:

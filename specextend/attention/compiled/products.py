@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
-from numba.core.errors import NumbaError
 from torch import Tensor
 
 from specextend.attention.compiled import blocks, items, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.attend import num_workers, run_on
+from specextend.attention.compiled.attend import can_make, num_workers, run_on
 from specextend.attention.compiled.blocks import TILE, add_to, copy_row, load_units, times
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
@@ -273,11 +272,7 @@ def can_multiply():
 
     Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.
     """
-    if not {"avx2", "fma"} <= vir.processor_features():
-        return False
-    try:
-        kernel()
-    except (NumbaError, OSError, RuntimeError):
+    if not ({"avx2", "fma"} <= vir.processor_features() and can_make(kernel)):
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
