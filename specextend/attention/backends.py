@@ -120,7 +120,7 @@ def load_triton(device: torch.device) -> Attend:
         raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
     if device.type == "cpu" and not is_interpreted():
         raise ValueError("attention.backend triton runs on a GPU only; choose auto")
-    otherwise: Attend = attend_by_head if device.type == "cpu" else attend_cuda
+    otherwise = load_backend("sdpa", device)
     if device.type != "cpu" and (flash := find_flash_attn()) is not None:
         otherwise = attend_with(flash, attend_cuda)
 

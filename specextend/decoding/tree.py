@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -63,15 +63,20 @@ class DraftTrees:
     def padded(self, num_nodes: int) -> DraftTrees:
         """Return the trees padded to `num_nodes`, which are no fewer."""
         missing = 0, num_nodes - self.num_nodes
-        values = zip(self.tensors, (0, -1, 0, -inf), strict=True)
-        return DraftTrees(*(pad(each, missing, value=value) for each, value in values), self.sizes)
+        return replace(
+            self,
+            token_ids=pad(self.token_ids, missing),
+            parents=pad(self.parents, missing, value=-1),
+            depths=pad(self.depths, missing),
+            log_probs=pad(self.log_probs, missing, value=-inf),
+        )
 
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
         columns = torch.stack([self.parents, self.token_ids, self.depths], 2).tolist()
         batch = zip(columns, self.log_probs.tolist(), self.sizes, strict=True)
         return [
-            [TreeNode(*row, log_prob) for row, log_prob in zip(rows[:size], log_probs, strict=False)]
+            [TreeNode._make((*row, log_prob)) for row, log_prob in zip(rows[:size], log_probs, strict=False)]
             for rows, log_probs, size in batch
         ]
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -44,7 +43,6 @@ _RUNS = 5
 _SMALL_VOCABULARY = 1024
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33))
 """Tokens of a prompt, and new tokens, of requests of a tiny pair, in turns; one more is longer than a chunk."""
-_NEVER = sys.maxsize
 _LEAST_ACCEPTED = 0.9
 """Share of the draft tokens that eager steps accept; trees may differ where two tokens are nearly tied."""
 
@@ -106,7 +104,7 @@ def compare_tokens(subject: Subject, rung: Kernels, capture: Capture | None = No
         if different := [name for name, done in expected.items() if found[name].token_ids != done.token_ids]:
             return f"{counted(len(different), 'text')} of a tiny pair differ in batches of {batch}"
         if capture is not None:
-            eager = pair.decode(rung, requests, batch, Graphs(capture, _NEVER))
+            eager = pair.decode(rung, requests, batch, Graphs(capture, sys.maxsize))
             accepted = [sum(done.stats.num_accepted_tokens for done in each.values()) for each in (found, eager)]
             if accepted[0] < _LEAST_ACCEPTED * accepted[1]:
                 return f"{accepted[0]} instead of {accepted[1]} draft tokens are accepted in batches of {batch}"
@@ -116,7 +114,7 @@ def compare_tokens(subject: Subject, rung: Kernels, capture: Capture | None = No
 def make_requests(chunk: int, batch: int) -> list[Request]:
     """Make requests of random tokens, more than a batch."""
     generator = torch.Generator().manual_seed(0)
-    lengths = ((chunk + 70, 20), *islice(cycle(_LENGTHS), max(len(_LENGTHS), batch)))
+    lengths = ((chunk + 70, 20), *_LENGTHS * (1 + batch // len(_LENGTHS)))
     return [
         Request(
             request_id=str(number),

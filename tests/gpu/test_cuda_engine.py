@@ -65,7 +65,7 @@ def decode(kernels, temperature, batch, graphs):
 
 
 def requests(temperature):
-    """Seventeen texts, more than a batch."""
+    """More texts than a batch."""
     return [
         Request(
             request_id=each.request_id,
