@@ -344,8 +344,8 @@ class Engine:
         self._watch.charge("other_s", running)
         trees = self._draft(running)
         if self._graphs.enabled and trees.num_nodes > 1:  # n-grams and grammars leave any size
-            size, most = trees.num_nodes, 1 + self._memory.num_nodes
-            trees = trees.padded(self._adaptive.costs.table.size_for(size) if self._adaptive else max(most, size))
+            sizes = self._adaptive.costs.table if self._adaptive else None
+            trees = trees.padded(sizes.size_for(trees.num_nodes) if sizes else 1 + self._memory.num_nodes)
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)

@@ -61,8 +61,10 @@ class DraftTrees:
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
     def padded(self, num_nodes: int) -> DraftTrees:
-        """Return the trees padded to `num_nodes`, which are no fewer."""
+        """Return the trees padded to `num_nodes`, if they have fewer."""
         missing = 0, num_nodes - self.num_nodes
+        if num_nodes <= self.num_nodes:
+            return self
         return replace(
             self,
             token_ids=pad(self.token_ids, missing),
