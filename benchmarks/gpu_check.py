@@ -1,42 +1,75 @@
-"""The check of a GPU: what a start would prove, for the shapes of targets in use, and the tests that need a GPU.
+"""The check of a GPU, part by part: is it right there, what would a start choose, and how long do steps take?
 
-`python3 -m benchmarks.gpu_check --out out/gpu` leaves `NAME.json` for each target and `summary.json`. The exit code is
-1 if a kernel that can run here is wrong, or a test fails.
+`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json` and files of its parts, written as soon as there
+is something to say. Each part has a process and a time of its own, so that one which hangs, or breaks its GPU, costs
+itself alone. The exit code is 1 if a part failed, or a kernel that can run there is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_pairs import FULL, TINY, PairShape
-from specextend.decoding.device import device_name, traits_of
+from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, PairShape
+from benchmarks.gpu_steps import decode, try_steps
+from specextend.attention.backends import shortest_runs
+from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.device import device_name, release_cached, synchronise, traits_of
 from specextend.decoding.measurements import measure_limits
 from specextend.proof.ladder import identity, prove
 from specextend.proof.subject import Subject
 from specextend.shipped import code_commit
 
-PROOF_S, TESTS_S = 130.0, 125.0
-"""Seconds of each target's proof and of the tests; together less than nine minutes."""
-_TESTS = ("tests/gpu", "-m", "gpu", "-q", "-rs", "-c", "/dev/null", "--rootdir", ".", "--confcutdir", "tests/gpu")
-_WITHOUT = ("--import-mode", "importlib", "-p", "no:cacheprovider")
-_SHOWN = 1000
-"""Characters of a message that are kept."""
+Found = dict[str, Any]
+LIMITS_S = {"kernels": 90, "tiny-pair": 60, "proof-batch-4": 60, "proof-batch-16": 60, "steps": 150, "profile": 40}
+"""Seconds of each part, together less than eight minutes."""
+_TESTS = {"kernels": "tests/gpu/test_cuda.py", "tiny-pair": "tests/gpu/test_cuda_engine.py"}
+PYTEST = (
+    *("-m", "gpu", "-q", "-rfEs", "--tb=short", "-c", "/dev/null", "--rootdir", ".", "--confcutdir", "tests/gpu"),
+    *("--import-mode", "importlib", "-p", "no:cacheprovider"),
+)
+"""Nothing of the repository's own settings, which need packages of their own."""
+_SHOWN = 4000
+"""Characters of what a part said that are kept: the last ones."""
+_OPERATORS = 25
+"""Lines of a profile."""
+_LENGTH = 16384
+_WIDE, _NARROW = TreeOptions(nodes=31, depth=8), TreeOptions(nodes=31, depth=4)
+_CELLS = (
+    (4, GRAPHS, _WIDE),
+    (4, GRAPHS, None),
+    (4, "triton", _WIDE),
+    (4, GRAPHS, _NARROW),
+    (4, "sdpa", None),
+    (16, GRAPHS, _WIDE),
+    (16, GRAPHS, None),
+    (4, "sdpa", _WIDE),
+    (16, GRAPHS, _NARROW),
+    (16, "triton", _WIDE),
+)
+"""Sequences, way to run the engine, and tree (None: plain steps). The most telling first."""
 
 
-def subjects(device: torch.device, *, tiny: bool) -> Iterator[tuple[str, Subject]]:
-    """Yield a subject for each pair's target, in batches of four as long as a GPU of 40 GB holds."""
-    for shape in TINY[:1] if tiny else FULL:
-        yield shape.name, _subject(shape, device, batch=2 if tiny else 4, longest=600 if tiny else 16896)
+def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
+    """Yield what a start would choose for a target in batches of the size that the part's name ends with."""
+    shape = TINY[0] if tiny else FULL[-1]
+    subject = _subject(shape, device, int(name.rpartition("-")[2]), longest=600 if tiny else _LENGTH + 512)
+    proof = prove(subject, limit_s=limit_s)
+    print(f"{shape.name}:", *(f"{trial}\n    ms: {trial.times()}" for trial in proof.trials), sep="\n  ", flush=True)
+    limits = asdict(measure_limits(device, torch.bfloat16))
+    yield {"pair": shape.name, "holds_for": identity(subject), "limits": limits, **asdict(proof)}
 
 
 def _subject(shape: PairShape, device: torch.device, batch: int, longest: int) -> Subject:
@@ -44,8 +77,8 @@ def _subject(shape: PairShape, device: torch.device, batch: int, longest: int) -
         device=str(device),
         dtype="bfloat16",
         model={"model_type": "llama", **shape.target},
-        num_nodes=shape.tree.most_nodes,
-        depth=shape.tree.depth,
+        num_nodes=_WIDE.most_nodes,
+        depth=_WIDE.depth,
         batch=batch,
         longest=longest,
         num_rows=batch * (longest + 512),
@@ -53,39 +86,113 @@ def _subject(shape: PairShape, device: torch.device, batch: int, longest: int) -
     )
 
 
-def run_tests() -> dict[str, Any]:
-    """Run the tests that need a GPU."""
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", *_TESTS, *_WITHOUT]
+def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
+    """Yield the milliseconds of steps, and prompts, of each combination until the time is up."""
+    ends_at, shape = time.monotonic() + limit_s, TINY[-1] if tiny else FULL[-1]
+    pair = Pair(shape, device, torch.bfloat16)
+    for batch, backend, tree in _CELLS[:5] if tiny else _CELLS:
+        if time.monotonic() > ends_at:
+            return
+        pair.shape = replace(shape, tree=tree or _WIDE)
+        size = "" if tree is None else f"{tree.nodes} x {tree.depth}"
+        length = 256 if tiny else _LENGTH
+        cell: Found = {"pair": shape.name, "backend": backend, "batch": batch, "tokens": length, "tree": size}
+        cell |= try_steps(pair, backend, batch, length, speculates=tree is not None)
+        print(cell, flush=True)
+        yield cell
+        gc.collect()
+        release_cached(device)
+
+
+def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
+    """Yield how kernels for prompts compare, then the operators that take most time in chunks and in steps."""
+    length = 256 if tiny else _LENGTH
+    yield from _prompt_kernels(device, traits_of(device).prefill_chunk if not tiny else 64, length)
+    pair = Pair(TINY[-1] if tiny else FULL[-1], device, torch.bfloat16)
+    is_gpu = device.type == "cuda"
+    parts = EngineParts(pair, GRAPHS if is_gpu else "sdpa", 1, length + 32)
+    engine = parts.engine(speculates=True)
+    decode(engine, 1, 64)
+    for what, num_tokens in (("steps", 64), ("a prompt and steps", length)):
+        with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as seen:
+            decode(engine, 1, num_tokens)
+        order = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+        events = sorted(seen.key_averages(), key=lambda event: -getattr(event, order))[:_OPERATORS]
+        rows = [{"name": each.key[:80], "calls": each.count, "ms": getattr(each, order) / 1e3} for each in events]
+        yield {"of": what, "tokens": num_tokens, "operators": rows}
+
+
+def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> Iterator[Found]:
+    """Yield the milliseconds of a chunk's attention to the rows before it, by cuDNN and by torch's flash kernel."""
+    make = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    q, k, v = make(1, 32, num_queries, 128), make(1, 32, num_keys, 128), make(1, 32, num_keys, 128)
+    operators = torch.ops.aten
+    candidates = {
+        "cudnn": lambda: operators._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False),
+        "flash": lambda: operators._scaled_dot_product_flash_attention(q, k, v, 0.0, False),
+    }
+    for kernel, run in candidates.items():
+
+        def timed(run: Any = run) -> None:
+            run()
+            synchronise(device)
+
+        try:
+            found: Found = {"ms": 1e3 * shortest_runs({"": timed}, 5)[""]}
+        except (RuntimeError, NotImplementedError) as error:
+            found = {"skipped": str(error)[:200]}
+        yield {"kernel": kernel, "queries": num_queries, "keys": num_keys, **found}
+
+
+def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> int:
+    """Run a part in this process, and write what it finds after each finding; return the exit code."""
+    part = {"steps": steps, "profile": profiles}.get(name, proofs)
+    found: list[Found] = []
+    for each in part(name, device, LIMITS_S[name] - 15, tiny=tiny):
+        found.append(each)
+        write(folder, name, found)
+    return int(any(trial["is_wrong"] for each in found for trial in each.get("trials", ())))
+
+
+def write(folder: Path, name: str, found: Any) -> None:
+    """Write what was found so far."""
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def run_limited(command: list[str], limit_s: float) -> tuple[int, str]:
+    """Run a command; return its exit code, and what it said, as far as it came."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TESTS_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "said": f"not done after {TESTS_S:g} s"}
-    said = (done.stdout + done.stderr).strip()[-_SHOWN:]
-    return {"ok": done.returncode == 0, "said": said, "seconds": time.monotonic() - begin}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        return 124, (late.output or b"").decode(errors="replace")[-_SHOWN:] + f"\nnot done after {limit_s:g} s"
+    return done.returncode, done.stdout.decode(errors="replace")[-_SHOWN:]
 
 
 def main() -> int:
-    """Prove, test, write what was found, and return the exit code."""
+    """Run all parts one after the other, or the one that is named; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shapes", choices=("full", "tiny"), default="full")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--part", choices=[*LIMITS_S])
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    device, wrong = torch.device(given.device), 0
-    summary: dict[str, Any] = {"commit": code_commit(), "device": device_name(device)}
-    summary["limits"] = asdict(measure_limits(device, torch.bfloat16))
-    for name, subject in subjects(device, tiny=given.shapes == "tiny"):
-        proof = prove(subject, limit_s=PROOF_S)
-        print(f"{name}:", *(f"{trial}\n    ms: {trial.times()}" for trial in proof.trials), sep="\n  ", flush=True)
-        found = {"holds_for": identity(subject), **asdict(proof)}
-        (given.out / f"{name.replace(' ', '')}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        wrong += sum(trial.is_wrong for trial in proof.trials)
-    summary["tests"] = tests = run_tests() if device.type == "cuda" else {"ok": True, "said": "they need a GPU"}
-    print(tests["said"])
-    (given.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return int(wrong > 0 or not tests["ok"])
+    device = torch.device(given.device)
+    if given.part:
+        return run_part(given.part, device, given.out, tiny=given.shapes == "tiny")
+    versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    summary: Found = {"commit": code_commit(), "device": device_name(device), "versions": versions, "parts": {}}
+    for name, limit_s in LIMITS_S.items():
+        command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--part", name]
+        if name in _TESTS:
+            command = [sys.executable, "-m", "pytest", _TESTS[name], *PYTEST]
+            command += ["--collect-only"] if device.type == "cpu" else []
+        begin = time.monotonic()
+        code, said = run_limited(command, limit_s if device.type == "cuda" else 10 * limit_s)
+        summary["parts"][name] = {"code": code, "seconds": time.monotonic() - begin, "said": said}
+        write(given.out, "summary", summary)
+        print(f"{name}: {'ok' if code == 0 else 'failed'}\n{said}", flush=True)
+    return int(any(part["code"] for part in summary["parts"].values()))
 
 
 if __name__ == "__main__":

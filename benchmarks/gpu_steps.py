@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, SkippedError
 from specextend.core import Request
-from specextend.decoding.device import is_out_of_memory, release_cached
+from specextend.decoding.device import is_out_of_memory, peak_bytes, release_cached
+from specextend.decoding.engine import Engine
 from specextend.stats import DecodingStats
 
 Row = dict[str, Any]
@@ -42,40 +43,49 @@ def steps(device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Row]:
             if time.monotonic() > ends_at:
                 return
             cell: Row = {"pair": shape.name, "backend": backend, "batch": batch, "tokens": length, "draft": speculates}
-            yield cell | _try(pair, backend, batch, length, speculates)
+            yield cell | try_steps(pair, backend, batch, length, speculates=speculates)
             gc.collect()
             release_cached(device)
         del pair
 
 
-def _try(pair: Pair, backend: str, batch: int, length: int, speculates: bool) -> Row:
+def try_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: bool) -> Row:
+    """Return what `measure_steps` does, or why it cannot."""
     try:
-        return measure_steps(pair, backend, batch, length, speculates)
+        return measure_steps(pair, backend, batch, length, speculates=speculates)
     except (SkippedError, RuntimeError) as error:
         return {"skipped": "out of memory" if is_out_of_memory(error) else str(error)}
 
 
-def measure_steps(pair: Pair, backend: str, batch: int, length: int, speculates: bool) -> Row:
+def decode(engine: Engine, batch: int, num_tokens: int) -> DecodingStats:
+    """Decode a batch of prompts of one length, which are read before the first step."""
+    engine.decode_share = 0.0
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=[1 + i] * num_tokens, max_new_tokens=NEW_TOKENS)
+        for i in range(batch)
+    ]
+    total = DecodingStats()
+    for done in engine.generate(requests):
+        total.add(done.stats)
+    return total
+
+
+def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: bool) -> Row:
     """Decode a batch of prompts of one length after a warm-up, and return the milliseconds of a step by phase."""
+    device = pair.model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     engine = EngineParts(pair, backend, batch, length + NEW_TOKENS).engine(speculates=speculates)
-
-    def run(num_tokens: int) -> DecodingStats:
-        requests = [
-            Request(request_id=str(i), prompt_token_ids=[1 + i] * num_tokens, max_new_tokens=NEW_TOKENS)
-            for i in range(batch)
-        ]
-        total = DecodingStats()
-        for done in engine.generate(requests):
-            total.add(done.stats)
-        return total
-
-    run(min(length, 64))
-    stats = run(length)
+    decode(engine, batch, min(length, 64))
+    stats = decode(engine, batch, length)
     num_steps = (stats.num_spec_steps + stats.num_plain_steps) / batch
     phases = {"step": stats.step_s, "draft": stats.draft_s, "verify": stats.verify_s, "retrieval": stats.retrieval_s}
     return {
         "prefill_tokens_per_s": batch * length / stats.prefill_s,
+        "decode_tokens_per_s": stats.num_output_tokens / stats.step_s,
         "steps": num_steps,
+        "accepted": stats.num_accepted_tokens / max(1, stats.num_spec_steps),
+        "peak_gib": peak_bytes() / 2**30,
         **{f"{name}_ms": 1e3 * seconds / num_steps for name, seconds in phases.items()},
     }
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs what only a GPU can prove, in under nine minutes: benchmarks/README.md says what. Results go to $OUT as JSON. The
-# exit code is 1 if a kernel that runs there is wrong, or a test fails.
+# Runs what only a GPU can prove, in under eight minutes: benchmarks/README.md says what. Results go to $OUT as JSON. The
+# exit code is 1 if a kernel that runs there is wrong, or a part fails.
 # Needs torch with CUDA, transformers, triton and pytest; neither models nor a network.
-# `scripts/gpu_check.sh --device cpu --shapes tiny` tries all of it but the tests on a CPU.
+# `scripts/gpu_check.sh --device cpu --shapes tiny` tries all of it on a CPU, where tests are only collected.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=. HF_HUB_OFFLINE=1

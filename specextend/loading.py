@@ -178,7 +178,8 @@ def confirm(proof: Proof, target: CachedModel) -> Proof:
     """Check what was proven once more, on the loaded target; take torch's own kernels instead if something differs."""
     if not any(trial.taken for trial in proof.trials):
         return proof
-    if not (wrong := what_is_wrong_in_logits(target)):
+    capture = CudaCapture() if proof.kernels.graphs else None
+    if not (wrong := what_is_wrong_in_logits(target, Graphs(capture))):
         return proof
     floor = Kernels()
     target.attend, target.kernels = floor.attend(target.device), floor.of_layers(target.device)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
 from specextend.attention.reference import MAX_MASKED, attend_reference, masked_rows
+from specextend.proof.subject import Kernels
 from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import engine_with, tiny_config
 
@@ -87,12 +88,21 @@ def _attend_tree(
     return attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale)
 
 
-def captured_engine(pair, draft, graphs, adaptive=None, *, any_head=True, **changes):
-    """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`."""
+def captured_engine(pair, draft, graphs, adaptive=None, *, any_head=True, prompts="triton", **changes):
+    """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`.
+
+    Chunks of prompts have a kernel that a proof may choose beside it: `triton`, whose own is another one, or any other
+    name, which stands for a kernel that reads places on the host.
+    """
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
+
+    def load(name, device):
+        return backend_triton(any_head=any_head) if name == "triton" else attend_reference
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specextend.proof.subject.load_backend", lambda name, device: backend_triton(any_head=any_head))
-        return engine_with(config, graphs=graphs, adaptive=adaptive)
+        patch.setattr("specextend.proof.subject.load_backend", load)
+        kernels = Kernels(prompts=prompts, steps="triton")
+        return engine_with(config, kernels=kernels, graphs=graphs, adaptive=adaptive)
 
 
 def backend_triton(*, any_head):

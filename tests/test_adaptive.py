@@ -153,6 +153,48 @@ def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, referenc
     assert total.num_spec_steps < total.num_draft_tokens < 0.8 * NUM_NODES * total.num_spec_steps
 
 
+class Device:
+    """A host and a device with a time line each: a replay takes the host no time, and the device some seconds."""
+
+    def __init__(self):
+        self.now = self.free_at = 0.0
+        self.seconds = {"draft": 5.0, "absorb": 0.1, "verify": 1.0}
+
+    def clock(self):
+        return self.now
+
+    def wait(self, *_):
+        self.now = max(self.now, self.free_at)
+
+    def capture(self, name, function):
+        replay, outputs = record(name, function)
+
+        def launch():
+            self.now += 0.01
+            self.free_at = max(self.now, self.free_at) + self.seconds[name]
+            replay()
+            if name == "verify":  # its tokens are read at once
+                self.wait()
+
+        return launch, outputs
+
+
+def test_captured_drafts_that_lose_are_given_up(pair, references, monkeypatch):
+    """Launches were timed, not work: a draft of five plain steps for five tokens seemed free, and its target slow."""
+    simulated = Device()
+    monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
+    monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
+    costs = StepCosts(CostTable(dict.fromkeys(SIZES, (1.0, 0.0))))
+    adaptive = Adaptive(costs, NUM_NODES, reads_late=True)
+    engine = captured_engine(pair, "same", device.Graphs(simulated.capture, 0), adaptive, decoding__max_batch_size=1)
+    total = DecodingStats()
+    for completion in checked(engine, references):
+        total.add(completion.stats)
+    assert costs.draft_s(1) == pytest.approx(5.1, abs=0.1)
+    assert costs.verify_s(1, [300]) == pytest.approx(1.0, abs=0.1)
+    assert total.num_plain_steps > 2 * total.num_spec_steps
+
+
 def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     """With costs from the start-up: a draft as large as the target that is never right is given up after a few steps.
 

@@ -283,11 +283,15 @@ def tiny_engine(pair, draft="good", **changes):
     return load_engine(tiny_config(pair, draft, **changes))
 
 
-def engine_with(config, wrap=None, graphs=None, **parts):
-    """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`."""
+def engine_with(config, wrap=None, graphs=None, kernels=None, **parts):
+    """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`.
+
+    kernels: of the target; None: those that are chosen for a CPU.
+    """
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
-    target, lm_head = load_cached_target(config, num_rows, choose_kernels(config, facts, torch.device("cpu")).kernels)
+    kernels = kernels or choose_kernels(config, facts, torch.device("cpu")).kernels
+    target, lm_head = load_cached_target(config, num_rows, kernels)
     usual = {
         "eos_token_ids": frozenset(facts.eos_token_ids),
         "max_tokens": config.max_tokens(facts.context_length),

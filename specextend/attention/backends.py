@@ -16,7 +16,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from specextend.attention.plan import Attend, HostReadError, KeySpan
+from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import LayerKernels, attend_reference
 from specextend.attention.torch_kernels import (
     TORCH,
@@ -45,7 +45,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
         ValueError: no such backend, its package is not installed, or it does not run on the device.
     """
     if name == "auto":
-        return attend_on_cpu if device.type == "cpu" else load_sdpa()
+        return attend_on_cpu if device.type == "cpu" else attend_cuda
     if name not in BACKENDS:
         raise ValueError(f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
     if name == "reference":
@@ -108,19 +108,6 @@ def load_compiled() -> Attend:
     return compiled
 
 
-def load_sdpa() -> Attend:
-    """Return torch's own kernels for a GPU; where flash-attn is installed, it attends to chunks of prompts."""
-    if (flash := find_flash_attn()) is None:
-        return attend_cuda
-    attend_to_prompts = attend_with(flash, attend_cuda)
-
-    def sdpa_and_flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        kernel = attend_to_prompts if span.causal else attend_cuda
-        return kernel(q, k, v, span, scale)
-
-    return sdpa_and_flash
-
-
 def load_triton(device: torch.device) -> Attend:
     """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to flash-attn or `sdpa`.
 
@@ -133,16 +120,12 @@ def load_triton(device: torch.device) -> Attend:
         raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
     if device.type == "cpu" and not is_interpreted():
         raise ValueError("attention.backend triton runs on a GPU only; choose auto")
-    otherwise: Attend = attend_by_head if device.type == "cpu" else attend_cuda
+    otherwise = load_backend("sdpa", device)
     if device.type != "cpu" and (flash := find_flash_attn()) is not None:
         otherwise = attend_with(flash, attend_cuda)
 
     def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        if serves(q, span):
-            return attend_triton(q, k, v, span, scale)
-        if span.captured:
-            raise HostReadError(f"the Triton kernel does not take {q.shape[1]} queries with heads of {q.shape[3]}")
-        return otherwise(q, k, v, span, scale)
+        return (attend_triton if serves(q, span) else otherwise)(q, k, v, span, scale)
 
     return triton
 

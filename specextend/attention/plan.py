@@ -7,7 +7,7 @@ Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` quer
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ TreeAttention = Literal["dense", "hybrid"]
 
 class HostReadError(RuntimeError):
     """A captured step needs a kernel that reads places on the host; a replay would read those of the capture."""
+
+
+class _Unreadable(list[int]):
+    """The places of a captured step, which only the device may read: whatever kernel asks for them says so."""
+
+    def __iter__(self, *_: object) -> NoReturn:
+        raise HostReadError("a kernel reads places of rows on the host")
+
+    __len__ = __contains__ = __getitem__ = __iter__  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -43,8 +52,6 @@ class KeySpan:
     on_device: tuple[Tensor, Tensor] | None = None
     """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64 on the device;
     None: only the host knows them."""
-    captured: bool = False
-    """True while a step is captured: its replays have other `starts` and `lengths`, so that no kernel may read them."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """What a kernel makes of the span once per forward, for all layers."""
 
@@ -58,32 +65,17 @@ class KeySpan:
                 self.made["places"] = torch.cat([starts, rows[:, -1:] + 1 - starts], 1).T.contiguous()
         return self.made["places"]
 
-    def tail_bias(self, b: int, num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, m] over its last m rows, or None if all rows are visible.
+    def bias(self, b: int, dtype: torch.dtype, device: torch.device, *, tail: bool = False) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, S] over all its rows, or over its `tail`, the rows of the mask.
 
-        m is the width of the mask, at most the number of rows. Made once per forward and shared by all layers.
-        """
-        if self.mask is None and not self.causal:
-            return None
-        key = "tail", b, dtype
-        if key not in self.made:
-            if self.mask is None:
-                visible = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).tril()
-            else:
-                visible = self.mask[b].to(device)
-            self.made[key] = additive(visible, min(visible.shape[1], self.lengths[b]), dtype)
-        return self.made[key]
-
-    def bias(self, b: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, S] over all its rows, or None if there is no mask.
-
-        Made once per forward and shared by all layers.
+        None if there is no mask. Made once per forward and shared by all layers.
         """
         if self.mask is None:
             return None
-        key = "bias", b, dtype
+        key = tail, b, dtype
         if key not in self.made:
-            self.made[key] = additive(self.mask[b].to(device), self.lengths[b], dtype)
+            length = min(self.mask.shape[2], self.lengths[b]) if tail else self.lengths[b]
+            self.made[key] = additive(self.mask[b].to(device), length, dtype)
         return self.made[key]
 
 
@@ -121,6 +113,8 @@ class AttentionPlan:
     """The kind of attention of a masked forward."""
     window: int | None = None
     """Number of rows that a causal query sees, including its own; None: all."""
+    device: torch.device | None = None
+    """Where the mask of a window is made; None: on the host, which takes as long as a small model's chunk."""
     keep_layers: frozenset[int] = frozenset()
     """Layers whose queries are kept for retrieval."""
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -130,12 +124,14 @@ class AttentionPlan:
     on_device: tuple[Tensor, Tensor] | None = None
     """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None: made from the lists."""
     captured: bool = False
-    """True while a step is captured, see `KeySpan`."""
+    """True while a step is captured: its replays have other `starts` and `lengths`, so that reading them raises."""
     made_rows: Tensor | None = None
     """The new rows, once they are made from the lists."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
+        if self.captured:
+            self.starts = self.lengths = _Unreadable()
         self.spans = self._windowed() if self.window is not None else self._split()
 
     def new_rows(self, device: torch.device) -> Tensor:
@@ -151,11 +147,7 @@ class AttentionPlan:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""
         if self.mask is None or self.tree == "dense":
             causal = self.mask is None and self.num_new > 1  # the one query of a plain step sees every row
-            whole = KeySpan(self.starts, self.lengths, self.mask, causal, needs_lse=False, on_device=self.on_device)
-            whole.captured = self.captured
-            return (whole,)
-        if self.captured:
-            raise HostReadError("hybrid attention divides a sequence's rows on the host")
+            return (KeySpan(self.starts, self.lengths, self.mask, causal, needs_lse=False, on_device=self.on_device),)
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
@@ -172,7 +164,8 @@ class AttentionPlan:
         reach = [min(length, self.num_new + self.window - 1) for length in self.lengths]
         starts = [s + n - r for s, n, r in zip(self.starts, self.lengths, reach, strict=True)]
         longest = max(reach)
-        back = torch.arange(self.num_new)[:, None] + (longest - self.num_new) - torch.arange(longest)[None]
+        rows = torch.arange(longest, device=self.device)
+        back = rows[-self.num_new :, None] - rows
         band = (back >= 0) & (back < self.window)
         return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1), window=self.window, needs_lse=False),)
 
@@ -192,18 +185,3 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """
     weight_a = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
     return torch.lerp(out_b.float(), out_a.float(), weight_a).to(out_a.dtype)
-
-
-def has_prefix(span: KeySpan, num_queries: int) -> bool:
-    """Return True if the span is causal and holds rows before the queries' own."""
-    return span.causal and any(length > num_queries for length in span.lengths)
-
-
-def attend_chunk(attend: Attend, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to a causal span with a prefix by a kernel that takes none: prefix and own rows apart, then merged."""
-    num_queries = q.shape[1]
-    before = [length - num_queries for length in span.lengths]
-    own = [start + length for start, length in zip(span.starts, before, strict=True)]
-    prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
-    chunk = attend(q, k, v, KeySpan(own, [num_queries] * len(own), causal=True), scale)
-    return merge_states(*prefix, *chunk), torch.logaddexp(prefix[1], chunk[1])

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from specextend.attention.plan import KeySpan, additive
 
-MAX_MASKED = 128
-"""Rows that a mask can cover: two words of 64 bits."""
+MAX_QUERIES = 128
+"""Queries of a sequence in a call of a step's kernel, at most."""
+MAX_MASKED = 512
+"""Rows that a mask of a step's kernel covers, at most: a draft sees all earlier levels of its tree."""
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -44,16 +46,16 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask [B, T, M] bool, M at most 128, into bits [B, T, 2] int64.
+    """Pack a mask [B, T, M] bool into bits [B, T, M / 64] int64, rounded up.
 
     Bit i % 64 of word i // 64 says whether row i is visible; bits from M on are 0.
     """
-    padded = torch.nn.functional.pad(mask, (0, MAX_MASKED - mask.shape[2])).unflatten(2, (2, 64))
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[2] % 64)).unflatten(2, (-1, 64))
     return (padded.long() << torch.arange(64, device=mask.device)).sum(-1)
 
 
 def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
-    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, 2], and M.
+    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, M / 64], and M.
 
     Made once per forward. A span without mask has no such rows.
     """

@@ -2,23 +2,22 @@
 
 A CPU attends by torch's flash kernel where ours cannot be compiled (`backends.py`).
 
-The flash-attn package, version 2 or 3, attends to prefixes and causal chunks of a whole batch in one call, on a GPU. It
-is imported only where it is chosen. It takes no tree mask and no float32; another kernel, which the caller names,
-attends to those calls. Keys are never copied: one sequence is a slice of the cache, a batch is read in pages.
+The flash-attn package, version 2 or 3, attends to prefixes and causal chunks, one sequence after the other, on a GPU.
+It is imported only where it is chosen. It takes no tree mask and no float32; another kernel, which the caller names,
+attends to those calls. Keys are never copied: a sequence is a slice of the cache.
 
-Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `P` rows of a page, `C` hidden size,
+Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `C` hidden size,
 `I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
 """
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from specextend.attention.plan import Attend, KeySpan, attend_chunk, has_prefix, merge_states
+from specextend.attention.plan import Attend, KeySpan, merge_states
 from specextend.attention.reference import HeadNorms, LayerKernels
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
@@ -33,8 +32,12 @@ def _each(kernel: _Kernel) -> Attend:
     """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        if has_prefix(span, q.shape[1]):
-            return attend_chunk(attend, q, k, v, span, scale)
+        before = [length - q.shape[1] for length in span.lengths]
+        if span.causal and any(before):  # prefix and own rows apart, because the kernel takes no causal prefix
+            own = [start + length for start, length in zip(span.starts, before, strict=True)]
+            prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
+            chunk = attend(q, k, v, KeySpan(own, [q.shape[1]] * len(own), causal=True), scale)
+            return merge_states(*prefix, *chunk), torch.logaddexp(prefix[1], chunk[1])
         results = []
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
@@ -62,10 +65,9 @@ def _by_head(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale
 
 def _on_cuda(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
-    if span.mask is None:
+    bias = span.bias(b, q.dtype, q.device, tail=True)
+    if bias is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
-    bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
-    assert bias is not None
     before = key.shape[2] - bias.shape[1]
     tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
     if before == 0:
@@ -137,10 +139,8 @@ def gate(gate_up: Tensor) -> Tensor:
 TORCH = LayerKernels(add_norm, rotate_heads, gate)
 
 
-PAGE = 256
-"""P, the smallest page that version 2 reads; the regions of a cache begin at multiples of it."""
 FlashKernel = Callable[..., Any]
-"""`flash_attn_with_kvcache` of either version: q [B, T, H, D], a cache [B, S, K, D] or pages [R / P, P, K, D] of one;
+"""`flash_attn_with_kvcache` of either version: q [B, T, H, D], keys and values [B, S, K, D];
 with `return_softmax_lse` the first two of its results are out [B, T, H, D] and lse [B, H, T]."""
 
 
@@ -159,35 +159,17 @@ def find_flash_attn() -> FlashKernel | None:
 
 def attend_with(kernel: FlashKernel, otherwise: Attend) -> Attend:
     """Return a backend that attends with flash-attn's kernel, and with `otherwise` to calls that it does not take."""
-    table_name = "page_table" if "page_table" in signature(kernel).parameters else "block_table"
 
     def flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
         if span.mask is not None or 0 in span.lengths or q.dtype == torch.float32:
             return otherwise(q, k, v, span, scale)
-        if len(q) == 1:
-            rows = slice(span.starts[0], span.starts[0] + span.lengths[0])
-            keys, values = (stored[:, rows].transpose(0, 1).unsqueeze(0) for stored in (k, v))
-            places = {}
-        elif any(start % PAGE for start in span.starts) or k.shape[1] % PAGE:
-            return otherwise(q, k, v, span, scale)
-        else:
-            keys, values = (stored.unflatten(1, (-1, PAGE)).permute(1, 2, 0, 3) for stored in (k, v))
-            table, lengths = _pages(span, len(keys), q.device)
-            places = {table_name: table, "cache_seqlens": lengths}
-        out, lse, *_ = kernel(
-            q, keys, values, softmax_scale=scale, causal=span.causal, return_softmax_lse=True, **places
-        )
+        results = []
+        for query, start, length in zip(q.split(1), span.starts, span.lengths, strict=True):
+            keys, values = (stored[:, start : start + length].transpose(0, 1).unsqueeze(0) for stored in (k, v))
+            results.append(
+                kernel(query, keys, values, softmax_scale=scale, causal=span.causal, return_softmax_lse=True)[:2]
+            )
+        out, lse = results[0] if len(q) == 1 else map(torch.cat, zip(*results, strict=True))
         return out, lse.transpose(1, 2)
 
     return flash
-
-
-def _pages(span: KeySpan, num_pages: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the pages [B, S / P] and the number of rows [B] of each sequence, int32, made once a forward."""
-    if "pages" not in span.made:
-        starts, lengths = span.places(device)
-        numbers = torch.arange(-(-max(span.lengths) // PAGE), device=device)
-        pages = (starts // PAGE).unsqueeze(1) + numbers
-        span.made["pages"] = pages.clamp(max=num_pages - 1).int()  # pages behind a shorter sequence are not read
-        span.made["num_rows"] = lengths.int()
-    return span.made["pages"], span.made["num_rows"]

@@ -24,10 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import MAX_MASKED, masked_rows
+from specextend.attention.reference import MAX_MASKED, MAX_QUERIES, masked_rows
 
 HEAD_DIMS = (64, 128)
-MAX_QUERIES = 128
 MAX_SPLITS = 64
 WAVE_SLACK = 1.05
 """How many times as long as with the best number of splits the kernel may take; fewer splits leave less to merge."""
@@ -73,22 +72,20 @@ def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) ->
 
 
 @triton.jit
-def _window(words, is_row, first):
-    """Load 64 bits of each row's two words [rows] from bit `first` > -64 on; those before bit 0 are 1."""
-    low = tl.load(words, mask=is_row, other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(words + 1, mask=is_row, other=0).to(tl.uint64, bitcast=True)
-    before = tl.full(low.shape, 0xFFFFFFFFFFFFFFFF, tl.uint64)
-    here = tl.where(first < 0, before, tl.where(first < 64, low, high))
-    behind = tl.where(first < 0, low, tl.where(first < 64, high, tl.zeros_like(low)))
+def _window(words, is_row, first, num_words):
+    """Load 64 bits of each row's words [rows] from bit `first` >= -64 on; those before bit 0 are 1."""
+    word = tl.full(is_row.shape, (first + 64) // 64 - 1, tl.int32)
+    here = tl.load(words + word, mask=is_row & (word >= 0), other=-1).to(tl.uint64, bitcast=True)
+    behind = tl.load(words + word + 1, mask=is_row & (word + 1 < num_words), other=0).to(tl.uint64, bitcast=True)
     shift = (first & 63).to(tl.uint64)
     return (here >> shift) | ((behind << 1) << (63 - shift))
 
 
 @triton.jit
-def _hide(scores, words, is_row, block, tail, length, KEYS: tl.constexpr):
+def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.constexpr):
     """Set the scores of keys that a row does not see to -inf. The masked rows are those from `tail` to `length`."""
     column = tl.arange(0, KEYS)
-    seen = (_window(words, is_row, block - tail)[:, None] >> column[None, :]) & 1
+    seen = (_window(words, is_row, block - tail, num_words)[:, None] >> column[None, :]) & 1
     exists = block + column < length
     return tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
 
@@ -133,13 +130,15 @@ def attend_splits(
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     tail = length - num_masked
+    num_words = tl.cdiv(num_masked, 64)
     for block in tl.range(first, last, KEYS):
         keys = block + tl.arange(0, KEYS)
         exists = keys < length
         key = tl.load(k + keys[None, :] * k_row + dims[:, None], mask=exists[None, :], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * log2_scale
         if block + KEYS > tail:
-            scores = _hide(scores, visible + 2 * token, is_row, block, tail, length, KEYS)
+            words = visible + num_words * token
+            scores = _hide(scores, words, is_row, block, tail, length, num_words, KEYS)
         higher = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
         weights = tl.exp2(scores - finite[:, None])
@@ -190,10 +189,10 @@ def attend_tree(
 ) -> tuple[Tensor, Tensor]:
     """Attend with q [B, T, H, D] to rows of k, v [K, R, D], each sequence's keys divided into `num_splits` parts.
 
-    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M = `num_masked` of them, at
-    most 128, are visible to query t as the bits `visible[b, t]` say ([B, T, 2] int64, see `pack_mask`); all earlier
-    ones are visible. M may exceed a length: bits of rows before the start do not count. `starts`, `lengths` and
-    `visible` are contiguous on the device of q; the host does not read them.
+    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M = `num_masked` of them are
+    visible to query t as the bits `visible[b, t]` say ([B, T, M / 64] int64, see `pack_mask`); all earlier ones are
+    visible. M may exceed a length: bits of rows before the start do not count. `starts`, `lengths` and `visible` are
+    contiguous on the device of q; the host does not read them.
 
     Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; out is 0 and lse -inf where no row is visible.
     """
@@ -227,7 +226,7 @@ def is_interpreted() -> bool:
 
 
 def serves(q: Tensor, span: KeySpan) -> bool:
-    """Return True if the kernel takes a call: up to 128 queries and as many masked rows, heads of 64 or 128 elements.
+    """Return True if the kernel takes a call: up to 128 queries and 512 masked rows, heads of 64 or 128 elements.
 
     The interpreter multiplies the bits of bfloat16 as if they were integers, so there it does not.
     """

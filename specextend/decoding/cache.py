@@ -1,7 +1,7 @@
 """The KV caches: preallocated rows for many sequences, one contiguous region each, and the two caches of a draft.
 
 In offline work the largest length of a sequence is known in advance, so each gets one contiguous region and no paging
-is needed. A region is aligned to 256 rows, so that a paged kernel can read it through a page table in order.
+is needed. A region is aligned to 256 rows, which are copied at a time.
 
 A draft has every committed token's K and V, and the rows that it may see now (arXiv 2505.20776, section 3). Its full
 cache holds keys rotated back to position 0. Its working cache holds the visible ones, rotated to consecutive positions,

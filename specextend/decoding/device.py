@@ -10,8 +10,9 @@ import platform
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,7 @@ from specextend.core import how_to_install
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
 """Records what a named function does: returns its replay, and the outputs that every replay writes."""
-Key = tuple[str, tuple[Hashable, ...]]
+Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]]
 """The name of a function, and the shapes and types of its inputs."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
@@ -59,6 +60,8 @@ class DeviceTraits:
     """Whether the weights of linear layers may be laid out anew."""
     largest_batch: int
     """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much cheaper."""
+    measured_rows: int
+    """Rows of the largest step whose time is measured; those of larger ones are taken to grow with them."""
     workspace_bytes: int
     """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries."""
     probe_bytes: int
@@ -73,6 +76,7 @@ CPU = DeviceTraits(
     decode_share=0.0,
     packs_linears=True,
     largest_batch=4,
+    measured_rows=64,
     workspace_bytes=0,
     probe_bytes=512 << 20,
     probe_size=2048,
@@ -82,6 +86,7 @@ GPU = DeviceTraits(
     decode_share=0.125,
     packs_linears=False,
     largest_batch=32,
+    measured_rows=1024,
     workspace_bytes=3 << 29,
     probe_bytes=1 << 30,
     probe_size=8192,
@@ -171,8 +176,12 @@ class CudaCapture:
         """Capture a function beside the latest one of its name that is still kept."""
         graph, latest = torch.cuda.CUDAGraph(), self._latest.get(name)
         pool = None if latest is None else latest.pool()
-        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # other threads may use the GPU
-            outputs = function()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # other threads may use the GPU
+                outputs = function()
+        finally:
+            torch.cuda.set_stream(stream)  # torch leaves the thread on its own if a capture cannot be ended
         self._latest[name] = graph
         return graph.replay, outputs
 
@@ -216,16 +225,26 @@ class Graphs:
     """Runs functions of tensors, and captures those whose inputs have the same shapes again and again.
 
     So rare shapes take no memory, and a batch needs no padding to a size that was captured before: rows of trees that
-    nobody asked for take as long as others. What was not run for longest makes room for new shapes. A function whose
-    kernels ask something of the host runs eagerly. If a capture fails in any other way, all functions run eagerly from
-    then on, because the device's allocator may not be trusted with another one.
+    nobody asked for take as long as others. What was not run for longest makes room for new shapes. A larger function
+    than all of its name takes their memory, in which they are captured anew when they come again: captured one after
+    the other, as batches grow, they would take the sum.
+
+    A function whose kernels ask something of the host, or for which memory runs out, runs eagerly. If a capture fails
+    in any other way, all functions run eagerly from then on, because the device's allocator may not be trusted with
+    another one.
     """
 
-    def __init__(self, capture: Capture | None = None):
-        """Take the way to capture; without one everything runs eagerly."""
+    def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
+        """Take the way to capture; without one everything runs eagerly.
+
+        num_eager_calls: those with inputs of the same shapes before it; None: `CALLS_BEFORE_CAPTURE`. They build the
+        kernels, which a capture may not, so there must be one.
+        """
         self._capture = capture
+        self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
         self._num_calls: Counter[Key] = Counter()
-        self._graphs: dict[Key, _Captured | None] = {}  # None: runs eagerly
+        self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
+        """The memory that a captured function reads, its replay, and what that writes; None: it runs eagerly."""
         self.capturing = False
         """True while a function is captured, so that what it asks of the host would be asked once for all replays."""
 
@@ -237,7 +256,7 @@ class Graphs:
     @property
     def num_warm_ups(self) -> int:
         """Return the calls with inputs of the same shapes after which a call takes the time that it will take."""
-        return 1 if self._capture is None else CALLS_BEFORE_CAPTURE + 1
+        return 1 if self._capture is None else self._num_eager_calls + 1
 
     def run(self, name: str, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
         """Return `function(*inputs)`.
@@ -247,28 +266,40 @@ class Graphs:
         key = name, tuple((each.shape, each.dtype) for each in inputs)
         if self._capture is not None and key not in self._graphs:
             self._num_calls[key] += 1
-            if self._num_calls[key] > CALLS_BEFORE_CAPTURE:  # the first calls built kernels, which a capture may not
+            if self._num_calls[key] > self._num_eager_calls:
                 self._try(self._capture, key, function, inputs)
         if key not in self._graphs:
             return function(*inputs)
         graph = self._graphs[key] = self._graphs.pop(key)  # the last one in the order is the one that ran last
-        return function(*inputs) if graph is None else graph.run(inputs)
+        if graph is None:
+            return function(*inputs)
+        memory, replay, outputs = graph
+        for own, new in zip(memory, inputs, strict=True):
+            own.copy_(new)
+        replay()
+        return outputs
 
     def _try(self, capture: Capture, key: Key, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
         """Capture a function, or note that it, or all of them, run eagerly."""
         if len(self._graphs) == MOST_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._num_calls[oldest]
+        alike = [other for other, graph in self._graphs.items() if other[0] == key[0] and graph is not None]
+        if all(_num_elements(other) < _num_elements(key) for other in alike):
+            for other in alike:
+                del self._graphs[other]
         self.capturing = True
         try:
-            self._graphs[key] = _Captured(capture, key[0], function, inputs)
-        except HostReadError as error:
-            _log.info("a step runs without a graph: %s", error)
-            self._graphs[key] = None
+            memory = tuple(each.clone() for each in inputs)
+            self._graphs[key] = memory, *capture(key[0], partial(function, *memory))
         except Exception as error:  # noqa: BLE001  whatever it was, the allocator may be in any state
-            _log.warning("steps run without graphs from now on, because one cannot be captured: %s", error)
-            self._capture = None
-            self.clear()
+            if isinstance(error, HostReadError) or is_out_of_memory(error):
+                _log.info("a step runs without a graph: %s", error)
+                self._graphs[key] = None
+            else:
+                _log.warning("steps run without graphs from now on, because one cannot be captured: %s", error)
+                self._capture = None
+                self.clear()
         finally:
             self.capturing = False
 
@@ -278,15 +309,6 @@ class Graphs:
         self._num_calls.clear()
 
 
-class _Captured:
-    """One function with inputs of fixed shapes, and the memory that it reads and writes."""
-
-    def __init__(self, capture: Capture, name: str, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]):
-        self._inputs = tuple(each.clone() for each in inputs)
-        self._replay, self._outputs = capture(name, lambda: function(*self._inputs))
-
-    def run(self, inputs: tuple[Tensor, ...]) -> Outputs:
-        for own, new in zip(self._inputs, inputs, strict=True):
-            own.copy_(new)
-        self._replay()
-        return self._outputs
+def _num_elements(key: Key) -> int:
+    """Return the size of a function's inputs."""
+    return sum(shape.numel() for shape, _ in key[1])

@@ -31,6 +31,8 @@ from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, 
 from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
+TIMED_EVERY = 16
+"""Captured steps of which one is timed, for which the host waits for the device after each phase."""
 
 
 class BatchError(RuntimeError):
@@ -78,7 +80,7 @@ class Engine:
         """Share of the time that the running sequences have while a prompt is read, below 1."""
         self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
-        self._num_levels = drafter.num_levels if drafter else 0
+        self._num_levels, self._tree_attention = drafter.num_levels if drafter else 0, tree_attention
         hidden_layers = drafter.hidden_layers if drafter else ()
         self._verifier = Verifier(
             target, hidden_layers, self._scored_layers, self._num_levels, tree_attention, self._graphs
@@ -92,7 +94,7 @@ class Engine:
         self._owed_s = 0.0
         """Seconds of steps that the running sequences are owed before the next chunk of a prompt."""
         self._cancelled: set[str] = set()
-        self._watch = Stopwatch()
+        self._watch, self._timed_for = Stopwatch(), adaptive
         self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
 
     def limits(self) -> dict[str, float] | None:
@@ -336,14 +338,25 @@ class Engine:
 
     def _step(self, running: list[Sequence]) -> None:
         """Draft, verify, accept, then let the draft look again, for all running sequences at once."""
+        is_timed = not self._graphs.enabled or self.num_steps % TIMED_EVERY == 0
+        self._timed_for = self._adaptive if is_timed else None
+        self._wait_if_timed()
         self._watch.charge("other_s", running)
         trees = self._draft(running)
+        if self._graphs.enabled and trees.num_nodes > 1:  # n-grams and grammars leave any size
+            sizes = self._adaptive.costs.table if self._adaptive else None
+            trees = trees.padded(sizes.size_for(trees.num_nodes) if sizes else 1 + self._memory.num_nodes)
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
         self._count_step()
         if self.drafter is not None:
             self._look_again(running, step)
+
+    def _wait_if_timed(self) -> None:
+        """Wait for what was launched, if its time is to be known."""
+        if self._timed_for is not None:
+            synchronise(self.target.device)
 
     def _draft(self, sequences: list[Sequence]) -> DraftTrees:
         """Propose a tree for each sequence; for a plain step it is the root, and behind it what a grammar forces."""
@@ -374,9 +387,10 @@ class Engine:
             most_nodes = min(most_nodes, self._adaptive.most_nodes)
         trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)
         trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
+        self._wait_if_timed()
         now = self._watch.charge("draft_s", drafting)
-        if self._adaptive is not None:
-            self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
+        if self._timed_for is not None:
+            self._timed_for.costs.observe_draft("propose", len(drafting), now - begin)
         return trees
 
     def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
@@ -389,7 +403,7 @@ class Engine:
     def _constrained(self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool) -> DraftTrees:
         """Take out of trees what grammars forbid, and add what they force: of those that draft, or of those that pause.
 
-        A pause does not hold up what is forced. Fixed shapes have as many nodes as the largest tree.
+        A pause does not hold up what is forced.
         """
         asked = [each.drafts and each.speculation.active == drafting for each in sequences]
         grammars = [each.grammar if is_asked else None for each, is_asked in zip(sequences, asked, strict=True)]
@@ -401,8 +415,7 @@ class Engine:
         kept = [nodes if grammar is None else grammar.keep(nodes, limit) for grammar, nodes, limit in rows]
         if kept == proposed:
             return trees
-        most = 1 + self._memory.num_nodes
-        return prune(DraftTrees.pad(kept, self.target.device, most if self._graphs.enabled else 0), most)
+        return prune(DraftTrees.pad(kept, self.target.device), 1 + self._memory.num_nodes)
 
     def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
         """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""
@@ -412,10 +425,10 @@ class Engine:
         for sequence, size, number, (new, _) in zip(sequences, trees.sizes, accepted, decided, strict=True):
             sequence.length += len(new)
             sizes = size - 1, number, self._num_levels
-            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=step.tree_attention == "hybrid")
+            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=self._tree_attention == "hybrid")
         now = self._watch.charge("verify_s", sequences)
         if self._adaptive is not None:
-            self._adaptive.observe(sequences, lengths, trees, accepted, now - begin)
+            self._adaptive.observe(sequences, lengths, trees, accepted, now - begin if self._timed_for else None)
         for sequence, (new, is_finite) in zip(sequences, decided, strict=True):
             if new:
                 sequence.push(new, now)
@@ -442,8 +455,8 @@ class Engine:
         prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
         if prompt:
             seconds = self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
-            if self._adaptive is not None:
-                self._adaptive.costs.observe_draft("absorb", len(prompt), seconds)
+            if self._timed_for is not None:
+                self._timed_for.costs.observe_draft("absorb", len(prompt), seconds)
         for b in going:
             if b not in prompt:
                 new = step.new_token_ids[b]
@@ -476,4 +489,5 @@ class Engine:
         assert self.drafter is not None
         begin = self._watch.charge("other_s", sequences)
         self.drafter.absorb([sequence.slot for sequence in sequences], decided)
+        self._wait_if_timed()
         return self._watch.charge("draft_s", sequences) - begin

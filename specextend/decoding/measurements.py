@@ -49,8 +49,10 @@ busy process 0.2 to 0.7."""
 _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 _REPEATS = 5
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
+MOST_ALONE = 64
+"""Rows of a sequence in a step that is measured, at most."""
 LENGTHS = (512, 6000, 2048)
 """Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
 BUDGET_S = 1.2
@@ -64,18 +66,18 @@ def kept_or_measured(
 ) -> Any:
     """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it.
 
-    What was measured is kept if `is_final` says so of it.
+    It is measured again where `is_final` says of what was kept that it is not enough.
     """
     path = _path(kind, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
         stored = {}
-    about = {"code": code_sha256(), "key": dict(key)}
-    if isinstance(stored, dict) and about.items() <= stored.items():
+    about = {"code": code_sha256(), "key": json.loads(json.dumps(dict(key)))}  # as it is read again
+    if isinstance(stored, dict) and about.items() <= stored.items() and is_final(stored["value"]):
         return stored["value"]
     value, is_quiet = measure_undisturbed(measure)
-    if is_quiet and path and is_final(value):
+    if is_quiet and path:
         with suppress(OSError):
             _write(path, json.dumps(about | {"value": value}, indent=1))
     return value
@@ -230,23 +232,20 @@ def head_size(config: Any) -> int:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """Fit the least-squares line through (length, seconds); a flat one where noise would make it fall or start below 0.
-
-    No two lengths are equal.
-    """
+    """Fit the least-squares line through (length, seconds), or a flat one where it would fall or begin below 0."""
     lengths, seconds = zip(*points, strict=True)
-    slope = max(0.0, linear_regression(lengths, seconds).slope) if len(points) > 1 else 0.0
+    slope = max(0.0, linear_regression(lengths, seconds).slope) if len({*lengths}) > 1 else 0.0
     first = fmean(seconds) - slope * fmean(lengths)
     return (first, slope) if first > 0 else (fmean(seconds), 0.0)
 
 
-def choose_sizes(num_nodes: int, max_batch_size: int) -> list[int]:
-    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `SIZES`.
+def choose_sizes(num_nodes: int, max_batch_size: int, most: int) -> list[int]:
+    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `most`.
 
     `num_nodes` is the largest tree, the root not counted.
     """
     rows = num_nodes + 1
-    all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
+    all_rows = max(rows, min(rows * max_batch_size, most))
     return sorted({rows, all_rows, *(size for size in SIZES if size < all_rows)})
 
 
@@ -255,40 +254,58 @@ def measure(
 ) -> CostTable:
     """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
-    It writes to the front of the target's cache, so no request may be running.
+    One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the cache allows. It
+    writes to the front of the target's cache, so no request may be running.
     """
-    begin = time.perf_counter()
-    num_rows = max(lengths) + max(sizes)
+    begin, num_free = time.perf_counter(), target.cache.rows.num_free
+    num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
     target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
     points: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for number, length in enumerate(lengths):
         if number > 1 and time.perf_counter() - begin > BUDGET_S:  # one length would say nothing of longer ones
             break
         for size in sizes:
-            step = partial(time_step, target, kind, size, length, graphs)
+            batch = -(-size // MOST_ALONE)
+            each = min(length, num_free // batch - -(-size // batch))
+            step = partial(time_step, target, kind, size, each, graphs, batch)
             if size not in points:  # the first calls of a size build what later ones use
                 for _ in range(graphs.num_warm_ups):
                     step()
             first_s = step()
-            points[size].append((length, first_s if first_s > _LONG_S else min(first_s, step())))
+            points[size].append((batch * each, first_s if first_s > _LONG_S else min(first_s, step())))
     return CostTable({size: fit_line(points[size]) for size in sizes})
 
 
+def make_step(
+    target: CachedModel, kind: TreeAttention, batch: int, num_new: int, length: int, graphs: Graphs
+) -> Callable[[Tensor], Tensor]:
+    """Return a step that reads `batch` chains of tokens [B, T], each behind `length` rows of its share of the cache.
+
+    It goes through `graphs`, and returns logits [B, T, V]. With one token a sequence it is a plain step.
+    """
+    starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
+    first = torch.tensor(starts, device=target.device).unsqueeze(1)
+    parents = torch.arange(-1, num_new - 1, device=target.device).repeat(batch, 1)
+    rows = first + length + parents + 1
+
+    def forward(token_ids: Tensor, parents: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor]:
+        mask = tree_mask(parents, num_new) if num_new > 1 else None
+        places, lengths = (first, rows), [length + num_new] * batch
+        plan = AttentionPlan(starts, lengths, num_new, mask, tree=kind, on_device=places, captured=graphs.capturing)
+        return (target.logits(target.forward(token_ids, rows - first, plan)),)
+
+    return lambda token_ids: graphs.run(f"step {kind}", forward, token_ids, parents, first, rows)[0]
+
+
 @torch.inference_mode()
-def time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs) -> float:
-    """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
-
-    def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
-        mask = tree_mask(parents, size) if size > 1 else None
-        places = start, rows
-        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=places, captured=graphs.capturing)
-        return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
-
-    begin = time.perf_counter()
-    parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
-    start = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    [chosen] = graphs.run(f"step {kind}", choose, torch.zeros_like(parents), parents, start, length + parents + 1)
-    chosen.tolist()  # waits for the device
+def time_step(
+    target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
+) -> float:
+    """Time one verification of chains of `size` rows together, each behind `length` tokens; one row is a plain step."""
+    begin, num_new = time.perf_counter(), -(-size // batch)
+    token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=target.device)
+    logits = make_step(target, kind, batch, num_new, length, graphs)(token_ids)
+    logits.max(-1).indices.tolist()  # waits for the device
     return time.perf_counter() - begin
 
 
@@ -302,7 +319,7 @@ def load_step_costs(
     """
     if tree.nodes != "auto":
         return None
-    sizes = choose_sizes(tree.most_nodes, max_batch_size)
+    sizes = choose_sizes(tree.most_nodes, max_batch_size, traits_of(target.device).measured_rows)
     longest = max(1, target.cache.rows.num_free - sizes[-1])
     lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}

@@ -456,12 +456,13 @@ class Adaptive:
         lengths: list[int],
         trees: DraftTrees,
         accepted: list[int],
-        verify_s: float,
+        verify_s: float | None,
     ) -> None:
         """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
         num_rows = trees.num_nodes
         self._read_promises()
-        self.costs.observe_verify(num_rows, lengths, verify_s)
+        if verify_s is not None:
+            self.costs.observe_verify(num_rows, lengths, verify_s)
         states = [sequence.speculation for sequence in sequences]
         idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         num_drafting = sum(state.active for state in states)

@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -51,24 +51,34 @@ class DraftTrees:
     """[B] number of nodes, 1 to N"""
 
     @classmethod
-    def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device, least: int = 0) -> DraftTrees:
-        """Make them from the nodes of each tree; N is at least `least`."""
-        num_nodes, padding = max(least, *map(len, batch)), TreeNode(-1, 0, 0, -inf)
+    def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device) -> DraftTrees:
+        """Make them from the nodes of each tree."""
+        num_nodes, padding = max(map(len, batch)), TreeNode(-1, 0, 0, -inf)
         rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
         columns = torch.tensor([[node[:3] for node in nodes] for nodes in rows]).permute(2, 0, 1).contiguous()
         parents, token_ids, depths = columns.to(device)
         log_probs = torch.tensor([[node.log_prob for node in nodes] for nodes in rows], device=device)
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
+    def padded(self, num_nodes: int) -> DraftTrees:
+        """Return the trees padded to `num_nodes`, if they have fewer."""
+        missing = 0, num_nodes - self.num_nodes
+        if num_nodes <= self.num_nodes:
+            return self
+        return replace(
+            self,
+            token_ids=pad(self.token_ids, missing),
+            parents=pad(self.parents, missing, value=-1),
+            depths=pad(self.depths, missing),
+            log_probs=pad(self.log_probs, missing, value=-inf),
+        )
+
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
         columns = torch.stack([self.parents, self.token_ids, self.depths], 2).tolist()
         batch = zip(columns, self.log_probs.tolist(), self.sizes, strict=True)
         return [
-            [
-                TreeNode(row[0], row[1], row[2], log_prob)
-                for row, log_prob in zip(rows[:size], log_probs[:size], strict=True)
-            ]
+            [TreeNode._make((*row, log_prob)) for row, log_prob in zip(rows[:size], log_probs, strict=False)]
             for rows, log_probs, size in batch
         ]
 

@@ -36,7 +36,6 @@ class Verified:
     """[B, W, F], along the accepted paths"""
     queries: tuple[Tensor, ...]
     """[B, N, H, D] of each layer that scores"""
-    tree_attention: TreeAttention
 
     def decided(self, places: list[int], *, whole: bool) -> Decided:
         """Return what was decided for the sequences at `places` of the batch, for the draft to read.
@@ -65,15 +64,13 @@ class Verifier:
     _num_levels: int
     """Of the deepest tree."""
     _tree_attention: TreeAttention
-    """With a table, each step takes the kind that is faster by it."""
     _graphs: Graphs
 
     def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
         """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
-        kind: TreeAttention = "hybrid" if trees.num_nodes == 1 else self._tree_attention
-        forward = partial(self._forward, starts, lengths, kind)
+        forward = partial(self._forward, starts, lengths)
         places = upload(torch.tensor(known), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
         if all(sequence.is_greedy for sequence in sequences):
@@ -86,7 +83,7 @@ class Verifier:
         rows = decided.tolist()  # waits for the device
         new = [[token_id for token_id in row if token_id >= 0] for row in rows]
         finite = [NOT_FINITE not in row for row in rows]
-        return Verified(paths, decided, new, finite, along, tuple(queries), kind)
+        return Verified(paths, decided, new, finite, along, tuple(queries))
 
     def _decide(self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
@@ -101,7 +98,6 @@ class Verifier:
         self,
         first_rows: Items[int],
         committed: Items[int],
-        kind: TreeAttention,
         places: Tensor,
         token_ids: Tensor,
         parents: Tensor,
@@ -118,7 +114,7 @@ class Verifier:
             lengths=[length + num_nodes for length in committed],
             num_new=num_nodes,
             mask=tree_mask(parents, self._num_levels) if num_nodes > 1 else None,
-            tree=kind,
+            tree=self._tree_attention,
             keep_layers=frozenset(self._scored_layers),
             on_device=(starts, starts + lengths + torch.arange(num_nodes, device=places.device)),
             captured=self._graphs.capturing,

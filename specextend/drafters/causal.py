@@ -227,9 +227,7 @@ class CausalDrafter(Drafter):
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
         self._gain.read([*map(len, decided.token_ids)])
         inputs = self._locate(slots), decided.padded, decided.features
-        table, token_ids, hidden = self._graphs.run("absorb", partial(self._read, slots), *inputs)
-        self._root_ids.index_copy_(0, table[:, 0], token_ids)
-        self._root_hidden.index_copy_(0, table[:, 0], hidden)
+        [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -266,12 +264,10 @@ class CausalDrafter(Drafter):
             self._located = known, upload(torch.tensor(known), self._texts.device)
         return self._located[1]
 
-    def _read(
-        self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor) -> tuple[Tensor]:
         """Run `padded` [B, T], of which -1 is padding, with features [B, T, F] behind what each slot sees.
 
-        Returns the slots' places [B, 5] after it, and the new roots: token ids [B] and hidden [B, C].
+        The last ones are the new roots. Returns the slots' places [B, 5] after it.
         """
         places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
         token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
@@ -283,7 +279,9 @@ class CausalDrafter(Drafter):
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
         after = places.slots, places.starts, places.ends + counts, places.positions + counts, places.full_ends + counts
-        return torch.cat(after, 1), token_ids.gather(1, last).squeeze(1), hidden
+        self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
+        self._root_hidden.index_copy_(0, table[:, 0], hidden)
+        return (torch.cat(after, 1),)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
         """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and remember the last ones.

@@ -339,13 +339,13 @@ class NgramDrafter(Drafter):
         if not lacking:
             return
         begin = 0.0 if self._clock is None else self._clock()
-        drafted = draft.propose(lacking, limits[0])
+        drafted = [(tree, children_of(tree)) for tree in draft.propose(lacking, limits[0])]  # waits for the device
         if self._clock is not None:
             self._proposal_s = moved(self._proposal_s, self._clock() - begin)
-        for slot, tree in zip(lacking, drafted, strict=True):
+        for slot, (tree, children) in zip(lacking, drafted, strict=True):
             state = self._slots[slot]
             state.draft_gain = moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
-            trees[slot] = state.propose(*limits, children_of(tree))
+            trees[slot] = state.propose(*limits, children)
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[Node]) -> bool:
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.

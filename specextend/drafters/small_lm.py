@@ -44,8 +44,9 @@ class ModelNetwork:
         position = held.length
         assert num_new <= self._max_chunk
         kept = min(position, self._window - 1)
-        plan = AttentionPlan([held.working.start], [kept + num_new], num_new, window=self._window)
-        positions = torch.arange(position, position + num_new, device=token_ids.device)
+        device = token_ids.device
+        plan = AttentionPlan([held.working.start], [kept + num_new], num_new, window=self._window, device=device)
+        positions = torch.arange(position, position + num_new, device=device)
         self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), plan)
         self.cache.store_working(slot, kept, num_new, position)
         keep_next = min(position + num_new, self._window - 1)

@@ -10,30 +10,41 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import MAX_MASKED
+from specextend.attention.reference import MAX_QUERIES
 from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 from specextend.core import Request, Values, counted
-from specextend.decoding.cache import aligned
-from specextend.decoding.device import CudaCapture, Graphs, make_current, synchronise
-from specextend.decoding.measurements import count_work, load_limits
+from specextend.decoding.device import (
+    CALLS_BEFORE_CAPTURE,
+    Capture,
+    CudaCapture,
+    Graphs,
+    is_device_error,
+    is_out_of_memory,
+    make_current,
+    synchronise,
+)
+from specextend.decoding.measurements import count_work, load_limits, make_step
 from specextend.decoding.model import CachedModel
 from specextend.decoding.quantized import saved_bytes
-from specextend.decoding.tree import tree_mask
 from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
 
 Times = dict[str, float]
-"""Seconds of a forward of one layer of the target's size: `prompt`, `plain` and `tree`."""
+"""Seconds of forwards of layers of the target's size: as many as it has read a `prompt`, or take a `plain` step or one
+with a `tree`, which a `draft` of one layer grows."""
 _TIMED_LENGTH = 16384
 """Rows before those of a forward that is timed, at most."""
+_DRAFT_LENGTH = 2048
+"""Rows that a draft sees."""
 _RUNS = 5
 _SMALL_VOCABULARY = 1024
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33))
-"""Tokens of a prompt, and new tokens, of each request of a tiny pair; one more is longer than a chunk."""
+"""Tokens of a prompt, and new tokens, of requests of a tiny pair, in turns; one more is longer than a chunk."""
+_LEAST_ACCEPTED = 0.9
+"""Share of the draft tokens that eager steps accept; trees may differ where two tokens are nearly tied."""
 
 
 def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> Values:
@@ -59,11 +70,11 @@ def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
     """Compare what a rung changes with plain torch, then a tiny pair's tokens with those of plain decoding."""
     heads, device = subject.heads(), torch.device(subject.device)
     attend, calls = rung.attend(device), []
-    longest = min(subject.longest, subject.num_rows - MAX_MASKED)  # a cache may just hold one sequence and its tree
+    longest = min(subject.longest, subject.num_rows - MAX_QUERIES)  # a cache may just hold one sequence and its tree
     if rung.prompts != base.prompts:
         calls += prompt_calls(min(subject.chunk, longest), longest)
     if rung.steps != base.steps:
-        calls += step_calls(subject.num_nodes, subject.batch, longest)
+        calls += step_calls(subject.num_nodes, subject.depth, subject.batch, longest)
     for call in calls:
         if wrong := what_is_wrong(attend, call, heads, subject.num_rows):
             return wrong
@@ -77,26 +88,33 @@ def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
     return compare_tokens(subject, rung)
 
 
-def compare_tokens(subject: Subject, rung: Kernels) -> str:
+def compare_tokens(subject: Subject, rung: Kernels, capture: Capture | None = None) -> str:
     """Decode with a tiny pair in fp32 and the configured tree, one request at a time and in a batch.
 
-    The tokens must be those of plain decoding in plain torch. Requests join while others run, so that captured steps
-    are replayed at other lengths and places.
+    The tokens must be those of plain decoding in plain torch. Others join where requests end, so that captured steps
+    are replayed at other lengths and places; they must accept as many draft tokens as eager ones, because a draft that
+    reads the wrong rows changes no token.
     """
     pair = TinyPair(subject)
-    requests = make_requests(subject.chunk)
+    requests = make_requests(subject.chunk, subject.batch)
     expected = pair.decode(Kernels(prompts="reference", steps="reference"), requests, 1, speculates=False)
+    capture = CudaCapture() if rung.graphs and capture is None else capture
     for batch in dict.fromkeys((1, subject.batch)):
-        found = pair.decode(rung, requests, batch, speculates=True)
-        if different := [name for name, tokens in expected.items() if found[name] != tokens]:
+        found = pair.decode(rung, requests, batch, Graphs(capture, 1))
+        if different := [name for name, done in expected.items() if found[name].token_ids != done.token_ids]:
             return f"{counted(len(different), 'text')} of a tiny pair differ in batches of {batch}"
+        if capture is not None:
+            eager = pair.decode(rung, requests, batch, Graphs(capture, sys.maxsize))
+            accepted = [sum(done.stats.num_accepted_tokens for done in each.values()) for each in (found, eager)]
+            if accepted[0] < _LEAST_ACCEPTED * accepted[1]:
+                return f"{accepted[0]} instead of {accepted[1]} draft tokens are accepted in batches of {batch}"
     return ""
 
 
-def make_requests(chunk: int) -> list[Request]:
-    """Make requests of random tokens."""
+def make_requests(chunk: int, batch: int) -> list[Request]:
+    """Make requests of random tokens, more than a batch."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (*_LENGTHS, (chunk + 70, 20))
+    lengths = ((chunk + 70, 20), *_LENGTHS * (1 + batch // len(_LENGTHS)))
     return [
         Request(
             request_id=str(number),
@@ -109,62 +127,44 @@ def make_requests(chunk: int) -> list[Request]:
 
 def measure(subject: Subject, base: Kernels, rung: Kernels) -> tuple[Times, Times]:
     """Time forwards with two choices of kernels, in turns, on a layer of the target's size with random weights."""
-    device = torch.device(subject.device)
-    layers = [OneLayer(subject, kernels) for kernels in (base, rung)]
+    sides = [make_forwards(subject, kernels) for kernels in (base, rung)]
     found: tuple[Times, Times] = {}, {}
-    for name in ("prompt", "plain", "tree"):
-        runs = {str(i): partial(layer.run, name) for i, layer in enumerate(layers)}
+    for name in timed_shapes(subject):
+        runs = {str(i): forwards[name] for i, forwards in enumerate(sides)}
         for run in runs.values():
-            for _ in range(layers[1].graphs.num_warm_ups):
+            for _ in range(0 if name == "prompt" else CALLS_BEFORE_CAPTURE):
                 run()
         for i, seconds in shortest_runs(runs, _RUNS).items():
-            found[int(i)][name] = seconds
-    synchronise(device)
+            found[int(i)][name] = num_runs(subject, name) * seconds
     return found
 
 
-class OneLayer:
-    """A layer of the target with a cache of its size, and forwards to time."""
+def make_forwards(subject: Subject, kernels: Kernels) -> dict[str, Callable[[], None]]:
+    """Make the forwards that are timed, each of which is waited for: a layer with random weights and a whole cache."""
+    device = torch.device(subject.device)
+    config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
+    attend, layers = kernels.attend(device), kernels.of_layers(device)
+    model = random_model(config, device, getattr(torch, subject.dtype))
+    target = CachedModel(model, attend, subject.num_rows, layers, subject.quantize)
+    target.cache.stored.normal_()
+    graphs = Graphs(CudaCapture() if kernels.graphs else None)
 
-    def __init__(self, subject: Subject, kernels: Kernels):
-        """Make the weights, random ones."""
-        self._device = torch.device(subject.device)
-        config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
-        attend, layers = kernels.attend(self._device), kernels.of_layers(self._device)
-        model = random_model(config, self._device, getattr(torch, subject.dtype))
-        self._target = CachedModel(model, attend, subject.num_rows, layers, subject.quantize)
-        self._target.cache.stored.normal_()
-        self.graphs = Graphs(CudaCapture() if kernels.graphs else None)
-        self._forwards = {name: self._forward(name, *shape) for name, shape in timed_shapes(subject).items()}
-
-    def run(self, name: str) -> None:
-        """Run a forward, and wait for it."""
-        self._forwards[name]()
-        synchronise(self._device)
-
-    def _forward(self, name: str, batch: int, num_new: int, length: int) -> Callable[[], object]:
-        region = aligned(length + num_new)
-        starts = [b * region for b in range(batch)]
-        first = torch.tensor(starts, device=self._device).unsqueeze(1)
-        rows = first + length + torch.arange(num_new, device=self._device)
-        parents = torch.arange(-1, num_new - 1, device=self._device).repeat(batch, 1)
-
-        def forward(token_ids: Tensor, parents: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor]:
-            mask = tree_mask(parents, num_new) if name == "tree" else None
-            plan = AttentionPlan(
-                starts,
-                [length + num_new] * batch,
-                num_new,
-                mask,
-                tree="dense",
-                on_device=(first, rows),
-                captured=self.graphs.capturing,
-            )
-            return (self._target.forward(token_ids, rows - first, plan),)
-
+    def forward(name: str, batch: int, num_new: int, length: int) -> None:
+        token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=device)
         if name == "prompt":
-            return partial(forward, torch.zeros_like(rows), parents, first, rows)
-        return partial(self.graphs.run, name, forward, torch.zeros_like(rows), parents, first, rows)
+            positions = torch.arange(length, length + num_new, device=device).unsqueeze(0)
+            target.forward(token_ids, positions, AttentionPlan([0], [length + num_new], num_new))
+        else:
+            make_step(target, "dense", batch, num_new, length, graphs)(token_ids)
+        synchronise(device)
+
+    return {name: partial(forward, name, *shape) for name, shape in timed_shapes(subject).items()}
+
+
+def num_runs(subject: Subject, name: str) -> int:
+    """Return how often a layer runs in one of the forwards: a draft of one layer grows its tree level by level."""
+    layers: int = subject.config().num_hidden_layers
+    return subject.depth if name == "draft" else layers
 
 
 def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
@@ -177,6 +177,7 @@ def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
         "prompt": (1, chunk, max(0, behind)),
         "plain": (subject.batch, 1, each),
         "tree": (subject.batch, size, each),
+        "draft": (subject.batch, subject.num_nodes, min(_DRAFT_LENGTH, each)),
     }
 
 
@@ -192,14 +193,22 @@ def least_times(subject: Subject) -> Times:
         num_pairs = batch * num_new * (length + num_new)
         num_flop = 2 * batch * num_new * work.layer_parameters + work.attention_flop_per_pair * num_pairs
         num_bytes = weights + batch * (length + num_new) * work.kv_bytes_per_token
-        least[name] = max(num_flop / limits.flop_per_s, num_bytes / limits.read_bytes_per_s)
+        seconds = max(num_flop / limits.flop_per_s, num_bytes / limits.read_bytes_per_s)
+        least[name] = num_runs(subject, name) * seconds
     return least
 
 
 def main() -> None:
-    """Try the rung of a task, which comes in as JSON; what was found goes to the file that the first argument names."""
+    """Try the rung of a task, which comes in as JSON; what was found goes to the file that the first argument names.
+
+    Memory that somebody else had, or a device that failed, says little of a kernel: another try is due.
+    """
     task = json.load(sys.stdin)
-    found = try_rung(Subject(**task["subject"]), Kernels(**task["base"]), Kernels(**task["rung"]))
+    try:
+        found = try_rung(Subject(**task["subject"]), Kernels(**task["base"]), Kernels(**task["rung"]))
+    except Exception as error:  # noqa: BLE001  whatever a kernel raises is what is wrong with it
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        found = {"wrong": said, "late": is_out_of_memory(error) or is_device_error(error)}
     Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The last check, on the loaded target itself: a prompt in plain torch and with the chosen kernels.
+"""The last check, on the loaded target itself: a prompt and a step after it, in plain torch and with chosen kernels.
 
 Shapes: `P` positions that are compared, `V` vocabulary.
 """
@@ -9,12 +9,14 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import TORCH
+from specextend.decoding.device import Graphs
+from specextend.decoding.measurements import make_step
 from specextend.decoding.model import CachedModel
 
 _NUM_TOKENS = 2048
 _CHUNK = 512
 _POSITIONS = 64
-"""P, the last ones."""
+"""P, those of the step."""
 _MOST_NOISE = 0.2
 """How far logits may be away from the reference's, root mean square, in standard deviations of those."""
 _NEARLY_TIED = 0.5
@@ -22,32 +24,38 @@ _NEARLY_TIED = 0.5
 
 
 @torch.inference_mode()
-def what_is_wrong_in_logits(target: CachedModel) -> str:
-    """Read a prompt of random tokens with the target's kernels and in plain torch; return what differs too much.
+def what_is_wrong_in_logits(target: CachedModel, graphs: Graphs) -> str:
+    """Read random tokens with the target's kernels and in plain torch; return what differs too much.
 
-    It writes to the front of the cache, so no request may be running.
+    The last ones are read in a step, again and again, so that `graphs` replay it. It writes to the front of the cache,
+    so no request may be running.
     """
     num_tokens = min(_NUM_TOKENS, target.cache.rows.num_free)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(target.config.vocab_size, (num_tokens,), generator=generator).to(target.device)
-    found = _read(target, token_ids)
+    found = _read(target, token_ids, graphs)
     chosen = target.attend, target.kernels
     target.attend, target.kernels = attend_reference, TORCH
     try:
-        expected = _read(target, token_ids)
+        expected = _read(target, token_ids, Graphs())
     finally:
         target.attend, target.kernels = chosen
     return compare_logits(found, expected)
 
 
-def _read(target: CachedModel, token_ids: Tensor) -> Tensor:
-    """Return the logits [P, V] in fp32 of the last tokens."""
-    for first in range(0, len(token_ids), _CHUNK):
-        chunk = token_ids[first : first + _CHUNK].unsqueeze(0)
-        positions = torch.arange(first, first + chunk.shape[1], device=target.device).unsqueeze(0)
-        plan = AttentionPlan([0], [first + chunk.shape[1]], chunk.shape[1])
-        hidden = target.forward(chunk, positions, plan)
-    return target.logits(hidden[0, -_POSITIONS:]).float()
+def _read(target: CachedModel, token_ids: Tensor, graphs: Graphs) -> Tensor:
+    """Return the logits [P, V] in fp32 of the last tokens, a chain of nodes behind all others."""
+    length = len(token_ids)
+    positions = torch.arange(length, device=target.device).unsqueeze(0)
+    for first in range(0, length - _POSITIONS, _CHUNK):
+        end = min(first + _CHUNK, length - _POSITIONS)
+        plan = AttentionPlan([0], [end], end - first)
+        target.forward(token_ids[None, first:end], positions[:, first:end], plan)
+
+    step = make_step(target, "dense", 1, _POSITIONS, length - _POSITIONS, graphs)
+    for _ in range(graphs.num_warm_ups + 1):
+        logits = step(token_ids[None, -_POSITIONS:])
+    return logits[0].float()
 
 
 def compare_logits(found: Tensor, expected: Tensor) -> str:

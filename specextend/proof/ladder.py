@@ -1,7 +1,8 @@
 """The ladder: rung by rung, kernels that are right and faster take the place of those before them.
 
 Each rung is tried in a process of its own, so that one which crashes, hangs or poisons its GPU costs itself alone. A
-node proves once, under a lock, and keeps the result until the driver, a library, our code or a shape changes.
+node proves once, under a lock, and keeps what came of each rung until the driver, a library, our code or a shape
+changes.
 """
 
 import json
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from specextend.attention.trials import Trial
 from specextend.core import ReadOnly, Values
 from specextend.decoding.device import device_name
 from specextend.decoding.measurements import cache_folder, kept_or_measured
-from specextend.proof.child import Times, least_times
+from specextend.proof.child import least_times
 from specextend.proof.subject import Kernels, Subject
 from specextend.shipped import package_version
 
@@ -52,11 +54,15 @@ class Rung:
 
 
 TORCH_ALONE = Kernels()
+Attempt = Callable[[Kernels, Rung, float], Trial]
+"""(kernels, rung, seconds) -> what came of trying the rung on top of the kernels within so many seconds."""
 LADDER = (
     Rung(name="flash-attn for prompts", changes={"prompts": "flash"}, judged_by=("prompt",)),
     Rung(name="Triton for trees", changes={"steps": "triton"}, judged_by=("plain", "tree")),
     Rung(name="Triton for layers", changes={"layers": "triton"}, judged_by=("prompt", "plain", "tree")),
-    Rung(name="captured steps", changes={"graphs": True}, judged_by=("plain", "tree"), needs="Triton for trees"),
+    Rung(
+        name="captured steps", changes={"graphs": True}, judged_by=("plain", "tree", "draft"), needs="Triton for trees"
+    ),
 )
 
 
@@ -71,53 +77,60 @@ class Proof:
 def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
     """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time.
 
-    A proof in which time ran out is not kept: something else may have used the GPU meanwhile.
+    A rung that ran out of time or memory is tried again, because something else may have used the GPU meanwhile; not
+    by those who waited for that very try. Where no folder can be written, nothing is kept.
     """
-    key = identity(subject, ladder)
-    folder = cache_folder()
-    if folder is None:
-        proof = prove(subject, ladder)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "proof.lock"):
-            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder)), is_whole)
-        proof = Proof(Kernels(**kept["kernels"]), tuple(Trial(**each) for each in kept["trials"]))
+    asked_at, key = time.time(), identity(subject)
+
+    def is_known(found: ReadOnly) -> bool:
+        return not found["trial"]["is_late"] or found["at"] >= asked_at
+
+    def kept(base: Kernels, rung: Rung, limit_s: float) -> Trial:
+        about = key | {"base": asdict(base), "rung": asdict(rung)}
+
+        def measure() -> Values:
+            return {"trial": asdict(try_apart(subject, base, rung, limit_s)), "at": time.time()}
+
+        return Trial(**kept_or_measured("trial", about, measure, is_known)["trial"])
+
+    with ExitStack() as stack:
+        with suppress(OSError, NotImplementedError):  # a folder that cannot be written, or locks nothing
+            if (folder := cache_folder()) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(folder / "proof.lock"))
+        proof = prove(subject, ladder, attempt=kept)
     for each in proof.trials:
         _log.info("%s", each)
     return proof
 
 
-def is_whole(proof: ReadOnly) -> bool:
-    """Return True if every rung of a proof, as JSON values, had its time."""
-    return not any(trial["is_late"] for trial in proof["trials"])
-
-
-def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Values:
+def identity(subject: Subject) -> Values:
     """Return what a proof holds for, as JSON values."""
-    found = {
+    return {
         "device": device_name(torch.device(subject.device)),
         "driver": _DRIVER.read_text() if _DRIVER.exists() else "",
         "cuda": torch.version.cuda,
         "versions": {name: package_version(name) for name in _PACKAGES},
         "subject": asdict(subject),
-        "ladder": [asdict(rung) for rung in ladder],
     }
-    values: Values = json.loads(json.dumps(found))  # as it will be read again
-    return values
 
 
 def prove(
-    subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S, kernels: Kernels = TORCH_ALONE
+    subject: Subject,
+    ladder: Sequence[Rung] = LADDER,
+    limit_s: float = LIMIT_S,
+    kernels: Kernels = TORCH_ALONE,
+    attempt: Attempt | None = None,
 ) -> Proof:
-    """Try each rung on top of `kernels` and of those rungs that were taken before it."""
-    ends_at, least_s = time.monotonic() + limit_s, least_times(subject)
+    """Try each rung on top of `kernels` and of those rungs that were taken before it; None: in a process of its own."""
+    attempt, ends_at = attempt or partial(try_apart, subject), time.monotonic() + limit_s
     tried: list[Trial] = []
     for rung in ladder:
         names = {each.name for each in tried if each.taken}
         if rung.needs and rung.needs not in names:
             each = _left_out(rung, f"it needs {rung.needs}")
         else:
-            each = _try(subject, kernels, rung, ends_at, least_s)
+            each = attempt(kernels, rung, ends_at - time.monotonic())
         if each.taken:
             kernels = replace(kernels, **rung.changes)
         tried.append(each)
@@ -128,20 +141,20 @@ def _left_out(rung: Rung, why: str) -> Trial:
     return Trial(name=rung.name, taken=False, why=why)
 
 
-def _try(subject: Subject, base: Kernels, rung: Rung, ends_at: float, least_s: Times) -> Trial:
+def try_apart(subject: Subject, base: Kernels, rung: Rung, limit_s: float) -> Trial:
     """Try a rung in a process of its own, and judge what it found."""
-    left_s = ends_at - time.monotonic()
-    if left_s <= 0:
+    if limit_s <= 0:
         return replace(_left_out(rung, "no time was left to try it"), is_late=True)
     task = {"subject": asdict(subject), "base": asdict(base), "rung": asdict(replace(base, **rung.changes))}
-    found = _run_apart(task, left_s)
+    found = _run_apart(task, limit_s)
     if reason := found.get("absent") or found.get("wrong"):
-        return replace(_left_out(rung, reason), is_wrong="wrong" in found, is_late="late" in found)
+        return replace(_left_out(rung, reason), is_wrong="wrong" in found, is_late=found.get("late", False))
     base_s, rung_s = (sum(found[side][name] for name in rung.judged_by) for side in ("base_s", "rung_s"))
     taken = base_s >= _WIN * rung_s
     times = f"{base_s / rung_s:.2f} times as fast ({', '.join(rung.judged_by)})"
     rung_ms, base_ms, floor_ms = (
-        {name: 1e3 * seconds for name, seconds in each.items()} for each in (found["rung_s"], found["base_s"], least_s)
+        {name: 1e3 * seconds for name, seconds in each.items()}
+        for each in (found["rung_s"], found["base_s"], least_times(subject))
     )
     return Trial(name=rung.name, taken=taken, why=times, ms=rung_ms, base_ms=base_ms, floor_ms=floor_ms)
 
@@ -165,8 +178,9 @@ def _run_apart(task: ReadOnly, limit_s: float) -> Values:
             return {"wrong": f"it was not done after {limit_s:.0f} s", "late": True}
         finally:
             _end(child)
-        if child.returncode < 0:
-            return {"wrong": f"it ended by {signal.Signals(-child.returncode).name}"}
+        if child.returncode < 0:  # SIGKILL is what the kernel sends where memory runs out
+            ended_by = signal.Signals(-child.returncode)
+            return {"wrong": f"it ended by {ended_by.name}", "late": ended_by is signal.SIGKILL}
         if child.returncode or not out.exists():
             return {"wrong": (said.strip().splitlines() or [f"it ended with exit code {child.returncode}"])[-1]}
         found: Values = json.loads(out.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import LayerKernels
+from specextend.attention.reference import MAX_QUERIES, LayerKernels
 from specextend.attention.trials import Heads
 from specextend.core import ReadOnly
 from specextend.decoding.measurements import head_size
@@ -24,9 +24,9 @@ class Kernels:
     """
 
     prompts: str = "sdpa"
-    """The backend of causal chunks."""
+    """The backend of causal chunks of more than `MAX_QUERIES` tokens."""
     steps: str = "sdpa"
-    """The backend of trees and of single tokens."""
+    """The backend of trees, of single tokens, and of what a draft reads after a step."""
     layers: str = "sdpa"
     """The backend whose `LayerKernels` are used."""
     graphs: bool = False
@@ -39,7 +39,7 @@ class Kernels:
         prompts, steps = (_named(name, device) for name in (self.prompts, self.steps))
 
         def chosen(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-            return (prompts if span.causal else steps)(q, k, v, span, scale)
+            return (prompts if span.causal and q.shape[1] > MAX_QUERIES else steps)(q, k, v, span, scale)
 
         chosen.__name__ = f"{self.prompts} {self.steps}"  # step costs are kept for each
         return chosen

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from specextend.core import Request
+from specextend.core import Completion, Request
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import CudaCapture, Graphs
+from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
@@ -57,11 +57,16 @@ class TinyPair:
             weight.add_(torch.randn_like(weight) * weight.std() * _OTHER)
 
     def decode(
-        self, kernels: Kernels, requests: Sequence[Request], batch: int, *, speculates: bool
-    ) -> dict[str, list[int]]:
-        """Decode requests in batches of at most `batch`; return the tokens by the names of the requests."""
+        self,
+        kernels: Kernels,
+        requests: Sequence[Request],
+        batch: int,
+        graphs: Graphs | None = None,
+        *,
+        speculates: bool = True,
+    ) -> dict[str, Completion]:
+        """Decode requests in batches of at most `batch`, the same ones each time; return what came of each, by name."""
         subject = self._subject
-        graphs = Graphs(CudaCapture() if kernels.graphs else None)
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
         num_tokens = max(len(each.prompt_token_ids) + each.max_new_tokens for each in requests)
         rows = batch * aligned(num_tokens + tree.most_nodes + tree.depth + 2)
@@ -87,7 +92,8 @@ class TinyPair:
             cache=_CACHE,
             graphs=graphs,
         )
-        return {done.request_id: list(done.token_ids) for done in engine.generate(requests)}
+        engine.decode_share = 0.0  # who joins whom is no matter of time
+        return {done.request_id: done for done in engine.generate(requests)}
 
 
 class TokenNumbers:

@@ -43,12 +43,12 @@ def random_trees(batch, num_nodes):
 def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
     """The arguments of `attend_tree` but the number of splits: sequences in a cache that is NaN everywhere else.
 
-    `kind` is `tree`; `level`, whose queries are the last of more masked rows than some sequences have, with bits of
-    rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
+    `kind` is `tree`; `level` and `last level`, whose queries are the last of more masked rows than some sequences have,
+    with bits of rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
     """
     batch, num_key_heads = len(prefixes), heads[1]
-    num_masked = {"tree": num_queries, "level": min(128, num_queries + 40), "none": 0}[kind]
-    mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 128)
+    num_masked = {"tree": num_queries, "level": num_queries + 40, "last level": 450, "none": 0}[kind]
+    mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 512)
     lengths = prefixes if kind == "none" else [prefix + num_queries for prefix in prefixes]
     starts, num_rows = regions(lengths)
     q, k, v = tensors(batch, num_queries, heads, num_rows, head_dim, dtype)
@@ -58,7 +58,7 @@ def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
         own = slice(start, start + length)
         cache[:, :num_key_heads, own] = torch.stack([k, v])[:, :, own]
     keys, values = cache[:, :num_key_heads]
-    visible = pack_mask(mask[..., 128 - num_masked :] if kind == "level" else mask)
+    visible = pack_mask(mask[..., 512 - num_masked :] if "level" in kind else mask)
     return q, keys, values, torch.tensor(starts), torch.tensor(lengths), visible, num_masked, head_dim**-0.5
 
 

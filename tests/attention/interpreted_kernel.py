@@ -18,13 +18,14 @@ HEAD_DIMS = [64, 128]
 HEADS = [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)]
 PREFIXES = [[0], [1000], [65, 0, 1000], [63, 64, 65], [0, 1, 2, 63, 64, 65, 127, 300]]
 NUM_QUERIES = [1, 2, 17, 64, 128]
-KINDS = ["tree", "level", "none"]
+KINDS = ["tree", "level", "last level", "none"]
 NUM_SPLITS = [1, 3, 16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 SMALL = [
     (64, (4, 2), 7, [65, 0], "tree", 3),
     (64, (3, 1), 2, [64, 63], "level", 4),
     (128, (2, 2), 1, [130, 0], "none", 5),
+    (64, (4, 2), 7, [500, 65, 447], "last level", 3),
 ]
 
 
@@ -53,14 +54,14 @@ def test_it_is_the_reference_for_any_two_choices(case):
     assert_is_the_reference(case, torch.float16)
 
 
-@pytest.mark.parametrize("last_bit", [62, 63, 64, 65])
+@pytest.mark.parametrize("last_bit", [62, 63, 64, 65, 127, 128, 319, 320])
 def test_a_mask_reaches_from_one_word_into_the_next(last_bit):
     """A block of keys begins anywhere in the mask, so its bits come from two words or from the prefix and one."""
-    q, k, v = tensors(1, 2, (2, 1), 190, 64, torch.float32)
-    mask = torch.zeros(1, 2, 128, dtype=torch.bool)
-    mask[0, 0, last_bit] = mask[0, 1, 127] = True
-    for length in (128, 159):
-        call = (q, k, v, torch.tensor([0]), torch.tensor([length]), pack_mask(mask), 128, 0.125)
+    q, k, v = tensors(1, 2, (2, 1), 590, 64, torch.float32)
+    mask = torch.zeros(1, 2, 450, dtype=torch.bool)
+    mask[0, 0, last_bit] = mask[0, 1, 449] = True
+    for length in (450, 481):
+        call = (q, k, v, torch.tensor([0]), torch.tensor([length]), pack_mask(mask), 450, 0.125)
         torch.testing.assert_close(attend_tree(*call, 2), attend_tree_slowly(*call), atol=1e-5, rtol=1e-5)
 
 
@@ -74,7 +75,7 @@ def test_scores_may_be_large_and_rise():
 
 SPANS = {
     "tree": lambda starts, lengths: KeySpan(starts, lengths, mask=random_trees(2, 6)),
-    "wide mask": lambda starts, lengths: KeySpan(starts, lengths, mask=random_mask(2, 6, 129)),
+    "wide mask": lambda starts, lengths: KeySpan(starts, lengths, mask=random_mask(2, 6, 513)),
     "prefix": lambda starts, lengths: KeySpan(starts, [lengths[0], 0]),
     "causal": lambda starts, lengths: KeySpan(starts, lengths, causal=True),
     "window": lambda starts, lengths: AttentionPlan(starts, lengths, 6, window=9).spans[0],

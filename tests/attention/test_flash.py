@@ -1,7 +1,6 @@
 """flash-attn without a GPU: stand-ins with the signatures of its versions 2 and 3, which say what may be passed."""
 
 import sys
-from itertools import accumulate
 from types import ModuleType
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from specextend.attention.backends import load_backend
 from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
-from specextend.attention.torch_kernels import PAGE, attend_with, find_flash_attn
-from tests.attention.calls import random_mask, tensors
+from specextend.attention.torch_kernels import attend_with, find_flash_attn
+from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
 
@@ -20,9 +19,8 @@ def flash_attn_2(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Version 2.8, which reads pages of 256 rows or a multiple of them."""
-    assert block_table is None or k_cache.shape[1] % 256 == 0
-    return from_cache(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal, return_softmax_lse)
+    """Version 2.8."""
+    return from_cache(q, k_cache, v_cache, softmax_scale, causal, return_softmax_lse)
 
 
 def flash_attn_3(
@@ -33,39 +31,19 @@ def flash_attn_3(
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
     """Version 3, as of hopper/flash_attn_interface.py; it returns more than is asked for."""
-    results = from_cache(q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale, causal, return_softmax_lse)
+    results = from_cache(q, k_cache, v_cache, softmax_scale, causal, return_softmax_lse)
     return *results, None, None
 
 
-def from_cache(q, keys, values, lengths, table, scale, causal, return_lse):
+def from_cache(q, keys, values, scale, causal, return_lse):
     """Each sequence by itself; a causal mask is aligned at the bottom right."""
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert q.stride(3) == keys.stride(3) == values.stride(3) == 1
     assert return_lse
-    if table is None:
-        assert len(keys) == len(q)
-        rows = zip(keys, values, strict=True)
-    else:
-        assert table.dtype == lengths.dtype == torch.int32
-        assert 0 <= table.min() <= table.max() < len(keys)
-        rows = [
-            (keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length])
-            for pages, length in zip(table, lengths, strict=True)
-        ]
-    results = [
-        attend_reference(
-            q[b : b + 1], k.transpose(0, 1), v.transpose(0, 1), KeySpan([0], [len(k)], causal=causal), scale
-        )
-        for b, (k, v) in enumerate(rows)
-    ]
-    out, lse = (torch.cat([result[part] for result in results]) for part in (0, 1))
+    [key], [value] = keys, values
+    span = KeySpan([0], [len(key)], causal=causal)
+    out, lse = attend_reference(q, key.transpose(0, 1), value.transpose(0, 1), span, scale)
     return out, lse.transpose(1, 2).contiguous()
-
-
-def paged(lengths):
-    """First rows of sequences in a cache whose regions begin at pages, as an engine's do, and its rows."""
-    regions = [-(-length // PAGE) * PAGE for length in lengths]
-    return [PAGE + start for start in accumulate(regions[:-1], initial=0)], sum(regions) + 2 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -81,7 +59,7 @@ def paged(lengths):
 def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     """Whatever the package takes goes to it, and trees, float32 and empty sequences to the other kernel."""
     lengths = [length + 17 for length in lengths] if kind == "causal" else lengths
-    starts, num_rows = paged(lengths)
+    starts, num_rows = regions(lengths)
     q, k, v = tensors(len(lengths), 17, heads, num_rows, 64, dtype)
     mask = random_mask(len(lengths), 17, 17) if kind == "tree" else None
     others = []
@@ -114,9 +92,9 @@ def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
         load_backend("flash", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["flash", "triton"])
 def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
-    """By default, and beside the kernel of our own, for which a chunk has too many queries."""
+    """By name, and beside the kernel of our own, for which a chunk has too many queries."""
     pytest.importorskip("triton")
     module = ModuleType("flash_attn")
     module.flash_attn_with_kvcache = flash_attn_2

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.attention.backends import load_backend
-from specextend.attention.reference import pack_mask
+from specextend.attention.reference import MAX_MASKED, pack_mask
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -31,11 +31,12 @@ SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64),
 """Head sizes and numbers of rows, T * G: one for each set of tiles."""
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=128))
+@given(st.lists(st.booleans(), min_size=1, max_size=MAX_MASKED))
 def test_packing_puts_row_i_into_bit_i(row):
     """Bit 63 is the sign, and a row beyond the mask is not visible."""
-    low, high = pack_mask(torch.tensor(row)[None, None]).flatten().tolist()
-    bits = low % (1 << 64) + (high % (1 << 64) << 64)
+    words = pack_mask(torch.tensor(row)[None, None]).flatten().tolist()
+    assert len(words) == -(-len(row) // 64)
+    bits = sum(word % (1 << 64) << 64 * place for place, word in enumerate(words))
     assert bits == sum(1 << i for i, seen in enumerate(row) if seen)
 
 

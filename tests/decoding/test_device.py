@@ -1,10 +1,20 @@
 """The seam between the engine and its device, as far as it can be seen without a GPU."""
 
 import platform
+from contextlib import contextmanager
+from weakref import WeakSet
 
+import pytest
 import torch
 
-from specextend.decoding.device import is_device_error, is_out_of_memory, make_current, processor_name
+from specextend.decoding.device import (
+    CudaCapture,
+    Graphs,
+    is_device_error,
+    is_out_of_memory,
+    make_current,
+    processor_name,
+)
 
 
 def test_memory_that_triton_does_not_get_is_memory():
@@ -33,3 +43,61 @@ def test_generations_of_processors_with_one_name_are_told_apart():
     arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
     assert processor_name(arm).endswith(" (CPU implementer 0x41, CPU part 0xd0c)")
     assert processor_name("") == (platform.processor() or platform.machine())
+
+
+class Pools:
+    """Counts the elements that captured functions hold, as a device's allocator does for those that share memory."""
+
+    def __init__(self):
+        self.kept = WeakSet()
+        self.most = 0
+
+    def __call__(self, name, function):
+        graph = Graph(function())
+        if all(each.size < graph.size for each in self.kept):
+            graph.takes = graph.size
+        self.kept.add(graph)
+        self.most = max(self.most, sum(each.takes for each in self.kept))
+        return graph.replay, graph.outputs
+
+
+class Graph:
+    """A captured function: it has memory of its own if it fits into no other one's."""
+
+    def __init__(self, outputs):
+        self.outputs, self.takes = outputs, 0
+        self.size = sum(each.numel() for each in outputs)
+
+    def replay(self):
+        """Write the outputs that it has already."""
+
+
+@pytest.mark.parametrize("batches", [range(1, 17), range(16, 0, -1), [4, 16, 3, 16, 5, 1, 12]])
+def test_captured_steps_take_the_memory_of_the_largest_in_whatever_order_they_come(batches):
+    """Batches grow one request at a time, so that each of them found no room in the memory of those before it."""
+    pools = Pools()
+    graphs = Graphs(pools, num_eager_calls=1)
+    for batch in batches:
+        for _ in range(3):
+            [doubled] = graphs.run("verify", lambda rows: (2 * rows,), torch.ones(batch, 32))
+            assert doubled.eq(2).all()
+    assert pools.most == 32 * max(batches)
+
+
+def test_a_capture_that_cannot_be_ended_leaves_the_thread_on_its_stream(monkeypatch):
+    """All that came later ran beside the copies between host and device, which wait for nobody."""
+    current = ["the thread's"]
+
+    @contextmanager
+    def graph(*_, **__):
+        current[0] = "the capture's"
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaCapture()("verify", tuple)
+    assert current == ["the thread's"]

@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.device import Graphs
-from specextend.decoding.measurements import load_step_costs, measure, measure_undisturbed
+from specextend.decoding.device import CPU, GPU, Graphs
+from specextend.decoding.measurements import choose_sizes, load_step_costs, measure, measure_undisturbed
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
@@ -52,12 +53,45 @@ def test_measuring_leaves_nothing_behind(engine):
 def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
     """One length says nothing of longer ones: trees behind long documents looked half as dear as they are."""
     monkeypatch.setattr(measurements, "BUDGET_S", 0.0)
-    monkeypatch.setattr(
-        measurements, "time_step", lambda target, kind, size, length, graphs: 0.01 * size + 1e-5 * length
-    )
+    monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, length, *_: 0.01 * size + 1e-5 * length)
     table = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs())
     for size in (1, 4):
         assert table.seconds(size, [6000]) == pytest.approx(0.01 * size + 0.06)
+
+
+def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
+    """A GPU takes the same time for 1 row as for 300, and every row of a batch was charged as if it were the only one.
+
+    So trees in batches of 16 were cut to four rows.
+    """
+
+    def flat(target, kind, size, length, graphs, batch):
+        return 0.02 + 1e-6 * batch * length
+
+    monkeypatch.setattr(measurements, "time_step", flat)
+    sizes = choose_sizes(31, 16, GPU.measured_rows)
+    assert sizes[-1] == 16 * 32
+    table = measure(engine.target, "dense", sizes, (50, 100), Graphs())
+    for rows in (1, 4, 32):
+        assert table.seconds(rows, [2000] * 16) == pytest.approx(0.02 + 1e-6 * 32_000)
+    assert choose_sizes(31, 16, CPU.measured_rows)[-1] == 64, "a CPU takes longer for each row"
+
+
+def test_more_rows_than_a_sequence_has_are_those_of_several(pair):
+    """Each has rows of its own, as requests do."""
+    target, taken = tiny_engine(pair, attention__backend="reference").target, {}
+    attend = target.attend
+
+    def noting(q, k, v, span, scale):
+        taken[tuple(q.shape[:2])] = [*zip(span.starts, span.lengths, strict=True)]
+        return attend(q, k, v, span, scale)
+
+    target.attend = noting
+    measure(target, "dense", (1, 8, 256), (100,), Graphs())
+    assert [*taken] == [(1, 1), (1, 8), (4, 64)]
+    places = taken[4, 64]
+    assert [length for _, length in places] == [164] * 4
+    assert all(start + length <= after for (start, length), (after, _) in pairwise(places))
 
 
 def test_a_second_start_measures_nothing(folder, engine):

@@ -56,7 +56,7 @@ def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, upload
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_captured_step_is_three_launches(batch, pair, monkeypatch):
-    """Drafting, verification and absorption. What is left copies their inputs, and files the new roots."""
+    """Drafting, verification and absorption. What is left copies their inputs."""
     *_, step = traced_steps(pair, batch, 1, monkeypatch)
     assert step.operators["launch"] == 3
     assert step.operators.total() <= 13, step.operators

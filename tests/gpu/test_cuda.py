@@ -36,7 +36,7 @@ TREE_CALLS = covering(
     [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)],
     [1, 17, 51, 128],
     [[0], [16000], [65, 0, 1000], [0, 1, 2, 63, 64, 65, 127, 300]],
-    ["tree", "level", "none"],
+    ["tree", "level", "last level", "none"],
     [torch.bfloat16, torch.float16, torch.float32],
     [1, 3, 27, 64],
 )

@@ -1,33 +1,109 @@
-"""The whole engine on CUDA, from a configuration; in a file of its own, because kernels need fewer packages."""
+"""The whole engine on CUDA with a tiny pair in fp32; it needs neither a configuration nor files."""
 
-from dataclasses import replace
+import sys
+from functools import cache
+from typing import ClassVar
 
 import pytest
+import torch
 
 from specextend.core import Request, SamplingParams
-from tests.tiny_models import FAMILIES, random_prompt, tiny_engine, write_pair
+from specextend.decoding.device import CudaCapture, Graphs
+from specextend.drafters.causal import CausalDrafter
+from specextend.proof import tiny_pair
+from specextend.proof.child import make_requests
+from specextend.proof.subject import Kernels, Subject
+from specextend.proof.tiny_pair import TinyPair
 
 pytestmark = pytest.mark.gpu
 
+CHUNK = 256
+MODEL = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+REFERENCE = Kernels(prompts="reference", steps="reference")
+
+
+@cache
+def pair():
+    """A pair, and what plain decoding in plain torch says to greedy requests and to others."""
+    subject = Subject(
+        device="cuda",
+        dtype="float32",
+        model=MODEL | {"num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500, "head_dim": 64},
+        num_nodes=8,
+        depth=4,
+        batch=16,
+        longest=400,
+        num_rows=16384,
+        chunk=CHUNK,
+    )
+    made = TinyPair(subject)
+    with torch.inference_mode():
+        plain = [made.decode(REFERENCE, requests(warmth), 1, speculates=False) for warmth in (0.0, 0.7)]
+    return made, dict(zip((0.0, 0.7), map(token_ids, plain), strict=True))
+
+
+def token_ids(completions):
+    return {name: done.token_ids for name, done in completions.items()}
+
+
+class NotingDrafter(CausalDrafter):
+    """Keeps the nodes of the trees that it proposes."""
+
+    trees: ClassVar = []
+
+    def propose(self, slots, num_nodes=None):
+        proposed = super().propose(slots, num_nodes)
+        self.trees.extend([node[:3] for node in nodes] for nodes in proposed.nodes())
+        return proposed
+
+
+def decode(kernels, temperature, batch, graphs):
+    """The tokens and the trees of all requests."""
+    NotingDrafter.trees.clear()
+    found = pair()[0].decode(kernels, requests(temperature), batch, graphs)
+    return token_ids(found), [*NotingDrafter.trees]
+
+
+def requests(temperature):
+    """More texts than a batch."""
+    return [
+        Request(
+            request_id=each.request_id,
+            prompt_token_ids=each.prompt_token_ids,
+            max_new_tokens=each.max_new_tokens,
+            sampling=SamplingParams(temperature=temperature, seed=number),
+        )
+        for number, each in enumerate(make_requests(CHUNK, 16))
+    ]
+
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("backend", ["reference", "auto", "triton"])
-def test_output_does_not_depend_on_the_mode_on_cuda(backend, temperature, tmp_path):
-    """Lossless on the GPU: the same tokens from every mode, batch 3, with heads that every kernel takes."""
-    pair = write_pair(tmp_path, replace(FAMILIES["llama"], head_dim=64))
-    outputs = []
-    for mode in ("autoregressive", "tree", "specextend"):
-        changes = {"decoding__mode": mode, "attention__backend": backend, "target__device": "cuda"}
-        changes["attention__tree"] = "auto" if backend == "triton" else "hybrid"
-        engine = tiny_engine(pair, decoding__max_batch_size=3, **changes)
-        requests = [
-            Request(
-                request_id=str(seed),
-                prompt_token_ids=random_prompt(200 + 50 * seed),
-                max_new_tokens=32,
-                sampling=SamplingParams(temperature=temperature, seed=seed),
-            )
-            for seed in range(4)
-        ]
-        outputs.append({done.request_id: done.token_ids for done in engine.generate(requests)})
-    assert outputs[0] == outputs[1] == outputs[2]
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        REFERENCE,
+        Kernels(),
+        Kernels(steps="triton"),
+        Kernels(steps="triton", layers="triton", graphs=True),
+        Kernels(prompts="flash", steps="triton", graphs=True),
+        Kernels(prompts="triton", steps="triton", layers="triton", graphs=True),
+    ],
+    ids=lambda each: f"{each.prompts}-{each.steps}-{each.layers}{'-graphs' * each.graphs}",
+)
+@torch.inference_mode()
+def test_tokens_are_those_of_plain_decoding_and_captured_trees_those_of_eager_steps(
+    kernels, batch, temperature, monkeypatch
+):
+    """Lossless on the GPU, and a draft that reads the wrong rows in a replay shows in its trees alone."""
+    try:
+        kernels.attend(torch.device("cuda"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(tiny_pair, "CausalDrafter", NotingDrafter)
+    graphs = Graphs(CudaCapture() if kernels.graphs else None, 1)
+    tokens, trees = decode(kernels, temperature, batch, graphs)
+    assert tokens == pair()[1][temperature]
+    if kernels.graphs:
+        assert graphs.enabled
+        assert trees == decode(kernels, temperature, batch, Graphs(CudaCapture(), sys.maxsize))[1]

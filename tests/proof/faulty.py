@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
 
 
@@ -30,6 +31,26 @@ def wrong_lse(q, k, v, span, scale):
     """A kernel that is right but for what merges it with another."""
     out, lse = attend_reference(q, k, v, span, scale)
     return out, lse + 0.4
+
+
+def reads_other_rows(q, k, v, span, scale):
+    """A kernel that reads the first rows of the cache in captured steps, where a draft reads after a step."""
+    from tests.recorded_graph import attend_on_device  # which a process that tries another one does without
+
+    if span.causal and type(span.starts) is not list:
+        span = KeySpan([0] * len(q), [q.shape[1]] * len(q), causal=True)
+        return attend_reference(q, k, v, span, scale)
+    return attend_on_device(q, k, v, span, scale)
+
+
+def lacks_memory(q, k, v, span, scale):
+    """A kernel that finds its GPU full: somebody else's job is there, too."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def loses_its_device(q, k, v, span, scale):
+    """A kernel whose GPU fails under it."""
+    raise RuntimeError("CUDA error: unspecified launch failure")
 
 
 def hangs(q, k, v, span, scale):

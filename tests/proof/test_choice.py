@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from specextend import loading
+from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.attention.trials import Trial
+from specextend.decoding.device import Graphs
 from specextend.loading import choose_kernels, confirm
 from specextend.pairing import check_pair
 from specextend.proof.confirmation import compare_logits, what_is_wrong_in_logits
 from specextend.proof.ladder import Kernels, Proof
 from tests.proof.faulty import a_little_wrong, not_a_number
+from tests.recorded_graph import captured_engine, record
 from tests.tiny_models import tiny_config, tiny_engine
 
 LEFT_OUT = Trial(name="absent", taken=False, why="it is not installed")
@@ -49,7 +52,35 @@ def test_a_target_that_disagrees_goes_back_to_the_floor(kernel, target):
 def test_kernels_that_round_otherwise_are_not_refused(target):
     """Three percent on each attention are much more than any rounding, and change few first choices."""
     target.attend = a_little_wrong
-    assert not what_is_wrong_in_logits(target)
+    assert not what_is_wrong_in_logits(target, Graphs())
+
+
+@pytest.fixture
+def captured(pair):
+    """The target of an engine whose steps can be captured."""
+    return captured_engine(pair, "good", Graphs()).target
+
+
+def test_a_target_runs_what_attends_to_steps_too(captured):
+    """Prompts alone were read: the kernel of trees met the real weights in the first request."""
+
+    def wrong_for_trees(q, k, v, span, scale):
+        out, lse = attend_reference(q, k, v, span, scale)
+        return (out if span.mask is None else -out), lse
+
+    captured.attend = wrong_for_trees
+    assert "differ" in what_is_wrong_in_logits(captured, Graphs())
+
+
+def test_a_target_replays_its_graphs(captured):
+    """They met the real weights in the first request, too."""
+
+    def stale(name, function):
+        outputs = tuple(torch.zeros_like(each) for each in function())
+        return (lambda: None), outputs
+
+    assert not what_is_wrong_in_logits(captured, Graphs(record, 1))
+    assert "differ" in what_is_wrong_in_logits(captured, Graphs(stale, 1))
 
 
 def test_a_first_choice_may_differ_where_two_are_nearly_tied():

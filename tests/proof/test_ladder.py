@@ -1,17 +1,17 @@
 """A start proves its own kernels: a rung that is not right, or not faster, costs itself alone, and says why."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from specextend.attention.trials import Trial
 from specextend.decoding import measurements
 from specextend.proof import ladder as ladder_module
-from specextend.proof.child import find_fault
-from specextend.proof.ladder import Kernels, Proof, Rung, is_whole, load_proof, prove
+from specextend.proof.child import compare_tokens, find_fault
+from specextend.proof.ladder import Kernels, Rung, load_proof, prove
 from specextend.proof.subject import Subject
+from tests.recorded_graph import record
 from tests.tiny_models import FAMILIES, tiny_model
 
 BUSY = 17
@@ -51,6 +51,8 @@ def test_rungs_with_a_fault_are_left_out_and_named(subject):
         "dies": "SIGSEGV",
         "right_but_slow": "times as fast",
         "right_alone": "behind 63, 400",
+        "lacks_memory": "OutOfMemoryError: CUDA out of memory",
+        "loses_its_device": "RuntimeError: CUDA error: unspecified launch failure",
     }
     proof = prove(subject, [rung(name) for name in said], NEVER)
     assert proof.kernels == Kernels()
@@ -59,12 +61,21 @@ def test_rungs_with_a_fault_are_left_out_and_named(subject):
         assert not trial.taken
         assert said[trial.name] in trial.why
         assert trial.is_wrong == (trial.name != "right_but_slow")
+        assert trial.is_late == (trial.name in ("lacks_memory", "loses_its_device")), "another try is due"
 
 
 def test_a_kernel_is_tried_in_a_cache_that_just_holds_the_longest_request(subject):
     """As on a card with room for one: what does not fit is no fault of the kernel's."""
     full = replace(subject, batch=1, longest=512, num_rows=512)
     assert find_fault(full, Kernels(), Kernels(prompts="reference", steps="reference")) == ""
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_captured_steps_whose_drafts_read_other_rows_are_found(is_right, subject):
+    """Every token is right, nobody accepts a draft, and plain decoding would be faster."""
+    steps = "tests.recorded_graph:attend_on_device" if is_right else "tests.proof.faulty:reads_other_rows"
+    wrong = compare_tokens(subject, Kernels(steps=steps), record)
+    assert wrong == "" if is_right else "draft tokens are accepted in batches of 1" in wrong
 
 
 @pytest.mark.slow
@@ -92,45 +103,65 @@ def test_a_rung_that_hangs_ends_with_the_time_of_the_proof(subject):
     assert [trial.taken for trial in proof.trials] == [False, False]
     assert "not done after" in proof.trials[0].why
     assert proof.trials[1].why == "no time was left to try it"
-    assert not is_whole(asdict(proof))
+    assert all(trial.is_late for trial in proof.trials)
 
 
 @pytest.fixture
 def counted(tmp_path, monkeypatch):
-    """Count the proofs, which find nothing."""
+    """Count the rungs that are tried, which are left out; `BUSY` batches have no time for the second one at first."""
     calls = []
 
-    def prove_nothing(subject, *_):
-        calls.append(subject)
-        is_late = subject.batch == BUSY and len(calls) == 1
-        return Proof(Kernels(prompts="flash"), (Trial(name="any", taken=False, why="", is_late=is_late),))
+    def try_apart(subject, base, rung, limit_s):
+        is_late = subject.batch == BUSY and rung.name == "second" and not any(call[1] == "second" for call in calls)
+        calls.append((subject, rung.name))
+        return Trial(name=rung.name, taken=rung.name == "first", why="", is_late=is_late)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ladder_module, "prove", prove_nothing)
+    monkeypatch.setattr(ladder_module, "try_apart", try_apart)
     monkeypatch.setattr(measurements, "measure_undisturbed", lambda measure: (measure(), True))
     return calls
 
 
-def test_workers_of_a_node_share_one_proof(subject, counted):
-    """They start together; the second one finds what the first has kept."""
+RUNGS = [
+    Rung(name="first", changes={"prompts": "flash"}, judged_by=("prompt",)),
+    Rung(name="second", changes={"steps": "triton"}, judged_by=("tree",)),
+]
+
+
+def load(subject):
+    return load_proof(subject, RUNGS)
+
+
+@pytest.mark.parametrize("batch", [2, BUSY])
+def test_workers_of_a_node_share_one_proof(batch, subject, counted):
+    """They start together; all find what the first has found, even if its time ran out: theirs would, too."""
     with ThreadPoolExecutor(4) as pool:
-        proofs = [*pool.map(lambda _: load_proof(subject), range(4))]
-    assert len(counted) == 1
-    assert {json.dumps(proof.kernels.prompts) for proof in proofs} == {'"flash"'}
+        proofs = [*pool.map(load, [replace(subject, batch=batch)] * 4)]
+    assert len(counted) == 2
+    assert {proof.kernels for proof in proofs} == {Kernels(prompts="flash")}
 
 
-def test_a_proof_without_the_time_for_a_rung_is_not_kept(subject, counted):
-    """Another job had the GPU that day; the kernel is tried again at the next start, and not after that."""
+def test_a_proof_without_the_time_for_a_rung_goes_on_at_the_next_start(subject, counted):
+    """Another job had the GPU that day; the kernel is tried again at the next start, not after that, and no other."""
     busy = replace(subject, batch=BUSY)
     for _ in range(3):
-        load_proof(busy)
+        load(busy)
+    assert [name for _, name in counted] == ["first", "second", "second"]
+
+
+def test_without_a_folder_to_write_a_start_proves_all_the_same(subject, counted, tmp_path, monkeypatch):
+    """A home that is read-only, or full, or no folder, ended every worker of a node."""
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
+    assert load(subject).kernels == Kernels(prompts="flash")
     assert len(counted) == 2
 
 
 @pytest.mark.parametrize("change", ["driver", "torch", "code", "shape"])
 def test_a_kept_proof_is_not_used_after_a_change(change, subject, counted, tmp_path, monkeypatch):
     """What was right with one of them may be wrong with another."""
-    load_proof(subject)
+    load(subject)
     if change == "driver":
         driver = tmp_path / "version"
         driver.write_text("NVRM version: 999\n")
@@ -139,5 +170,5 @@ def test_a_kept_proof_is_not_used_after_a_change(change, subject, counted, tmp_p
         monkeypatch.setattr(ladder_module, "package_version", lambda name: "9.9")
     elif change == "code":
         monkeypatch.setattr(measurements, "code_sha256", lambda: "0")
-    load_proof(replace(subject, batch=3) if change == "shape" else subject)
-    assert len(counted) == 2
+    load(replace(subject, batch=3) if change == "shape" else subject)
+    assert len(counted) == 4
