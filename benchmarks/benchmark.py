@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specextend import RunConfig, SamplingParams
 from specextend.yaml_values import read_yaml
 
-PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "openvino"]
+PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "llama.cpp-ngram", "openvino", "openvino-lookup"]
 ProbeKind = Literal["passkey", "needles", "quote"]
 
 
@@ -43,6 +43,8 @@ class Benchmark(BaseModel):
     """Replay documents with a known answer and see what the draft may look at, instead of timing anything."""
     together: int = Field(default=1, ge=1)
     """Documents that are handed over together; a variant sets `decoding.max_batch_size`, which is 1 otherwise."""
+    mixed: bool = False
+    """Hand documents of all buckets over together, one of each in turn."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Most tokens to decode for a document."""
     sampling: dict[str, Any] = {}

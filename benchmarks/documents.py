@@ -66,13 +66,16 @@ def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list
                 f"{benchmark.documents} has {len(documents)} of {counted(benchmark.per_bucket, 'document')} of up to "
                 f"{bucket_name(bucket)} tokens that fit whole, with their output; choose other buckets or documents"
             )
-    return [group for bucket, documents in chosen.items() for group in _groups(bucket, documents, benchmark.together)]
+    named = {bucket_name(bucket): documents for bucket, documents in chosen.items()}
+    if benchmark.mixed:
+        named = {"mixed": [document for turn in zip(*named.values(), strict=True) for document in turn]}
+    return [group for name, documents in named.items() for group in _groups(name, documents, benchmark.together)]
 
 
-def _groups(bucket: int, documents: list[tuple[str, list[int]]], size: int) -> Iterator[PromptGroup]:
+def _groups(bucket: str, documents: list[tuple[str, list[int]]], size: int) -> Iterator[PromptGroup]:
     for first in range(0, len(documents), size):
         doc_ids, prompts = zip(*documents[first : first + size], strict=True)
-        yield PromptGroup([*doc_ids], bucket_name(bucket), [*prompts])
+        yield PromptGroup([*doc_ids], bucket, [*prompts])
 
 
 def _rendered(config: RunConfig, prompts: Prompts, max_new_tokens: int) -> Iterator[tuple[str, list[int], bool]]:

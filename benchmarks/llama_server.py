@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 
-def serve(path: str, num_tokens: int, cache: str, threads: int) -> Any:
+def serve(path: str, num_tokens: int, cache: str, threads: int, drafts: Mapping[str, Any] = {}) -> Any:
     """Load a GGUF file with room for `num_tokens` tokens into a server with one slot, on loopback only.
 
-    Raises RuntimeError if llama.cpp refuses the file.
+    drafts: a `kind` of n-gram drafts (`simple`, `map_k`, `mod`) with its options; none without it. Raises RuntimeError
+    if llama.cpp refuses the file.
     """
     import xllamacpp
 
@@ -28,6 +30,11 @@ def serve(path: str, num_tokens: int, cache: str, threads: int) -> Any:
     params.cache_prompt, params.cache_ram_mib, params.fit_params = False, 0, False
     params.hostnames, params.port, params.ui = ["127.0.0.1"], 0, False
     params.verbosity = -1
+    if drafts:
+        kinds, speculative = xllamacpp.common_speculative_type, params.speculative
+        speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_NGRAM_{drafts['kind'].upper()}")]
+        for name, value in drafts["options"].items():
+            setattr(getattr(speculative, f"ngram_{drafts['kind']}"), name, value)
     return xllamacpp.Server(params)
 
 

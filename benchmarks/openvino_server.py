@@ -9,34 +9,56 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+Answer = dict[str, Any]
 
-def load(path: str, precision: str, threads: int, eos: Sequence[int]) -> Callable[[list[int], int], dict[str, Any]]:
-    """Load an exported model; return what decodes a prompt greedily and says the tokens and seconds of both phases."""
+
+def load(
+    path: str, precision: str, threads: int, eos: Sequence[int], num_sequences: int = 1, lookup: Mapping[str, int] = {}
+) -> Callable[[list[list[int]], int], list[Answer]]:
+    """Load an exported model; return what decodes prompts greedily, and says the tokens and seconds of each.
+
+    num_sequences: prompts that are decoded together. lookup: options of prompt lookup; none without it.
+    """
     import numpy as np
     import openvino
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = False, False
-    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 1 << 16, 1
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = False
+    scheduler.max_num_batched_tokens = 1 << 16
+    scheduler.max_num_seqs = num_sequences
     options = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": threads}
+    if lookup:
+        options["prompt_lookup"] = True
     pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", options)
 
-    def answer(prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    def decode(prompts: list[list[int]], max_new_tokens: int) -> list[Answer]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.stop_token_ids = max_new_tokens, False, {*eos}
-        [result] = pipeline.generate([openvino.Tensor(np.array([prompt]))], [config])
-        figures = result.perf_metrics
-        return {
-            "tokens": list(result.m_generation_ids[0]),
-            "first_s": figures.get_ttft().mean / 1e3,
-            "total_s": figures.get_generate_duration().mean / 1e3,
-        }
+        for name, value in lookup.items():
+            setattr(config, name, value)
+        begin = time.perf_counter()
+        answers: list[Answer] = [{"tokens": [], "times": []} for _ in prompts]
+        handles = [
+            pipeline.add_request(number, openvino.Tensor(np.array([prompt])), config)
+            for number, prompt in enumerate(prompts)
+        ]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            now = time.perf_counter() - begin
+            for handle, answer in zip(handles, answers, strict=True):
+                if handle.can_read():
+                    [output] = handle.read().values()
+                    answer["tokens"] += output.generated_ids
+                    answer["times"].append(now)
+        return answers
 
-    return answer
+    return decode
 
 
 def say(value: Any) -> None:
@@ -50,4 +72,4 @@ if __name__ == "__main__":
     say("ready")
     for line in sys.stdin:
         request = json.loads(line)
-        say(decode(request["prompt"], request["max_new_tokens"]))
+        say(decode(request["prompts"], request["max_new_tokens"]))

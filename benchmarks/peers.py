@@ -1,6 +1,6 @@
-"""Peers: other systems on the weights of a configuration's target, which decode one prompt at a time, greedily.
+"""Peers: other systems on the weights of a configuration's target, which decode prompts greedily.
 
-A peer is one small class: it loads the target, and `generate` decodes a prompt and measures itself.
+A peer is one small class: it loads the target, and `generate` decodes prompts and measures itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from specextend.pairing import check_pair
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
 two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens a step."""
+OPENVINO_LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
+NGRAMS = {"kind": "map_k", "options": {"size_n": 3, "size_m": 8}}
 WHEEL = "xllamacpp"
 _MOST_EOS = 3  # a GGUF file has keys for that many
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -65,8 +67,8 @@ class Output:
 class Peer(Protocol):
     """Another system with the same weights."""
 
-    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
-        """Decode a prompt greedily, and measure."""
+    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
+        """Decode prompts greedily, as many at a time as the peer takes, and measure."""
 
 
 class Transformers:
@@ -83,7 +85,11 @@ class Transformers:
         model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
         return cls(model, check_pair(target, None).eos_token_ids, options)
 
-    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
+        """Decode one prompt after the other."""
+        return [self.decode(prompt, max_new_tokens) for prompt in prompts]
+
+    def decode(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
         """Decode greedily, and measure by the wall clock."""
         prompt = torch.tensor([prompt_token_ids], device=self._model.device)
         clock = TokenClock(prompt.device)
@@ -149,12 +155,13 @@ class LlamaCpp:
     end to it.
     """
 
-    def __init__(self, path: Path, num_tokens: int, cache_type: str) -> None:
+    def __init__(self, path: Path, num_tokens: int, cache_type: str, drafts: Mapping[str, Any] | None = None) -> None:
         """Load a GGUF file with room for `num_tokens` tokens; the file may be removed afterwards.
 
-        Raises ValueError if llama.cpp refuses the file.
+        drafts: such as NGRAMS. Raises ValueError if llama.cpp refuses the file.
         """
-        options = {"path": str(path), "num_tokens": num_tokens, "cache": cache_type, "threads": torch.get_num_threads()}
+        options = {"path": str(path), "num_tokens": num_tokens, "cache": cache_type, "drafts": drafts or {}}
+        options["threads"] = torch.get_num_threads()
         command = [sys.executable, str(Path(__file__).with_name("llama_server.py")), json.dumps(options)]
         server = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         assert server.stdout is not None
@@ -165,7 +172,7 @@ class LlamaCpp:
             raise ValueError("llama.cpp cannot load this target; leave it out")
 
     @classmethod
-    def load(cls, config: RunConfig) -> LlamaCpp:
+    def load(cls, config: RunConfig, drafts: Mapping[str, Any] | None = None) -> LlamaCpp:
         """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that is impossible."""
         target = config.target
         facts = check_pair(target, None)
@@ -184,9 +191,13 @@ class LlamaCpp:
             del model  # before llama.cpp allocates its own
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four
             cache_type = "F32" if target.dtype == "float32" else "F16"
-            return cls(path, config.max_tokens(facts.context_length), cache_type)
+            return cls(path, config.max_tokens(facts.context_length), cache_type, drafts)
 
-    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
+        """Decode one prompt after the other."""
+        return [self.decode(prompt, max_new_tokens) for prompt in prompts]
+
+    def decode(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
         """Decode and measure by llama.cpp's own clock.
 
         Its `predicted_ms` begin when the first token is chosen, so they are the seconds of the tokens after the first;
@@ -197,7 +208,8 @@ class LlamaCpp:
         assert timings["prompt_n"] == len(prompt_token_ids), "the whole prompt is read each time"
         assert timings["predicted_n"] == len(token_ids)
         decode_s = timings["predicted_ms"] / 1e3
-        return Output(token_ids, decode_s, timings["prompt_ms"] / 1e3 + decode_s, num_steps=len(token_ids) - 1)
+        num_steps = len(token_ids) - 1 - timings.get("draft_n_accepted", 0)
+        return Output(token_ids, decode_s, timings["prompt_ms"] / 1e3 + decode_s, num_steps)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with closing(HTTPConnection(self._address)) as connection:
@@ -209,22 +221,22 @@ class LlamaCpp:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch has.
+    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch has, and as many
+    sequences as `decoding.max_batch_size` says.
 
     It reads the folder that `optimum-cli export openvino` wrote beside the target's, with `-openvino` behind its name.
     """
 
-    def __init__(self, folder: Path, precision: str, eos_token_ids: Sequence[int]) -> None:
-        """Load an exported model. Raises ValueError if OpenVINO refuses it."""
-        options = {"path": str(folder), "precision": precision, "threads": torch.get_num_threads()}
+    def __init__(self, **options: Any) -> None:
+        """Load an exported model with the options of `openvino_server.load`. Raises ValueError if it is refused."""
         server = Path(__file__).with_name("openvino_server.py")
-        command = [sys.executable, str(server), json.dumps({**options, "eos": [*eos_token_ids]})]
+        command = [sys.executable, str(server), json.dumps(options)]
         self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         self._end = weakref.finalize(self, self._process.communicate)  # which closes its standard input
         self._read()
 
     @classmethod
-    def load(cls, config: RunConfig) -> OpenVINO:
+    def load(cls, config: RunConfig, lookup: Mapping[str, int] | None = None) -> OpenVINO:
         """Load the configuration's target. Raises ValueError if that is impossible."""
         target = config.target
         if importlib.util.find_spec("openvino_genai") is None:
@@ -237,16 +249,25 @@ class OpenVINO:
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
         if not multiplies_bf16():
             precision = "f32"  # its fastest there, and what it falls back to
-        return cls(folder, precision, check_pair(target, None).eos_token_ids)
+        return cls(
+            path=str(folder),
+            precision=precision,
+            threads=torch.get_num_threads(),
+            eos=[*check_pair(target, None).eos_token_ids],
+            num_sequences=config.decoding.batch_size,
+            lookup=lookup or {},
+        )
 
-    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
-        """Decode and measure by OpenVINO's own clock: from the request to the first token, and to the last."""
+    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
+        """Decode, and measure by the wall clock: from the request to the first token, and to the last."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt_token_ids, "max_new_tokens": max_new_tokens}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens}) + "\n")
         self._process.stdin.flush()
-        answer = self._read()
-        total_s = answer["total_s"]
-        return Output(answer["tokens"], total_s - answer["first_s"], total_s, num_steps=len(answer["tokens"]) - 1)
+        outputs = []
+        for answer in self._read():
+            times = answer["times"]
+            outputs.append(Output(answer["tokens"], times[-1] - times[0], times[-1], num_steps=len(times) - 1))
+        return outputs
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -261,7 +282,9 @@ PEERS: dict[str, Callable[[RunConfig], Peer]] = {
     "transformers": Transformers.load,
     "transformers-lookup": partial(Transformers.load, options=LOOKUP),
     "llama.cpp": LlamaCpp.load,
+    "llama.cpp-ngram": partial(LlamaCpp.load, drafts=NGRAMS),
     "openvino": OpenVINO.load,
+    "openvino-lookup": partial(OpenVINO.load, lookup=OPENVINO_LOOKUP),
 }
 """Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be served."""
 

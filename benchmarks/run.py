@@ -148,15 +148,15 @@ class EngineVariant:
 
 
 class PeerVariant:
-    """A peer, which takes one document after the other."""
+    """A peer, which takes one document after the other, or as many as its configuration says."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
     def measure(self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int) -> tuple[Row, Tokens]:
-        """Decode one prompt after the other, greedily, as the benchmark has checked."""
+        """Decode prompts greedily, as the benchmark has checked."""
         begin = time.perf_counter()
-        outputs: list[Output] = [self._peer.generate(prompt, max_new_tokens) for prompt in prompts]
+        outputs: list[Output] = self._peer.generate(prompts, max_new_tokens)
         wall_s = time.perf_counter() - begin
         sums = {
             name: sum(getattr(each, name) for each in outputs)

@@ -27,8 +27,7 @@ from specextend.decoding.decoding_options import (
     TreeOptions,
     at_least,
 )
-from specextend.model_files import looks_like_path
-from specextend.models import TargetOptions
+from specextend.model_files import TargetOptions, looks_like_path
 from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder
 from specextend.yaml_values import ConfigError, parse, read_yaml, shown
 

@@ -18,7 +18,6 @@ from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRun
 from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
 from specextend.data.commits import Retry
-from specextend.report import RunFigures, build_report, read_report, write_report
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ def _prepare_environment() -> None:
 def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_errors: Retry) -> int:
     """Run the job with its report. Returns 0 or 3; raises the exceptions of `cluster/exits.py`."""
     from specextend.cluster.run import run as run_job  # it imports Ray, which reads the environment
+    from specextend.report import RunFigures, write_report
 
     figures = RunFigures()
     report = partial(write_report, figures=figures)
@@ -112,6 +112,8 @@ def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_e
 
 
 def _report(output: str, *, is_over: bool) -> ReadOnly | None:
+    from specextend.report import build_report, read_report  # it imports torch
+
     if is_over:
         return read_report(output)
     with suppress(ValueError):  # there is no run yet

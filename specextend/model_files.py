@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -35,6 +35,8 @@ from specextend.shipped import DEFAULT_TARGET, models_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+Scheme = Literal["int8", "fp8", "int4"]
 INDEX = "model.safetensors.index.json"
 """Says in which file each tensor is, if there are several."""
 TIMEOUT_S = 20.0
@@ -66,6 +68,34 @@ _CONVERT = (
 
 VOCABULARY = "draft_token_ids"
 """Tensor of a reduced vocabulary: the token ids that a draft can propose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """`target.*`: The large model, whose output the run produces."""
+
+    model: str
+    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` makes one of a GGUF file."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
+    with."""
+    dtype: Dtype = "bfloat16"
+    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
+    quantize: Scheme | None = None
+    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability 8.9 on) or `int4`;
+    unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`. Needs the extra `quantize`. Another scheme
+    is another run."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("target.model must not be empty")
+        if "://" in self.model:  # not repeated: an address may hold a token
+            raise ValueError("target.model must be a Hub id or a local path, not an address")
+        kind, _, number = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
+            raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
 
 
 class ModelError(ValueError):

@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from specextend.core import Values, counted, first_line, without_collections
 from specextend.decoding.measurements import head_size
-from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
+from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
     INDEX,
+    Dtype,
     ModelError,
+    TargetOptions,
     TensorInfo,
     find_folder,
     read_folder,
@@ -34,7 +36,6 @@ with without_collections():  # a seventh of its seconds
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -58,34 +59,6 @@ _GGUF_ROPE = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 """Fields of GGUF files, and what they are called in a config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """`target.*`: The large model, whose output the run produces."""
-
-    model: str
-    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` makes one of a GGUF file."""
-    revision: str | None = None
-    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
-    with."""
-    dtype: Dtype = "bfloat16"
-    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
-    quantize: Scheme | None = None
-    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability 8.9 on) or `int4`;
-    unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`. Needs the extra `quantize`. Another scheme
-    is another run."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("target.model must not be empty")
-        if "://" in self.model:  # not repeated: an address may hold a token
-            raise ValueError("target.model must be a Hub id or a local path, not an address")
-        kind, _, number = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
-            raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

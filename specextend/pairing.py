@@ -49,11 +49,13 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
-    facts = _with_tokenizer(check_target(target), load_tokenizer(target.model, target.revision))
+    checked = check_target(target)
+    tokenizer = load_tokenizer(target.model, target.revision)
+    facts = _with_tokenizer(checked, tokenizer)
     if draft is not None and draft.kind == "eagle":
-        _check_eagle(draft, facts, target)
+        _check_eagle(draft, facts, tokenizer)
     elif draft is not None and draft.kind == "model":
-        _check_model(draft, facts, target)
+        _check_model(draft, facts, tokenizer)
     return facts
 
 
@@ -171,7 +173,7 @@ class DraftSize:
     """The target's layers whose outputs it is given for each token of a prompt."""
 
 
-def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
+def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None:
     head = read_head(draft.model)
     read_vocabulary(head)
     rope_frequencies(head.rope, head.head_dim, draft.model)
@@ -181,12 +183,12 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) 
         raise ModelError(f"draft {draft.model} does not fit target {facts.name}: {error}") from None
     _check_equal("hidden_size", draft.model, head.target_hidden_size, facts.name, facts.hidden_size)
     _check_equal("vocab_size", draft.model, head.vocab_size, facts.name, facts.vocab_size)
-    _check_same_tokens(draft.model, head.tokens_sha256, target)
+    if head.tokens_sha256 is not None and head.tokens_sha256 != tokens_sha256(tokenizer):  # a head has no tokenizer
+        raise ModelError(f"draft {draft.model} does not fit target {facts.name}: it was trained for another tokenizer")
 
 
-def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
+def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     num_rows = min(check_model(draft.model, draft.revision).vocab_size, facts.vocab_size)
-    ours = load_tokenizer(target.model, target.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
     for name in _SPECIAL_TOKENS:
         _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
@@ -199,12 +201,6 @@ def _check_shared_tokens(draft: str, theirs: dict[str, int], target: str, ours: 
     for token_id in sorted(their_tokens.keys() & our_tokens.keys()):
         if token_id < num_rows:
             _check_equal(f"token {token_id}", draft, their_tokens[token_id], target, our_tokens[token_id])
-
-
-def _check_same_tokens(draft: str, tokens: str | None, target: TargetOptions) -> None:
-    """Raise ModelError if a draft without a tokenizer names another vocabulary (`tokens_sha256`) than the target's."""
-    if tokens is not None and tokens != tokens_sha256(load_tokenizer(target.model, target.revision)):
-        raise ModelError(f"draft {draft} does not fit target {target.model}: it was trained for another tokenizer")
 
 
 def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:

@@ -7,7 +7,7 @@ in float32 with them either. `fp8` rounds them to 8 bits too, and runs in bfloat
 """
 
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from torch import nn
 from specextend.core import how_to_install
 from specextend.decoding.device import compute_capability, traits_of
 from specextend.decoding.layers import CompiledLinear, FusedLayer, compiled_kernel
+from specextend.model_files import Scheme
 
-Scheme = Literal["int8", "fp8", "int4"]
 GROUP = 64
 """Inputs that share a scale and an offset with `int4`."""
 _LEAST_CAPABILITY = {"int8": (0, 0), "int4": (8, 0), "fp8": (8, 9)}

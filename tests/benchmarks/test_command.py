@@ -33,8 +33,9 @@ class Stutterer:
     def __init__(self, config):
         pass
 
-    def generate(self, prompt_token_ids, max_new_tokens):
-        return Output(prompt_token_ids[-1:] * max_new_tokens, max_new_tokens / 2, max_new_tokens, max_new_tokens - 1)
+    def generate(self, prompts, max_new_tokens):
+        seconds = max_new_tokens / 2, max_new_tokens
+        return [Output(prompt[-1:] * max_new_tokens, *seconds, max_new_tokens - 1) for prompt in prompts]
 
 
 @pytest.fixture

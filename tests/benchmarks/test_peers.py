@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.peers import LOOKUP, LlamaCpp, Transformers, write_gguf
+from benchmarks.peers import LOOKUP, NGRAMS, LlamaCpp, Transformers, write_gguf
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_model
 
 SERVED = {
@@ -26,10 +26,10 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def llama_cpp(model, folder, eos_token_ids=(EOS_TOKEN_ID,)):
+def llama_cpp(model, folder, drafts=None):
     path = folder / "tiny.gguf"
-    write_gguf(model, eos_token_ids, path)
-    return LlamaCpp(path, 1024, "F32")
+    write_gguf(model, [EOS_TOKEN_ID], path)
+    return LlamaCpp(path, 1024, "F32", drafts)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -37,8 +37,8 @@ def test_llama_cpp_decodes_the_same_model(name, tmp_path):
     """A wrong layout of heads or wrong angles would still decode, fast, some nonsense."""
     model = tiny_model(SERVED[name], seed=0)
     prompt = random_prompt(300)
-    ours = Transformers(model, [EOS_TOKEN_ID]).generate(prompt, 24).token_ids
-    theirs = llama_cpp(model, tmp_path).generate(prompt, 24).token_ids
+    ours = Transformers(model, [EOS_TOKEN_ID]).decode(prompt, 24).token_ids
+    theirs = llama_cpp(model, tmp_path).decode(prompt, 24).token_ids
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             logits = model(torch.tensor([prompt + ours[:index]])).logits[0, -1]
@@ -51,7 +51,7 @@ def test_the_first_token_is_in_no_decoding_time(tmp_path):
     """llama.cpp counts it among `predicted_n`, its time to the prompt. A second run reads the prompt again."""
     peer = llama_cpp(tiny_model(FAMILIES["llama"], seed=0), tmp_path)
     prompt = random_prompt(300)
-    one, many = peer.generate(prompt, 1), peer.generate(prompt, 33)
+    one, many = peer.decode(prompt, 1), peer.decode(prompt, 33)
     assert one.decode_s <= 1e-5 < one.total_s
     assert (len(many.token_ids), many.num_steps, many.num_first_tokens) == (33, 32, 1)
     assert 0 < many.decode_s < many.total_s
@@ -70,9 +70,19 @@ def bigram_model():
 def test_prompt_lookup_takes_fewer_steps_for_the_same_tokens(bigram_model):
     """It must really run: on a text that repeats itself its guesses come true, and its tokens are counted by step."""
     prompt = [5, 6, 7, 8]
-    plain = Transformers(bigram_model, ()).generate(prompt, 60)
-    lookup = Transformers(bigram_model, (), LOOKUP).generate(prompt, 60)
+    plain = Transformers(bigram_model, ()).decode(prompt, 60)
+    lookup = Transformers(bigram_model, (), LOOKUP).decode(prompt, 60)
     assert lookup.token_ids == plain.token_ids
     assert (plain.num_steps, plain.num_first_tokens) == (59, 1)
     assert lookup.num_steps < 59
     assert 0 < lookup.decode_s < lookup.total_s
+
+
+def test_n_grams_of_llama_cpp_take_fewer_steps_for_the_same_tokens(bigram_model, tmp_path):
+    """A kind of draft that its server does not know, or a match that never comes, would leave it as slow as without."""
+    prompt = [5, 6, 7, 8]
+    plain = llama_cpp(bigram_model, tmp_path).decode(prompt, 60)
+    drafting = llama_cpp(bigram_model, tmp_path, NGRAMS).decode(prompt, 60)
+    assert drafting.token_ids == plain.token_ids
+    assert plain.num_steps == len(plain.token_ids) - 1
+    assert drafting.num_steps < plain.num_steps
