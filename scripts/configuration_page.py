@@ -17,15 +17,16 @@ from specextend.config import RunConfig
 HEAD = """\
 # Configuration: every key, its default and its meaning
 
-This page lists what a configuration file may hold. It is generated from the code by
-`python -m scripts.configuration_page`; a test keeps the two equal. Complete files are in [`configs/`](../configs).
+This page lists what a configuration file may hold. It is generated from the code, and a test keeps the two equal.
+Complete files are in [`configs/`](../configs).
 
-A configuration is YAML with one section for each heading below. An unknown key is refused, and the nearest known one is
+A configuration is YAML with one section for each heading below; an unknown key is refused, and the nearest known one
 suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
-`input.path` and `output.path`. The default "none" means that the key is unset. A relative path in a file is relative to
-the file's folder; on the command line, and in a shipped configuration, to the current folder. In a job that is
-submitted to a cluster local paths must be absolute. In paths and models `{models}` is the folder of `make models` and
-`specextend demo`, and `{shipped}` that of what comes with the package.
+`input.path` and `output.path`. "none" means that the key is unset.
+
+A relative path in a file is relative to the file's folder; on the command line, and in a shipped configuration, to the
+current folder. In a job that is submitted to a cluster local paths must be absolute. `{models}` is the folder of
+`make models` and `specextend demo`, and `{shipped}` that of what comes with the package.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 
@@ -61,6 +62,8 @@ def _row(section: str, field: dataclasses.Field[Any], doc: str) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default

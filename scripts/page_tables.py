@@ -14,7 +14,7 @@ from benchmarks.command import read_result
 from benchmarks.tables import to_markdown
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "benchmarks/README.md", "docs/drafts.md")
+PAGES = ("README.md", "benchmarks/README.md")
 _TABLE = re.compile(r"(<!-- table: (\S+) (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

@@ -49,27 +49,26 @@ class JobOptions:
     gpus_per_worker: float = 0.0
     """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models on the CPU."""
     cpus_per_worker: int | Literal["auto"] = "auto"
-    """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: as many as leave room for
-    all workers, so all cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
+    """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: all
+    cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
     max_attempts: int = 3
-    """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed batch, a passed
-    deadline, text that neither a worker nor the driver can read. Attempts that are lost with their whole node do not
-    count."""
+    """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed
+    batch, a passed deadline, text that cannot be read. Those lost with their node do not count."""
     max_error_fraction: float = 0.0
-    """Share of error rows, from 0 to 1, up to which a run ends with exit 0; with more of them it ends with exit 3."""
+    """Share of error rows, from 0 to 1, up to which a run ends with exit 0, else with exit 3."""
     stop_error_fraction: float = 0.5
-    """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
-    `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of
-    those to process have finished; 1 never stops a run."""
+    """Share of failed documents, from 0 to 1, above which a start stops early with exit 3, if it
+    is also above `max_error_fraction`; checked from 100 documents and 1% of those to process
+    on. 1 never stops a run."""
     commit_every_s: float = 30.0
-    """Longest time, in seconds, that a finished document waits before the driver writes it to disk."""
+    """Most seconds that a finished document waits before it is written."""
     document_deadline_s: float = 600.0
-    """Seconds that a document may take from the start of its prefill, and as much again for each 1,000 tokens of its
-    prompt and its longest possible output; one that takes longer is charged an attempt."""
+    """Seconds that a document may take from the start of its prefill, and as much again for each
+    1,000 tokens of its prompt and longest output; then it is charged an attempt."""
     stall_s: float = 600.0
-    """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
+    """Seconds without progress after which a worker counts as hung and is replaced."""
     deadline_s: float = 0.0
-    """Time limit of one start in seconds; the run then stops with exit 75 and can be resumed. 0 sets no limit."""
+    """Time limit of one start in seconds, which then stops with exit 75; 0 sets no limit."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "max_attempts"):
@@ -112,7 +111,7 @@ class ReportOptions:
     """`report.*`: What reports and dry runs cannot know by themselves. No summary depends on it."""
 
     price_per_worker_hour: float | None = None
-    """Price of one worker for one hour, in any currency; from it they compute what documents and tokens cost."""
+    """Price of one worker for one hour, in any currency, for the cost of documents and tokens."""
 
     def __post_init__(self) -> None:
         if self.price_per_worker_hour is not None:

@@ -75,16 +75,16 @@ class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` makes one of a GGUF file."""
+    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks
+    GGUF."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
-    with."""
+    """Branch, tag or commit on the Hub; unset: the default branch. A run keeps its commit."""
     dtype: Dtype = "bfloat16"
     """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
     quantize: Scheme | None = None
-    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability 8.9 on) or `int4`;
-    unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`. Needs the extra `quantize`. Another scheme
-    is another run."""
+    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability
+    8.9 on) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`.
+    Needs the extra `quantize`."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
 

@@ -284,7 +284,7 @@ def _status(output: str) -> int:
     except ValueError as error:
         raise RefusedError(first_line(error)) from error
     except OSError as error:
-        raise StoreError(f"--status {output} cannot be read: {first_line(error)}") from error
+        raise StoreError(f"the run in {output} cannot be read: {first_line(error)}") from error
     show(describe_status(found))
     return 0
 

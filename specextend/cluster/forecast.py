@@ -33,7 +33,7 @@ MIN_DOCUMENTS = 2
 """Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
 DRIFT = 0.1
 """Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
-(`docs/log.md`)."""
+(`docs/dev/log.md`)."""
 START_FACTOR = 1.5
 """Factor by which loading may take longer or shorter: a single start was measured, with files cached or not."""
 MOST_UNCERTAIN = 20.0

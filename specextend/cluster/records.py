@@ -1,6 +1,6 @@
 """What a driver writes while a run goes on: finished rows, the record of its start, and the status read from both.
 
-Nothing else writes them. `--status` imports this module, so it needs neither Ray nor torch.
+Nothing else writes them. `specextend status` imports this module, so it needs neither Ray nor torch.
 """
 
 from __future__ import annotations

@@ -79,39 +79,36 @@ class InputOptions:
     """`input.*`: Where the documents are, and what their columns mean."""
 
     path: str
-    """A Parquet file, a folder or a glob; a local path or a URI.
-
-    A folder is searched recursively for files that end in `.parquet`, `.pq` or `.parq`, in upper or lower case. The
-    path of a URI is taken as it is written (`s3://bucket/a b#1`); only a `file://` URI is percent-encoded."""
+    """A Parquet file, a folder (searched recursively) or a glob; a local path or a URI. The path of a URI is taken as
+    it is written (`s3://bucket/a b#1`); only a `file://` URI is percent-encoded."""
     text_column: str = "text"
     """The string column with the documents."""
     id_column: str | None = None
     """A string, integer or UUID column with unique ids; without it the id is
     `<path relative to the input>:<row in file>`."""
     on_bad_id: Literal["refuse", "error"] = "refuse"
-    """What to do if ids are null or repeated among the rows that `input.filter` leaves: `refuse` the input, or make
-    each such row an `error` row, of equal ids all but the first in input order."""
+    """Where ids are null or repeated: `refuse` the input, or make each such row an `error` row, of
+    equal ids all but the first in input order."""
     passthrough: tuple[str, ...] = ()
-    """Columns of any type that are copied to the summaries; a file may lack them. Folders such as `year=2026` make a
-    column, too."""
+    """Columns of any type that are copied to the results; a file may lack them. Folders such as
+    `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
-    """An integer column with the documents' lengths in tokens, so that planning need not read the text. If a file has a
-    value that is null, below 1 or above 2^40, its text is read after all, and the lengths of those documents are
-    estimated."""
+    """An integer column with the documents' lengths in tokens, so that planning need not read the
+    text. Where it is null, below 1 or above 2^40, a length is estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
     """A string column that takes the place of `prompt.instruction` where it is neither null nor blank. It is no
     template, but may have one `{{ document }}`."""
     options_column: str | None = None
-    """A struct column whose fields, each where it is not null, take the place of `decoding.*` for the row:
+    """A struct column whose fields, where not null, take the place of `decoding.*` for the row:
     `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings)."""
     filter: str | None = None
     """Only the rows that match a condition of SQL, such as `lang = 'en' AND pages > 2`."""
     sample: float | int | None = None
-    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`). Each row's id
+    """Only a random part of the rows: a fraction (`0.01`) or a number (`500`). Each row's id
     decides, so the same documents are drawn from a larger input."""
     except_done_in: tuple[str, ...] = ()
     """Output folders of earlier runs, or globs of them: rows that are done there and have not changed are left out."""
@@ -168,9 +165,9 @@ class OutputOptions:
     column: str = "summary"
     """The column with the texts that the model wrote."""
     schema: str | Values | None = None
-    """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
-    names with types, such as `{agency: string, sum: number, topics: [string], kind: audit | budget, date: "string?"}`.
-    Only what keeps to it is decoded. A schema of values alone, such as `{kind: audit | budget}`, is scored."""
+    """Answers are JSON objects, each field a column: the name of a JSON Schema file, the schema,
+    or names with types, such as `{agency: string, sum: number, topics: [string], kind: audit |
+    budget, date: "string?"}`. One of values alone is scored."""
     evidence: bool = False
     """Look each string of an answer up in its document (column `evidence`), choices excepted."""
 

@@ -71,8 +71,8 @@ class PromptOptions:
     """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
     instruction: str = "Summarize the following document."
-    """The user message, a jinja2 template: `{{ document }}` is the document, which is appended after a blank line if it
-    is not there; any other name is a column of the row."""
+    """The user message, a jinja2 template: `{{ document }}` is the document, appended if it is not
+    there; any other name is a column of the row."""
     examples: tuple[Example, ...] = ()
     """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
     template_options: Values = field(default_factory=dict)
@@ -80,11 +80,10 @@ class PromptOptions:
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `parts` summarises it in parts and merges their summaries (`parts.*`), `error`
-    makes it an error row."""
+    """What a document that is too long keeps: the `head`, the `tail`, both ends (`middle`), or
+    all, read in `parts` that are merged; `error` makes it an error row."""
     max_prompt_tokens: int | None = None
-    """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
+    """Most tokens of the rendered prompt; unset: what the model's context leaves room for."""
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
@@ -101,18 +100,18 @@ class PromptOptions:
 class PartOptions:
     """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
-    Such a document is split into parts where sections, paragraphs or sentences end, each part is summarised, and the
-    summaries are merged: all at once or, if they do not fit into one prompt, group by group until one is left.
+    Each part is summarised, and the summaries are merged: all at once, or group by group until one is left.
     """
 
     tokens: int | None = None
-    """Tokens of a part at most; if unset, what fits into a prompt. Parts of a document are all about as long."""
+    """Most tokens of a part; unset: what fits into a prompt. Parts of a document are about as
+    long."""
     instruction: str = ""
-    """The user message for a part, with `{{ document }}` but no columns; if empty, `prompt.instruction`. In a document
-    with an instruction of its own that is used for parts and merges."""
+    """The user message for a part, with `{{ document }}` but no columns; if empty,
+    `prompt.instruction`. An instruction of the row's own is used for parts and merges."""
     merge_instruction: str = ""
-    """The user message for what was written about the parts, in order, which takes the place of `{{ document }}`; if
-    empty, `prompt.instruction`."""
+    """The user message for what was written about the parts, which takes the place of `{{ document
+    }}`; if empty, `prompt.instruction`."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:

@@ -24,8 +24,8 @@ class DecodingOptions:
     """`decoding.*`: How output tokens are chosen, and how many sequences run together."""
 
     mode: Mode = "specextend"
-    """`specextend` uses attention and cache as configured; `tree` always uses dense tree attention and the full cache;
-    `autoregressive` loads no draft and decodes one token per step."""
+    """`specextend` uses attention and cache as configured; `tree` dense tree attention and the
+    full cache; `autoregressive` loads no draft and decodes one token a step."""
     max_new_tokens: int = 256
     """Maximum number of output tokens of a document."""
     temperature: float = 0.0
@@ -33,29 +33,34 @@ class DecodingOptions:
     top_k: int = 0
     """Sample from the k most likely tokens only; 0 keeps all."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose cumulative probability reaches this; 1 keeps all."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this; 1 keeps
+    all."""
     seed: int = 0
-    """Seed of the run. The seed of a document is derived from it and the document's id."""
+    """Seed of the run; that of a document follows from it and the id."""
     stop: tuple[str, ...] = ()
-    """Strings that end an output. They are matched across token borders and are not part of the summary."""
+    """Strings that end an output, also across token borders, and are not part of it."""
     stop_repetition: bool = False
-    """End an output once it is a loop: a span of up to 64 tokens, at least four times in a row, over at least 64 tokens
-    in all. The repetitions produced so far stay in the summary, and its `finish_reason` is `repetition`."""
+    """End an output that is a loop: a span of up to 64 tokens, at least four times in a row, over
+    at least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`."""
     repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens that occurred by this and multiply the negative ones by it, as transformers
-    does; 1 changes nothing. The end-of-sequence token counts like any other, and chat templates contain it."""
+    """Divide the positive logits of tokens that occurred by this and multiply the negative ones,
+    as transformers does; 1 changes nothing. The end of sequence, which chat templates contain,
+    counts too."""
     no_repeat_ngram_size: int = 0
-    """Choose no token that would complete a run of so many tokens that occurred before, as in transformers; 0 allows
-    all. The prompt counts too: a summary cannot quote so many tokens of its document, such as a long name."""
+    """Choose no token that would complete a run of so many tokens that occurred before, as in
+    transformers; 0 allows all. The prompt counts too, so no long name of the document can be
+    quoted."""
     max_batch_size: int | Literal["auto"] = 1
-    """Maximum number of sequences that a worker decodes together; fewer run where the cache has no room for more.
-    `auto` is the number of documents of mean length that the cache holds, at most 4 on a CPU and 32 on a GPU."""
+    """Most sequences that a worker decodes together; fewer run where the cache has no room. `auto`
+    is the number of documents of mean length that the cache holds, at most 4 on a CPU and 32 on
+    a GPU."""
     cache_gib: float = 2.0
-    """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional. With
-    `max_batch_size: auto` it is what a GPU of this machine has left, if that is less."""
+    """Largest size of the target's KV cache on each worker, in GiB; a draft's caches are
+    additional. With `max_batch_size: auto` it is what a GPU of this machine has left, if that
+    is less."""
     audit_fraction: float = 0.0
-    """Share of the documents, chosen by seed and id, that are decoded once more without a draft after they are done.
-    The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""
+    """Share of the documents, chosen by seed and id, that are decoded again without a draft once
+    they are done. The report says how many tokens agree and how much faster speculation was."""
 
     def __post_init__(self) -> None:
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
@@ -89,23 +94,15 @@ class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
     backend: Backend = "auto"
-    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. `compiled`, on a CPU only, is
-    a kernel of our own, which needs the `cpu` extra; float16, and heads whose size is no multiple of 32 (16 in
-    float32), take `sdpa` instead. `flash`, on a GPU only, is the flash-attn package, version 2 (the `flash`
-    extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of our own for up to 128
-    queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`. Kernels of our
-    own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed. `auto`
-    is, on a CPU, `compiled` where that can be made and is right, with all layers in one call in bfloat16, and
-    else `sdpa`. On a GPU it is proven at start-up: `sdpa`, and flash-attn, the Triton kernels and CUDA graphs
-    where a trial of each, in a process of its own, was right on the model's shapes and faster; the first start
-    of a node takes up to two minutes for it. `reference` is for tests: on a GPU it takes gigabytes and most of
-    the time."""
+    """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU `sdpa`, and what was
+    right and faster in a trial at the first start. `reference` is plain torch in float32, for tests; `sdpa` torch's
+    own; `compiled` (CPU, extra `cpu`) and `triton` (GPU, heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU,
+    extra `flash`) is flash-attn 2 or 3. What a kernel cannot do, another does."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
-    """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
-    log-sum-exp (arXiv 2505.20776, section 3), and its steps are never captured; `dense` runs one masked call over
-    everything. `auto` is `dense` on a CPU and with the Triton kernel, whose one call does both and masks only the tree,
-    and `hybrid` with the other kernels of a GPU. Where a CPU runs all layers in one call, prefix and tree are always
-    attended to apart, and the key counts for nothing."""
+    """`hybrid` attends to prefix and tree in two calls and merges both by their log-sum-exp (arXiv
+    2505.20776, section 3), and is never captured; `dense` in one masked call. `auto` is `dense`
+    on a CPU and with the Triton kernel, else `hybrid`. It counts for nothing where a CPU runs
+    all layers in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +112,17 @@ class TreeOptions:
     ngram_depth: ClassVar[int] = 16  # levels of n-gram drafts, which take no time
 
     nodes: int | Literal["auto"] = 16
-    """Draft tokens verified in one step; the root is not counted. `auto` chooses the number that gives the most tokens
-    per second according to measured step times, and takes plain steps where no tree pays off; in mode `tree` it is
-    `max_nodes`."""
+    """Draft tokens verified in one step, without the root. `auto` chooses the number that gives
+    the most tokens a second by measured step times, and plain steps where no tree pays; in mode
+    `tree` it is `max_nodes`."""
     max_nodes: int = 15
-    """Maximum number of draft tokens per step if `nodes` is `auto`; ignored otherwise. A forward pass has one row more,
-    the root."""
+    """Most draft tokens of a step if `nodes` is `auto`; a forward has one row more, the root."""
     depth: int = 6
-    """Maximum depth of a draft's own tree, in levels; n-gram drafts have up to 16."""
+    """Levels of a draft's own tree at most; n-gram drafts have up to 16."""
     threshold: float = 0.05
-    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. If `nodes` is
-    `auto`, an EAGLE head or a small LM begins with it, and then goes by what a step decides in the time of a level. Not
-    used where steps are replayed, with the Triton kernel: there every tree grows to its full depth."""
+    """Stop growing a tree when a level adds less than this to the expected number of accepted
+    tokens. If `nodes` is `auto`, an EAGLE head or small LM only begins with it. Not used where
+    steps are replayed: there every tree has its full depth."""
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)
@@ -147,8 +143,8 @@ class CacheOptions:
     draft_prefill_window: ClassVar[int] = 512  # tokens that a draft of kind `model` attends to while it reads a prompt
 
     policy: Policy = "retrieval"
-    """`full` shows the draft every token; `streaming` shows the first and the most recent chunks; `retrieval` shows the
-    first chunks, the most recent ones and those that the target attends to most."""
+    """`full` shows the draft every token; `streaming` the first and the most recent chunks;
+    `retrieval` those and the ones that the target attends to most."""
     chunk_size: int = 32
     """Tokens in a chunk."""
     top_k_chunks: int = 32
@@ -160,8 +156,8 @@ class CacheOptions:
     refresh_every: int = 32
     """Steps between two retrievals; the first one follows prefill."""
     score_layers: tuple[int, ...] = (-1,)
-    """Layers of the target whose attention scores the chunks, counted from 0; negative numbers count from the last
-    layer (-1). Scores of several layers are averaged."""
+    """Layers of the target whose attention scores the chunks, counted from 0, or from the last one
+    (-1). Scores of several layers are averaged."""
 
     def __post_init__(self) -> None:
         at_least("cache.sinks", self.sinks, 0)
@@ -186,18 +182,17 @@ class DraftOptions:
     """
 
     kind: DraftKind
-    """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's tokens, of
-    which either may lack some; `ngram`
-    proposes what followed the same tokens earlier in prompt or output, and needs no model."""
+    """`eagle` is a head over the target's hidden states; `model` a small causal LM with the
+    target's tokens, of which either may lack some; `ngram` proposes what followed the same
+    tokens earlier, and needs no model."""
     model: str = ""
-    """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a
-    name as in `target.model`; empty for `ngram`."""
+    """For `eagle` a local folder, in this project's format or a published one; for `model` a name
+    as in `target.model`; empty for `ngram`."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
-    with."""
+    """Branch, tag or commit on the Hub; unset: the default branch. A run keeps its commit."""
     ngram: bool = False
-    """Merge n-gram drafts into the trees of another draft where they are likelier to be accepted than the draft's own
-    nodes."""
+    """Merge n-gram drafts into the trees of another draft where they are likelier to be
+    accepted."""
 
     def __post_init__(self) -> None:
         if "://" in self.model:  # not repeated: an address may hold a token

@@ -24,7 +24,7 @@ NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors, of a quality flag, or that differ in the audit."""
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/log.md`)."""
+"""Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/dev/log.md`)."""
 _LIMITED = (
     "worker",
     "num_prompt_tokens",

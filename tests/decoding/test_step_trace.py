@@ -45,7 +45,7 @@ def traced_steps(pair, batch, calls_before_capture, monkeypatch):
 
 @pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
 def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pair, monkeypatch):
-    """Eight nodes, four levels. `docs/log.md` says what the figures were before."""
+    """Eight nodes, four levels. `docs/dev/log.md` says what the figures were before."""
     steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)
     assert len(steps) >= 4
     for step in steps:

@@ -14,15 +14,12 @@ from tests.job.conftest import ROOT, parse
 
 DEPLOY = ROOT / "deploy"
 CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
+SERVICE = (DEPLOY / "systemd" / "specextend.service").read_text()
 PAGE = REST.partition("\n## ")[0]
 COMMANDS = [
     match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
-    for block in re.findall(r"^```sh\n(.*?)^```$", CLUSTER, re.MULTILINE | re.DOTALL)
-    for match in re.findall(
-        r"^(?:specextend run|scripts/submit\.sh) (.*)$",
-        block.replace("\\\n", ""),
-        re.MULTILINE,
-    )
+    for text in (CLUSTER, (DEPLOY / "slurm" / "specextend.sh").read_text())
+    for match in re.findall(r"^(?:specextend run|scripts/submit\.sh) (.*)$", text.replace("\\\n", ""), re.MULTILINE)
 ]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
@@ -121,7 +118,7 @@ def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
     """After TimeoutStopSec it is killed, and a submission after Ray's 3 s; whatever is not named is started again."""
     [wait_s] = re.findall(r'"RAY_JOB_STOP_WAIT_TIME_S": "(\d+)"', (ROOT / "scripts" / "submit.sh").read_text())
     assert float(wait_s) > exits.GRACE_S
-    [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", CLUSTER, re.MULTILINE)
+    [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", SERVICE, re.MULTILINE)
     assert float(timeout) > exits.GRACE_S
-    [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", CLUSTER, re.MULTILINE)
+    [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", SERVICE, re.MULTILINE)
     assert {int(code) for code in final.split()} == FINAL
