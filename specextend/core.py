@@ -121,8 +121,9 @@ class Request:
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    audit_of: tuple[int, ...] | None = None
-    """Tokens that an earlier decoding of this request chose. If given, this one takes plain steps, and is compared."""
+    compared_with: tuple[int, ...] = ()
+    """Tokens of another decoding of this request, for `Completion.gap`. Only a request that is not drafted for has any.
+    """
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
     choices: tuple[Choice, ...] = ()
@@ -133,16 +134,6 @@ class Request:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Says how far a plain decoding chose the tokens of an earlier one."""
-
-    num_equal_tokens: int
-    """Tokens before the first difference."""
-    gap: float | None = None
-    """How far apart the two tokens were at the first difference, in logits; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +149,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     stats: DecodingStats
-    agreement: Agreement | None = None
-    """Given for a request with `audit_of`."""
+    gap: float | None = None
+    """How far apart the two tokens were, in logits, where it first differs from `Request.compared_with`."""
     scored: tuple[Scored, ...] = ()
     """All values of a request's choices, choice by choice."""
 

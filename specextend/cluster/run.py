@@ -52,14 +52,12 @@ from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     Counts,
-    audits_folder,
     read_starts,
     read_success,
     records_folder,
@@ -119,7 +117,7 @@ def run(
 
 def _sweep(output: Location) -> None:
     """Remove the temporary files of drivers that were killed while they wrote."""
-    for folder in (output, records_folder(output), starts_folder(output), audits_folder(output)):
+    for folder in (output, records_folder(output), starts_folder(output)):
         remove_temporary_files(folder)
 
 
@@ -301,8 +299,6 @@ class _LockedRun:
         writer, metrics = self._commit_writer(), Metrics(self.run_id)
         for error_class, num_rows in plan.rejected.items():
             metrics.failed(error_class, num_rows)
-        with writing(output):
-            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
                 plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
@@ -315,7 +311,7 @@ class _LockedRun:
             ),
             roster=Roster(job.workers),
             committer=Committer(
-                output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+                output, writer, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
             ),
             ledger=ledger,
             display=self.display,
@@ -324,7 +320,6 @@ class _LockedRun:
             record=self.record,
             source=source,
             job=job,
-            is_auditing=config.decoding.audit_fraction > 0,
         )
 
     def _conclude(self, counts: Counts) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -38,9 +39,9 @@ def commits_folder(output: Location) -> Location:
     return output.child("_run", "parts")
 
 
-def audits_folder(output: Location) -> Location:
-    """Return the folder of the audit's rows."""
-    return output.child("_run", "audits")
+def audit_file(output: Location) -> Location:
+    """Return the place of the last audit."""
+    return output.child("audit.json")
 
 
 def starts_folder(output: Location) -> Location:
@@ -78,7 +79,7 @@ def check_kinds(output: Location) -> None:
     if not output.is_local:
         return
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
+    folders += [each(output) for each in (commits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
@@ -121,6 +122,19 @@ def read_success(output: Location) -> Counts | None:
     try:
         return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"", strict=True)
     except ValueError:
+        return None
+
+
+def write_audit(output: Location, found: Mapping[str, Any]) -> None:
+    """Write what an audit has found, where reports look for it."""
+    write_bytes(audit_file(output), (json.dumps(found, indent=2) + "\n").encode())
+
+
+def read_audit(output: Location) -> dict[str, Any] | None:
+    """Read what the last audit has found; None if there is none, or none that can be read."""
+    try:
+        return dict(json.loads(read_bytes(audit_file(output)) or b""))
+    except (ValueError, TypeError):
         return None
 
 

@@ -51,14 +51,13 @@ class ChoiceScorer:
             scored = zip(choice.values, log_probs, strict=True)
             sequence.scored += [Scored(choice.field, value, log_prob) for value, log_prob in scored]
             text, path = texts[best], paths[best]
-            self._audit(sequence, path, dict(zip(texts, log_probs, strict=True)), text)
+            self._compare(sequence, dict(zip(texts, log_probs, strict=True)), text)
         return path, "stop"
 
-    def _audit(self, sequence: Running, path: Path, log_probs: Mapping[str, float], chosen: str) -> None:
-        """Compare a choice with that of `request.audit_of`, unless an earlier one differed."""
-        if (expected := sequence.request.audit_of) is None or sequence.gap is not None:
+    def _compare(self, sequence: Running, log_probs: Mapping[str, float], chosen: str) -> None:
+        """Compare a choice with that of `request.compared_with`, unless an earlier one differed."""
+        if not (expected := sequence.request.compared_with) or sequence.gap is not None:
             return
-        sequence.num_equal_tokens = _num_shared([path, [*expected]])
         earlier = self._tokenizer.decode(expected, clean_up_tokenization_spaces=False)
         if not earlier.startswith(chosen):
             others = [log_prob for text, log_prob in log_probs.items() if earlier.startswith(text)]
@@ -80,9 +79,8 @@ class ChoiceScorer:
 
     @staticmethod
     def _groups(sequence: Running, paths: Sequence[Path], num_shared: int) -> Iterator[list[int]]:
-        """Yield places of paths that fit into one tree; an audit scores one at a time, without a tree."""
-        room = sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
-        room = min(MOST_NODES, room) if sequence.request.audit_of is None else 0
+        """Yield places of paths that fit into one tree."""
+        room = min(MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared)
         group, num_nodes, before = list[int](), 0, Path()
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             path = paths[place][:-1]  # nothing is asked behind its last token

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, Scored, ends_in_loop
+from specextend.core import MIN_STOP_TOKENS, Completion, FinishReason, Request, Scored, ends_in_loop
 from specextend.decoding.cache import Region
 from specextend.decoding.device import upload
 from specextend.decoding.grammar import Grammar
@@ -135,17 +135,15 @@ class Sequence:
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
-    num_equal_tokens: int = 0
-    """Tokens that were those of `request.audit_of`, up to the first difference."""
     gap: float | None = None
-    """How far apart the two tokens were at the first difference, in logits."""
+    """That of its completion."""
     scored: list[Scored] = field(default_factory=list)
     """The values of choices made so far."""
 
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
-        return self.request.sampling.temperature == 0 and not self.is_adjusted and self.request.audit_of is None
+        return self.request.sampling.temperature == 0 and not (self.is_adjusted or self.request.compared_with)
 
     @property
     def is_adjusted(self) -> bool:
@@ -171,10 +169,9 @@ class Sequence:
         scores = logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
         if grammar is None:
             chosen = choose_tokens(scores, positions, sampling)
-            if self.request.audit_of is not None:
-                self.audit(scores[0], positions[0], int(chosen[0]))
+            self.compare(scores[0], positions[0], chosen[0])
             return chosen
-        is_likely = not (self.penalties or sampling.leaves_out or self.request.audit_of is not None)
+        is_likely = not (self.penalties or sampling.leaves_out or self.request.compared_with)
         likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
 
         def choose(node: int) -> int:
@@ -183,9 +180,9 @@ class Sequence:
                 return int(likely[node])
             row = slice(node, node + 1)
             masked = grammar.mask(logits[row], scores[row])
-            token_id = int(choose_tokens(masked, positions[row], sampling))
-            self.audit(masked[0], positions[node], token_id)
-            return token_id
+            chosen = choose_tokens(masked, positions[row], sampling)
+            self.compare(masked[0], positions[node], chosen[0])
+            return int(chosen)
 
         reached = grammar.follow(token_ids, parents, choose)
         return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
@@ -208,18 +205,14 @@ class Sequence:
         """End where it stands."""
         self.finish_reason = self.stopper.finish_reason = reason
 
-    def audit(self, logits: Tensor, position: Tensor, token_id: int) -> None:
-        """Compare a token of a plain decoding with that of `request.audit_of`, unless an earlier one differed.
+    def compare(self, logits: Tensor, position: Tensor, chosen: Tensor) -> None:
+        """Compare the next token with that of `request.compared_with`, unless an earlier one differed.
 
-        `logits` [V] are those that it was chosen from, `position` [] its own.
+        `logits` [V] are those that `chosen` [] was chosen from, `position` [] its own.
         """
-        expected = self.request.audit_of
-        if expected is None or self.gap is not None or self.num_equal_tokens == len(expected):
-            return
-        if token_id == (other := expected[self.num_equal_tokens]):
-            self.num_equal_tokens += 1
-        else:
-            self.gap = choice_gap(logits, position, self.request.sampling, token_id, other)
+        others = self.request.compared_with[len(self.stopper.token_ids) :]
+        if others and self.gap is None and int(chosen) != others[0]:
+            self.gap = choice_gap(logits, position, self.request.sampling, int(chosen), others[0])
 
     def catch_up(self) -> tuple[list[int], Tensor]:
         """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
@@ -249,7 +242,6 @@ class Sequence:
     def completion(self) -> Completion:
         """Return the finished request's completion."""
         assert self.finish_reason is not None
-        agreement = None if self.request.audit_of is None else Agreement(self.num_equal_tokens, self.gap)
         stopper = self.stopper
         return Completion(
             self.request.request_id,
@@ -257,7 +249,7 @@ class Sequence:
             stopper.text,
             self.finish_reason,
             self.stats,
-            agreement,
+            self.gap,
             tuple(self.scored),
         )
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
 from specextend.data.parquet import damaged_as, open_parquet
-from specextend.data.run_folder import errors_folder, list_results, summaries_folder
+from specextend.data.run_folder import errors_folder, list_results, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output
 
@@ -84,6 +84,14 @@ def without_nan(rows: pa.Table) -> pa.Table:
         if pa.types.is_floating(column.type):
             rows = rows.set_column(index, rows.field(index), pc.if_else(pc.is_finite(column), column, None))
     return rows
+
+
+def find_rows(output: Location, number: int, doc_ids: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of an input file's documents in `summaries/`, in their order. Raises ValueError for damage."""
+    text, _ = output_columns(output)
+    wanted = pa.array(doc_ids, pa.string())
+    tables = _read_file(summaries_folder(output).child(result_name(number)), columns, text) if doc_ids else ()
+    return [row for table in tables for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()]
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:

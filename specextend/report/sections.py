@@ -33,7 +33,6 @@ KIND_NAMES = {
     "prefill": "prefill (reading prompts)",
     "decode": "decoding",
     "other": "everything else at work",
-    "audit": "decoding again for the audit",
     "waiting": "waiting for documents",
     "lost": "lost with a worker or a stop",
     "loading": "loading models",
@@ -161,15 +160,13 @@ AUDIT: Figures = {
     "documents decoded again without a draft": ("audit.documents", number),
     "of which failed": ("audit.failed", number),
     "equal to the last token": ("audit.equal", number),
-    "different where two tokens nearly tied": ("audit.near_ties", number),
+    "different where two tokens nearly tied": ("audit.near_tie", number),
     "different by more than rounding": ("audit.different", number),
-    "tokens before the first difference": ("audit.token_agreement", percent),
     "largest gap of a difference, in logits": ("audit.largest_gap", partial(number, digits=3)),
     "speed-up of decoding": ("audit.speedup.decode", number),
     "speed-up end to end": ("audit.speedup.end_to_end", number),
     "speed-up measured on documents": ("audit.speedup.documents", number),
-    "decoded together": ("audit.speedup.batch_size", number),
-    "worker time": ("audit.seconds", duration),
+    "decoded together": ("audit.batch_size", number),
 }
 LIMITS: Figures = {
     "prefill, share of the matrix rate": ("limits.prefill_share", percent),
@@ -380,6 +377,15 @@ def _endings(report: Mapping[str, Any]) -> Section:
 def render(report: Mapping[str, Any], width: int = 110) -> str:
     """Render the report as tables for a terminal, then its findings."""
     return to_text(sections(report), [advice["says"] for advice in report["advice"]], width)
+
+
+def render_audit(found: Mapping[str, Any], width: int = 110) -> str:
+    """Render what an audit has found: its figures, then a line for each document that is not equal."""
+    lines = [
+        f"{each['doc_id']}: {each['outcome']}, {each['error'] or number(each['gap'], digits=3)}"
+        for each in found["not_equal"]
+    ]
+    return to_text([_named("Audit", AUDIT, {"audit": found})], lines, width)
 
 
 def render_outcome(report: Mapping[str, Any], width: int = 110) -> str:

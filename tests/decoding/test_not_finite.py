@@ -64,7 +64,7 @@ KINDS = {
     "greedy": {},
     "schema": {"schema": SCHEMA},
     "choices": {"choices": (LEVEL,)},
-    "audit": {"audit_of": (5, 6, 7)},
+    "compared": {"compared_with": (5, 6, 7)},
 }
 
 

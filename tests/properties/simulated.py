@@ -36,7 +36,6 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
@@ -239,7 +238,6 @@ def driver_of(
         committer=Committer(
             output,
             CommitWriter(output, run_id),
-            AuditWriter(output, run_id),
             record,
             lock,
             rows_per_commit,
