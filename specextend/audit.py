@@ -7,10 +7,11 @@ large as the run's, because a smaller one pays more for each token of plain deco
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,11 @@ NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/log.md`)."""
 OUTCOMES = ("equal", "near_tie", "different", "failed")
 _STATS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", *PHASES)
-_COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", "content_sha256", "num_requests", *_STATS)
+_COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", "choices", "content_sha256", "num_requests", *_STATS)
+_PLACES = 4
+"""Tokens before the first difference of two texts among which that of their tokens is looked for."""
+_LONGEST_PIECE = 24
+"""Characters of the longest token that is looked for."""
 _ENDED = ("complete", "finished with errors")
 Stored = Mapping[str, Any]
 """A row of `summaries/`."""
@@ -127,27 +132,28 @@ def _without_draft(prepared: Prepared, rows: list[Stored]) -> RunConfig:
 def _compare(cases: list[Case], decoder: RowDecoder, near_tie: float) -> list[dict[str, Any]]:
     """Say of each row whether it is equal; if not, how far apart in logits the tokens are where texts first differ.
 
-    For that its request is decoded once more, beside the tokens of the run's text.
+    For that its request is decoded once more, beside tokens of the run's text.
     """
     found, requests = list[dict[str, Any]](), list[Request]()
     for number, (stored, plain) in enumerate(cases):
-        error = str(plain.state) if isinstance(plain.state, DocumentError) else None
-        if error is None and (request := _different(stored, plain, decoder.tokenizer)) is not None:
+        case: dict[str, Any] = {"doc_id": stored["doc_id"], "outcome": "equal", "gap": None, "error": None}
+        if not isinstance(plain.state, Summary):
+            case |= {"outcome": "failed", "error": str(plain.state)}
+        elif (request := _different(stored, plain, plain.state, decoder.tokenizer)) is not None:
+            case |= {"outcome": "different", "gap": _gap_of_choices(stored, plain.state)}
             requests.append(replace(request, request_id=str(number)))
-        found.append(
-            {"doc_id": stored["doc_id"], "outcome": "failed" if error else "equal", "gap": None, "error": error}
-        )
+        found.append(case)
     for name, (again, _) in decoder.outcomes(requests).items():
-        gap = again.gap if isinstance(again, Completion) else None
-        is_near = gap is not None and gap <= near_tie
-        found[int(name)] |= {"outcome": "near_tie" if is_near else "different", "gap": FARTHEST if gap is None else gap}
+        case = found[int(name)]
+        if isinstance(again, Completion) and again.gap is not None:
+            case["gap"] = min(case["gap"], again.gap)
+        if case["gap"] <= near_tie:
+            case["outcome"] = "near_tie"
     return found
 
 
-def _different(stored: Stored, plain: DecodedRow, tokenizer: Any) -> Request | None:
-    """Return the first request to which the run has another text, with the tokens of that; None if there is none."""
-    summary = plain.state
-    assert isinstance(summary, Summary)
+def _different(stored: Stored, plain: DecodedRow, summary: Summary, tokenizer: Any) -> Request | None:
+    """Return the first request to which the run has another text, with rivals of that text; None if there is none."""
     last = plain.completions[-1]
     requests = [*plain.completions[: len(summary.part_rows or ())], last, last]
     ours = [*_parts(summary.part_rows), summary.reasoning or "", summary.completion.text]
@@ -155,9 +161,43 @@ def _different(stored: Stored, plain: DecodedRow, tokenizer: Any) -> Request | N
     for (request, completion), text, other in zip(requests, ours, theirs, strict=True):
         if text != other:
             whole = completion.text[: completion.text.find(text)] + other
-            token_ids = tokenizer.encode(whole, add_special_tokens=False)
-            return replace(request, compared_with=(*token_ids, tokenizer.eos_token_id))
+            return replace(request, rivals=_rivals(tokenizer, completion.token_ids, whole))
     return None
+
+
+def _rivals(tokenizer: Any, token_ids: list[int], other: str) -> dict[int, set[int]]:
+    """Return by place the tokens that lead to another text, where it parts from this one, or shortly before.
+
+    A run keeps no tokens. A text may be divided in several ways, so each of its next pieces counts.
+    """
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    starts = [decode(token_ids[:place]).rstrip("\ufffd") for place in range(len(token_ids))]
+    places = [place for place, start in enumerate(starts) if other.startswith(start)]
+    rivals: defaultdict[int, set[int]] = defaultdict(set)
+    for place in places[-_PLACES:]:
+        rest = other[len(starts[place]) :]
+        for size in range(min(len(rest), _LONGEST_PIECE) + 1):
+            piece = tokenizer.encode(rest[:size], add_special_tokens=False)
+            ends = [tokenizer.eos_token_id] if size == len(rest) else []
+            pairs = enumerate(zip([*piece, *ends], token_ids[place:], strict=False), place)
+            at, rival = next(((at, rival) for at, (rival, own) in pairs if rival != own), (place, None))
+            if rival is not None:
+                rivals[at].add(rival)
+    return dict(rivals)
+
+
+def _gap_of_choices(stored: Stored, summary: Summary) -> float:
+    """Return how far apart the values are of the first choice that differs; as far as can be said if none does."""
+    ours, theirs = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
+    for field, value, log_prob in summary.completion.scored:
+        ours[field][value] = log_prob
+    for each in stored["choices"] or ():
+        theirs[each["field"]][each["value"]] = each["log_prob"]
+    for field, values in ours.items():
+        best, other = (max(each, key=each.__getitem__) for each in (values, theirs[field]))
+        if best != other:
+            return values[best] - values[other]
+    return FARTHEST
 
 
 def _parts(rows: list[dict[str, Any]] | None) -> list[str]:

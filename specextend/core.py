@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -121,9 +121,8 @@ class Request:
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    compared_with: tuple[int, ...] = ()
-    """Tokens of another decoding of this request, for `Completion.gap`. Only a request that is not drafted for has any.
-    """
+    rivals: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """By place in the output, tokens for `Completion.gap`. Only a request that is not drafted for has any."""
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
     choices: tuple[Choice, ...] = ()
@@ -150,7 +149,7 @@ class Completion:
     finish_reason: FinishReason
     stats: DecodingStats
     gap: float | None = None
-    """How far apart the two tokens were, in logits, where it first differs from `Request.compared_with`."""
+    """How far the nearest of `Request.rivals` was from being chosen, in logits; None without any."""
     scored: tuple[Scored, ...] = ()
     """All values of a request's choices, choice by choice."""
 

@@ -11,7 +11,7 @@ Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from specextend.attention.plan import AttentionPlan
 from specextend.core import FinishReason, Scored
 from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
-from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
+from specextend.decoding.sampling import NonFiniteLogits, where_finite
 from specextend.decoding.sequence import Sequence as Running
 from specextend.decoding.tree import tree_mask
 
@@ -51,17 +51,7 @@ class ChoiceScorer:
             scored = zip(choice.values, log_probs, strict=True)
             sequence.scored += [Scored(choice.field, value, log_prob) for value, log_prob in scored]
             text, path = texts[best], paths[best]
-            self._compare(sequence, dict(zip(texts, log_probs, strict=True)), text)
         return path, "stop"
-
-    def _compare(self, sequence: Running, log_probs: Mapping[str, float], chosen: str) -> None:
-        """Compare a choice with that of `request.compared_with`, unless an earlier one differed."""
-        if not (expected := sequence.request.compared_with) or sequence.gap is not None:
-            return
-        earlier = self._tokenizer.decode(expected, clean_up_tokenization_spaces=False)
-        if not earlier.startswith(chosen):
-            others = [log_prob for text, log_prob in log_probs.items() if earlier.startswith(text)]
-            sequence.gap = log_probs[chosen] - others[0] if others else FARTHEST
 
     def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
         """Return the log probability of each path, given that it is one of them."""

@@ -143,7 +143,7 @@ class Sequence:
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
-        return self.request.sampling.temperature == 0 and not (self.is_adjusted or self.request.compared_with)
+        return self.request.sampling.temperature == 0 and not (self.is_adjusted or self.request.rivals)
 
     @property
     def is_adjusted(self) -> bool:
@@ -171,7 +171,7 @@ class Sequence:
             chosen = choose_tokens(scores, positions, sampling)
             self.compare(scores[0], positions[0], chosen[0])
             return chosen
-        is_likely = not (self.penalties or sampling.leaves_out or self.request.compared_with)
+        is_likely = not (self.penalties or sampling.leaves_out or self.request.rivals)
         likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
 
         def choose(node: int) -> int:
@@ -206,13 +206,13 @@ class Sequence:
         self.finish_reason = self.stopper.finish_reason = reason
 
     def compare(self, logits: Tensor, position: Tensor, chosen: Tensor) -> None:
-        """Compare the next token with that of `request.compared_with`, unless an earlier one differed.
+        """Note how near the rivals of the next token come to it.
 
         `logits` [V] are those that `chosen` [] was chosen from, `position` [] its own.
         """
-        others = self.request.compared_with[len(self.stopper.token_ids) :]
-        if others and self.gap is None and int(chosen) != others[0]:
-            self.gap = choice_gap(logits, position, self.request.sampling, int(chosen), others[0])
+        for rival in self.request.rivals.get(len(self.stopper.token_ids), ()):
+            gap = choice_gap(logits, position, self.request.sampling, int(chosen), rival)
+            self.gap = gap if self.gap is None else min(self.gap, gap)
 
     def catch_up(self) -> tuple[list[int], Tensor]:
         """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""

@@ -14,26 +14,18 @@ from tests.tiny_models import random_prompt, request, tiny_engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    "schema", ["", '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}']
-)
-def test_an_output_has_a_gap_where_it_differs_from_another(temperature: float, schema: str, pairs):
-    """None beside itself; beside another, one that is that of the first token, whatever follows."""
+def test_an_output_has_the_gap_of_the_nearest_rival(temperature: float, pairs):
+    """None without one. They change no token, and one that is nearer at another place counts instead."""
     engine = tiny_engine(pairs("llama"), decoding__mode="autoregressive", decoding__max_batch_size=3)
-    own = replace(request("own", random_prompt(90), 40, temperature=temperature, seed=5), schema=schema)
+    own = request("own", random_prompt(90), 40, temperature=temperature, seed=5)
     [first] = engine.generate([own])
-    tokens = first.token_ids
-    others = {"same": tokens, "third": [*tokens[:2], tokens[2] ^ 1, 7, 7], "first": [tokens[0] ^ 1, 7]}
-    found = {
-        each.request_id: each
-        for each in engine.generate(
-            [replace(own, request_id=name, compared_with=tuple(other)) for name, other in others.items()]
-        )
-    }
-    assert all(each.token_ids == tokens for each in found.values())
-    assert found["same"].gap is None
-    assert found["third"].gap > 0
-    assert found["first"].gap > 0
+    far, near = [first.token_ids[2] ^ 1], range(100)
+    rivals = {"none": {50: [1]}, "one": {2: far}, "two": {2: far, 3: {*near} - {first.token_ids[3]}}}
+    given = [replace(own, request_id=name, rivals=each) for name, each in rivals.items()]
+    found = {each.request_id: each for each in engine.generate(given)}
+    assert all(each.token_ids == first.token_ids for each in found.values())
+    assert found["none"].gap is None
+    assert found["one"].gap >= found["two"].gap > 0
 
 
 @pytest.mark.parametrize(

@@ -88,20 +88,6 @@ def test_log_probabilities_are_those_of_transformers(mode, draft, batch, tempera
         assert [*answer] == [*FIELDS]
 
 
-def test_a_value_that_is_not_the_likeliest_has_a_gap(pair):
-    """As an audit asks, which compares values."""
-    engine = tiny_engine(pair, "good")
-    [first] = engine.generate([asked(71)])
-    [again] = engine.generate([asked(71, compared_with=tuple(first.token_ids))])
-    assert (again.token_ids, again.gap) == (first.token_ids, None)
-    values = {each.value: each.log_prob for each in first.scored if each.field == "kind"}
-    worst = min(values, key=values.__getitem__)
-    other = json.dumps(json.loads(first.text) | {"kind": None if worst == "null" else worst})
-    path = engine.tokenizer.encode(other, add_special_tokens=False)
-    [different] = engine.generate([asked(71, compared_with=tuple(path))])
-    assert different.gap == pytest.approx(max(values.values()) - values[worst], abs=1e-4)
-
-
 @pytest.mark.parametrize("most", [1, 12])
 def test_an_answer_without_room_breaks_off(pair, most: int):
     engine = tiny_engine(pair, "good")

@@ -64,7 +64,7 @@ KINDS = {
     "greedy": {},
     "schema": {"schema": SCHEMA},
     "choices": {"choices": (LEVEL,)},
-    "compared": {"compared_with": (5, 6, 7)},
+    "compared": {"rivals": {0: [5], 1: [6]}},
 }
 
 
