@@ -74,7 +74,7 @@ def load_engine(config: Configs) -> Engine:
     attention = config.attention
     if attention.backend == "auto" and proof.kernels.steps == "triton":
         attention = replace(attention, backend="triton")
-    if attention.tree == "auto" and target.runs_in_one_call:  # which hybrid attention would leave
+    if target.runs_in_one_call:  # which attends to prefix and tree apart in any case
         attention = replace(attention, tree="dense")
     config = config.model_copy(update={"attention": attention})
     cache, drafter = config.cache, None
@@ -113,7 +113,7 @@ def can_capture(config: RunConfig, device: torch.device) -> bool:
 def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -> Proof:
     """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are proven, else the named.
 
-    What a CPU attends with, it measures once its models are loaded.
+    A CPU has nothing to choose.
     """
     backend = config.attention.backend
     if backend != "auto" or device.type != "cuda":
@@ -164,7 +164,7 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
         model, proof.kernels.attend(device), target_rows(config, facts), quantize=config.target.quantize
     )
     if config.attention.backend == "auto":
-        target.choose_kernels()
+        target.join_layers()
     return target.trials
 
 
@@ -340,5 +340,5 @@ def load_cached_target(config: RunConfig, num_rows: int, kernels: Kernels) -> tu
     lm_head = model.get_output_embeddings().weight
     target = CachedModel(model, kernels.attend(device), num_rows, kernels.of_layers(device), scheme)
     if config.attention.backend == "auto" and target.device.type == "cpu":
-        target.choose_kernels()
+        target.join_layers()
     return target, lm_head

@@ -125,13 +125,16 @@ def run_hostile(folder: Path, temporary: Path) -> Ran:
         wait_for_pause(process)
         driver = psutil.Process(process.pid)
         addresses, token = frozenset(listening(driver)), token_of(driver)
+        logs = folder / "logs"  # those of Ray go with it
+        shutil.copytree(temporary, logs, ignore=shutil.ignore_patterns("sockets"))
         process.send_signal(signal.SIGCONT)
         assert process.wait(LONGEST_S) == 0, stderr.read_text()
     finally:
         process.terminate()
         process.send_signal(signal.SIGCONT)
         process.wait(LONGEST_S)
-    return Ran(folder, home, temporary, stdout.read_text(), stderr.read_text(), addresses, token)
+    assert not [*temporary.iterdir()], "nothing is left of its Ray"
+    return Ran(folder, home, logs, stdout.read_text(), stderr.read_text(), addresses, token)
 
 
 def hostile_corpus(folder: Path) -> list[str]:
@@ -253,7 +256,7 @@ def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
     for path in ran.output.rglob("*"):
         name = path.relative_to(ran.output).as_posix()
         assert path.is_dir() or re.fullmatch(ours, name, re.VERBOSE), f"{name} is no name of ours"
-    assert {path.name for path in ran.folder.iterdir()} == {"in", "out", "home", "stdout", "stderr"}
+    assert {path.name for path in ran.folder.iterdir()} == {"in", "out", "home", "logs", "stdout", "stderr"}
     assert not Path("/tmp/specextend-escaped").exists()
     assert not list(ROOT.glob("*escaped*"))
     assert [row["doc_id"] for row in rows(ran.output / "summaries")] == NAMES, "and ids arrive as they were"

@@ -33,10 +33,13 @@ class KeySpan:
     lengths: list[int]
     """[B] number of rows; 0 is allowed and gives LSE -inf."""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False."""
+    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False. A node
+    of a tree stands behind those of its path."""
     causal: bool = False
     """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones included. Excludes
     `mask`."""
+    window: int | None = None
+    """If given, `mask` is the band of a causal call: query t sees so many rows up to its own."""
     needs_lse: bool = True
     """False if the result is not merged with that of another span, so that a kernel need not compute the LSE."""
     on_device: tuple[Tensor, Tensor] | None = None
@@ -173,7 +176,7 @@ class AttentionPlan:
         longest = max(reach)
         back = torch.arange(self.num_new)[:, None] + (longest - self.num_new) - torch.arange(longest)[None]
         band = (back >= 0) & (back < self.window)
-        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1), needs_lse=False),)
+        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1), window=self.window, needs_lse=False),)
 
 
 def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

@@ -1,7 +1,6 @@
 """Kernels of torch and of flash-attn: attention on a CPU and a GPU, and what stands between a layer's products.
 
-A CPU attends by torch's flash kernel, or by two matrix products around a softmax. Which one is faster depends on the
-processor, the type, the number of queries and of keys; `backends.py` finds out.
+A CPU attends by torch's flash kernel where ours cannot be compiled (`backends.py`).
 
 The flash-attn package, version 2 or 3, attends to prefixes and causal chunks of a whole batch in one call, on a GPU. It
 is imported only where it is chosen. It takes no tree mask and no float32; another kernel, which the caller names,
@@ -13,7 +12,7 @@ Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -32,14 +31,11 @@ _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
-def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
-    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys.
-
-    `takes_prefix` says that the kernel takes causal spans that begin before the queries' own rows.
-    """
+def _each(kernel: _Kernel) -> Attend:
+    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        if not takes_prefix and has_prefix(span, q.shape[1]):
+        if has_prefix(span, q.shape[1]):
             return attend_chunk(attend, q, k, v, span, scale)
         results = []
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
@@ -64,24 +60,6 @@ def _by_head(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale
     mask = None if bias is None else bias[None, None]
     out, lse = _cpu_flash(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by a product, a softmax in fp32 and a product; scores and probabilities are rounded to q's dtype."""
-    _, num_queries, num_heads, head_dim = q.shape
-    num_groups, num_keys = key.shape[1:3]
-    group = num_heads // num_groups
-    rows = q[0].unflatten(1, (num_groups, group)).permute(1, 2, 0, 3).reshape(num_groups, -1, head_dim)
-    scores = q.new_empty(num_groups, group * num_queries, num_keys)
-    for head in range(num_groups):  # a product of all heads at once would copy the keys
-        torch.addmm(scores[head], rows[head], key[0, head].t(), beta=0, alpha=scale, out=scores[head])
-    if (tail := span.tail_bias(b, num_queries, q.dtype, q.device)) is not None:
-        scores.unflatten(1, (group, num_queries))[..., num_keys - tail.shape[1] :].add_(tail)
-    weights = scores.softmax(-1)
-    out = torch.bmm(weights, value[0]).view(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
-    if not span.needs_lse:
-        return out, q.new_empty(0)
-    return out, scores.float().logsumexp(-1).view(num_heads, num_queries).T.unsqueeze(0)
 
 
 def _on_cuda(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,12 +102,8 @@ def _aligned(bias: Tensor) -> Tensor:
 
 
 attend_by_head = _each(_by_head)
-attend_matmul = _each(_by_matmul, takes_prefix=True)
 attend_cuda = _each(_on_cuda)
 """By torch's own flash kernels on a GPU, without a copy of the prefix."""
-
-CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_matmul}
-"""The kernels by their names in `attention.backend`."""
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

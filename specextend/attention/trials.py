@@ -14,8 +14,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear as linear_product
+from torch import Tensor
 
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import MAX_MASKED, HeadNorms, LayerKernels
@@ -199,16 +198,6 @@ def _visible(call: Call, length: int, tree: Tensor | None, device: torch.device)
 def _looked_at(num_queries: int, device: torch.device) -> Tensor:
     """Return the numbers [P] of the queries that are compared: spread, the first and the last among them."""
     return torch.linspace(0, num_queries - 1, min(num_queries, _LOOKED_AT), device=device).long().unique()
-
-
-def what_is_wrong_in_a_product(found: Tensor, linear: nn.Linear, x: Tensor) -> str:
-    """Compare the product of a linear layer with x [R, in] with plain torch; return what is wrong, or an empty text."""
-    bias = None if linear.bias is None else linear.bias.float()
-    exact = linear_product(x.float(), linear.weight.float(), bias)
-    allowed = _FACTOR * max(_distance(linear(x), exact), _least(x.dtype) * float(exact.abs().max()))
-    if not (error := _distance(found, exact)) <= allowed:
-        return f"a product differs by {error:.2g} ({allowed:.2g} is allowed)"
-    return ""
 
 
 def what_differs(found: Tensor, expected: Tensor) -> str:

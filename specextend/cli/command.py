@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import resource
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -51,7 +55,10 @@ def takes(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
 
 def call(command: click.Command, argv: Sequence[str], name: str) -> int:
-    """Run a command. Returns the exit code: 2, with one line on stderr, if the arguments are wrong."""
+    """Run a command. Returns the exit code: 2, with one line on stderr, if the arguments are wrong.
+
+    An error about a limit of the process or the machine is one line, too.
+    """
     try:
         return command.main(list(argv), prog_name=name, standalone_mode=False) or 0
     except click.Abort:
@@ -60,6 +67,33 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         complain(ValueError(f"{error.format_message()} See: {path} --help"))
         return error.exit_code
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        is_memory = isinstance(error, MemoryError) or number == errno.ENOMEM or _NO_MEMORY.search(str(error))
+        if not is_memory and number != errno.EMFILE:
+            raise
+        traceback.clear_frames(error.__traceback__)  # or there may be no memory to say so
+        limit = (
+            _limit_of_memory()
+            if is_memory
+            else f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files (ulimit -n)"
+        )
+        complain(OSError(f"the limit of {limit} is reached; raise it and run again ({type(error).__name__}: {error})"))
+        return 1
+
+
+_NO_MEMORY = re.compile("an't start new thread|failed to map segment|an(no|')t allocate memory")
+"""What errors about memory say that have no class of their own."""
+
+
+def _limit_of_memory() -> str:
+    limits = {"ulimit -v": resource.getrlimit(resource.RLIMIT_AS)[0]}
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # there is no such file, or it says `max`
+            limits["cgroup"] = int(Path(path).read_text(encoding="ascii"))
+    limits["this machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    least, name = min((limit, name) for name, limit in limits.items() if limit >= 0)
+    return f"{least / (1 << 30):.1f} GiB of memory ({name})"
 
 
 def script(command: click.Command) -> NoReturn:
@@ -94,7 +128,7 @@ def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
             return exits.exit_code(error)
         except (ValueError, OSError) as error:
             complain(error)
-            return exits.EXIT_REFUSED
+            return exits.exit_code_of_command(error)
         except KeyboardInterrupt:
             print("interrupted; run the same command again to resume", file=sys.stderr)
             return exits.EXIT_INTERRUPTED

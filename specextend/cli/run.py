@@ -174,6 +174,10 @@ def _exit_when_told(code: int) -> None:
 
 def _job(arguments: Arguments) -> int:
     """Run, and show what came of it. Returns the exit code."""
+    from specextend.cluster.environment import check_limits, is_local
+
+    if is_local():
+        check_limits()  # or the imports below may fail
     from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt
     from specextend.job import carry_out

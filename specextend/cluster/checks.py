@@ -22,7 +22,7 @@ from specextend.data.quality import check_library
 from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import Location, is_passing, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import check_requests
@@ -31,8 +31,6 @@ from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, pair_hashes
 
-_WRONG = (ValueError, PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""Errors that no later try mends by itself."""
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this names on the Hub."""
 
@@ -128,10 +126,17 @@ def _refusals() -> Iterator[None]:
         yield
     except (InputUnreachableError, HubUnreachableError) as error:
         raise StoreError(str(error)) from error
-    except _WRONG as error:
+    except ValueError as error:
         raise RefusedError(first_line(error)) from error
     except OSError as error:
-        raise StoreError(f"{first_line(error)}; run again") from error
+        if not is_passing(error):
+            raise RefusedError(first_line(error)) from error
+        raise StoreError(_run_again(error)) from error
+
+
+def _run_again(error: OSError) -> str:
+    """Say an error, and to run again once."""
+    return f"{first_line(error).removesuffix('; run again')}; run again"
 
 
 def read_recorded(output: Location) -> dict[str, Any] | None:
@@ -143,7 +148,7 @@ def read_recorded(output: Location) -> dict[str, Any] | None:
     except NotADirectoryError:
         return None  # the output is a file, as the check of the input will say
     except OSError as error:
-        raise StoreError(f"{output.path} cannot be read: {first_line(error)}") from error
+        raise StoreError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
 
 def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfig, Models, tuple[str, ...]]:

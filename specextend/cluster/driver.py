@@ -38,6 +38,7 @@ from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
 from specextend.data.source import Source
+from specextend.data.storage import is_away
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at what concerns all workers: deadlines, hangs, and who is wanted."""
@@ -356,7 +357,7 @@ def is_damaged_row(source: Source, key: DocumentKey) -> bool:
         anew.check_unchanged(key.file)
         anew.read(key)
     except DAMAGED as error:
-        return anew.opens(key.file) and not isinstance(error, MemoryError)
+        return not is_away(error)
     except (DocumentError, InputUnreachableError):  # a worker that reads the document reports the first one
         return False
     return False

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +29,14 @@ SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that `ray job submit` sets for the driver."""
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Size of the object store of a private Ray: nothing large goes through it."""
+_LEAST_ADDRESSES = 4 << 30
+"""Bytes of addresses of a process with which Ray starts; with 3.1 GiB it waits for a minute, with less it aborts."""
+_LEAST_FILES = 128
+"""Open files of a process with which Ray starts and a run has some to spare; with 40 Ray waits for half a minute."""
 KNOCK_S = 10.0
 """Seconds in which the head must accept a connection."""
+_LONGEST_PARENT = 29
+"""Bytes of a folder in which the folder of a Ray can be made: the path of a socket has at most 107."""
 _TAKE_BACK_S = 0.001
 """Seconds between two calls that take SIGTERM back while Ray shuts down."""
 
@@ -111,8 +119,22 @@ def check_device(target: TargetOptions, job: JobOptions) -> None:
         raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
 
 
+def check_limits() -> None:
+    """Raise RefusedError if the limits of this process are too low for a private Ray, which would not say so."""
+    wanted = {
+        "GiB of addresses (ulimit -v)": (resource.RLIMIT_AS, _LEAST_ADDRESSES, 1 << 30),
+        "open files (ulimit -n)": (resource.RLIMIT_NOFILE, _LEAST_FILES, 1),
+    }
+    for name, (kind, least, unit) in wanted.items():
+        limit = resource.getrlimit(kind)[0]
+        if 0 <= limit < least:
+            limits = f"{limit / unit:.3g} {name}, and a run needs {least / unit:g}"
+            raise RefusedError(f"a process has at most {limits}; raise the limit")
+
+
 def check_resources(job: JobOptions) -> None:
     """Raise RefusedError if this machine could never give a worker what it needs: a private Ray would wait for ever."""
+    check_limits()
     cores, gpus = this_machine()
     for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):  # of both it is the GPU that matters
         wanted = getattr(job, key)
@@ -164,15 +186,22 @@ def connected(interrupt: Interrupt) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    with _private_folder(interrupt) if is_local() else nullcontext("") as folder, _attached(interrupt, folder):
+        yield
+
+
+@contextmanager
+def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
+    """Connect to Ray for a `with` block. folder: of a private one."""
     try:
-        _connect()
+        _connect(folder)
     except SystemExit:  # raised by Ray's own handler of SIGTERM while it starts
         _shut_down(interrupt)
         interrupt.tell("SIGTERM received")
         interrupt.check()
     except Exception as error:  # Ray raises many classes here
         _shut_down(interrupt)
-        what = "started" if is_local() else "joined"
+        what = "started" if folder else "joined"
         raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
     interrupt.install()
     try:
@@ -180,6 +209,36 @@ def connected(interrupt: Interrupt) -> Iterator[None]:
         yield
     finally:
         _shut_down(interrupt)
+
+
+@contextmanager
+def _private_folder(interrupt: Interrupt) -> Iterator[str]:
+    """Make a folder for a Ray that no other user can enter; remove it at the end, also if that comes by force.
+
+    In Ray's own one, which is everybody's, another user could put a socket in the place of one of ours.
+    """
+    places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
+    parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
+    try:
+        made = tempfile.TemporaryDirectory(prefix="sx-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ClusterError(f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder") from error
+    before = interrupt.last
+
+    def last() -> None:
+        from ray._private import worker
+
+        before()
+        if (node := getattr(worker, "_global_node", None)) is not None:  # or its processes would make the folder again
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+        made.cleanup()
+
+    interrupt.last = last
+    try:
+        with made as folder:
+            yield f"{folder}/ray"  # Ray lets everybody into the folder that it is given
+    finally:
+        interrupt.last = before
 
 
 def _shut_down(interrupt: Interrupt) -> None:
@@ -194,10 +253,10 @@ def _shut_down(interrupt: Interrupt) -> None:
     ending.result()
 
 
-def _connect() -> None:
+def _connect(folder: str) -> None:
     import ray
 
-    if is_local():
+    if folder:
         with _bare_head():
             ray.init(
                 address="local",
@@ -205,6 +264,7 @@ def _connect() -> None:
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 logging_level=logging.WARNING,
+                _temp_dir=folder,
             )
     else:
         _knock(os.environ.get("RAY_ADDRESS", ""))

@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from specextend.core import first_line
-from specextend.data.storage import Location
+from specextend.data.inputs import InputUnreachableError
+from specextend.data.storage import Location, is_passing
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -103,6 +104,12 @@ class InterruptedRunError(Exception):
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a run that ended with this exception."""
     return error.exit_code if isinstance(error, RunError | InterruptedRunError) else EXIT_FAILED
+
+
+def exit_code_of_command(error: ValueError | OSError) -> int:
+    """Return the exit code of a command that ended with an error which is no RunError: 1 if a later try may succeed."""
+    is_store = isinstance(error, InputUnreachableError) or (isinstance(error, OSError) and is_passing(error))
+    return EXIT_FAILED if is_store else EXIT_REFUSED
 
 
 def reading(output: Location) -> AbstractContextManager[None]:

@@ -29,7 +29,9 @@ SETTLE_S = 2.0
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the lock of a driver that may be dead."""
 UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
-LAST_S = 5.0
+_RELEASES = 3
+"""Tries to remove a lock of ours."""
+LAST_S = 10.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
 
@@ -62,8 +64,14 @@ class LockHolder:
 
 def read_lock(output: Location) -> LockHolder | None:
     """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file that is none."""
-    data = read_bytes(lock_file(output))
+    data = _read(output)
     return None if data is None else parse_lock(data)
+
+
+def _read(output: Location) -> bytes | None:
+    """Read the lock's file; what is no lock is read once more, because a store may send anything for a moment."""
+    data = read_bytes(lock_file(output))
+    return data if data is None or parse_lock(data) else read_bytes(lock_file(output))
 
 
 def parse_lock(data: bytes) -> LockHolder | None:
@@ -72,7 +80,7 @@ def parse_lock(data: bytes) -> LockHolder | None:
     try:
         holder = LockHolder(**{name: value for name, value in json.loads(data).items() if name in known})
         is_a_time = isinstance(holder.heartbeat, int | float) and math.isfinite(holder.heartbeat)
-    except (ValueError, TypeError, AttributeError, OverflowError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     texts = (holder.run_id, holder.host, holder.pid_namespace)
     is_sound = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
@@ -107,6 +115,7 @@ class OutputLock:
         self._written = 0.0
         self._beat_at = (monotonic(), clock())
         self._lost: LockHeldError | LockGoneError | None = None
+        self._released = threading.Event()
         self.predecessor: LockHolder | None = None
         """The dead driver whose lock was taken over, if there was one."""
 
@@ -128,7 +137,7 @@ class OutputLock:
         if self.output.is_local:
             os.makedirs(records_folder(self.output).path, exist_ok=True)
         with exclusive(self.output) as is_exclusive:
-            found = read_bytes(lock_file(self.output))
+            found = _read(self.output)
             if found is not None and not self._is_dead(found):
                 return False
             self.predecessor = None if found is None else parse_lock(found)
@@ -162,20 +171,25 @@ class OutputLock:
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
         with self._mutex, exclusive(self.output):
-            if self._lost is not None:
+            if self._lost is not None or self._released.is_set():
                 return
-            if (data := read_bytes(lock_file(self.output))) is None:
+            if (data := _read(self.output)) is None:
                 self._lost = LockGoneError(f"{self.output.path}: somebody removed _run/lock; run again to resume")
             elif not self._is_ours(holder := parse_lock(data)):
                 self._lost = LockLostError(f"{self.output.path} was taken over by {holder or 'somebody'}")
             else:
                 self._write()
+        if self._released.is_set():  # while a slow store took the heartbeat
+            self.release()
 
     def release(self) -> None:
-        """Remove the lock if it is ours."""
-        with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
-            if self._is_ours(read_lock(self.output)):
-                delete(lock_file(self.output))
+        """Remove the lock if it is ours, and write it no more."""
+        self._released.set()
+        for _ in range(_RELEASES):
+            with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
+                if self._is_ours(read_lock(self.output)):
+                    delete(lock_file(self.output))
+                return
 
     def _is_dead(self, found: bytes) -> bool:
         """Return True if the lock of another driver may be taken over. Raises LockHeldError if that driver lives."""

@@ -231,7 +231,7 @@ def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Trie
     """
     charges: dict[DocumentKey, Tried] = {}
     for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
             file, _, row = name.partition(":")
             key, attempts = DocumentKey(int(file), int(row)), int(charge["attempts"])
             struck = frozenset(Place(str(host), str(device)) for host, device in charge["struck"])

@@ -60,10 +60,9 @@ from specextend.data.run_folder import (
     Counts,
     read_starts,
     read_success,
-    records_folder,
     remove_success,
     report_file,
-    starts_folder,
+    run_folders,
     write_success,
 )
 from specextend.data.selection import write_selection
@@ -117,7 +116,7 @@ def run(
 
 def _sweep(output: Location) -> None:
     """Remove the temporary files of drivers that were killed while they wrote."""
-    for folder in (output, records_folder(output), starts_folder(output)):
+    for folder in run_folders(output):
         remove_temporary_files(folder)
 
 
@@ -140,12 +139,13 @@ class _LockedRun:
         output, display = self.prepared.output, self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
+        with writing(output):
+            _sweep(output)
         if (code := self._complete(retry_errors)) is not None:
             display.event("run_ended", exit_code=code)
             self.interrupt.disarm()
             return code
         with writing(output):
-            _sweep(output)
             self.record.write()
         for note in self.prepared.notes:
             display.note(note, "model_revision")
@@ -160,8 +160,6 @@ class _LockedRun:
             self._record_failure(error)
             display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
             raise
-        with writing(output):
-            self.record.end(code)
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
@@ -323,7 +321,10 @@ class _LockedRun:
         )
 
     def _conclude(self, counts: Counts) -> int:
-        """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
+        """Write the report, the record and then, if enough rows are done, `_SUCCESS`.
+
+        Only the report can be interrupted.
+        """
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
@@ -333,9 +334,10 @@ class _LockedRun:
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
             self._say_too_many(counts, open_rows(self.prepared, "none")[0])
-            return code
         self.lock.confirm()
-        write_success(output, counts)
+        self.record.end(code)
+        if code == EXIT_DONE:
+            write_success(output, counts)
         return code
 
     def _say_too_many(self, counts: Counts, progress: Progress) -> None:

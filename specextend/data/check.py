@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from urllib.parse import unquote
 
@@ -18,21 +19,21 @@ from specextend.data.inputs import (
     InputError,
     InputFile,
     InputOptions,
-    InputUnreachableError,
     OutputOptions,
+    unreachable,
     unreadable,
 )
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
-    DAMAGED,
     compact_columns,
     has_exact_int96,
-    is_damaged,
     is_id,
     is_text,
     joint_type,
     largest_group_bytes,
     open_parquet,
+    read_file,
+    read_stream,
     stream,
     way_out,
     write_groups,
@@ -54,7 +55,7 @@ def ask(location: Location, name: str) -> fs.FileInfo:
     try:
         return location.filesystem.get_file_info(location.path)
     except OSError as error:
-        raise InputUnreachableError(f"{name} cannot be reached ({one_line(error)}); run again") from error
+        raise unreachable(name, error) from error
 
 
 def check_input(
@@ -80,36 +81,36 @@ def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[Input
     """Check one file; return it with its schema, or what is wrong with it. Raises InputUnreachableError."""
     options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
-    try:
-        with open_parquet(location) as parquet:
+
+    def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
+        with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             check_columns(name, schema, reader, others_may_have=options.passthrough)
             rows = _group_rows(parquet.metadata)
             wanted = dict.fromkeys([*reader.document_columns, *options.passthrough, *options.filter_columns])
             stored = [column for column in wanted if column in schema.names]
-            compact = set(compact_columns(parquet, stored)) - {options.id_column}
-            if not has_exact_int96(parquet, location, stored):
-                return (
+            compact = tuple(sorted(set(compact_columns(parquet, stored)) - {options.id_column}))
+            if not has_exact_int96(parquet, file, stored):
+                raise InputError(
                     f"{name} has times (INT96) that are no whole microseconds; cast them when you write the Parquet, "
                     "to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
-        if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
-            return (
-                f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; write it in smaller ones: "
-                "specextend prepare repartition INPUT --output FOLDER"
-            )
-        modified_ns = ask(location, name).mtime_ns
-        footer = footer_sha256(location)
-        return InputFile(number, name, size, rows, largest, footer, modified_ns, tuple(sorted(compact))), schema
-    except InputUnreachableError:
-        raise
+            return InputFile(number, name, size, rows, largest, footer_sha256(file), None, compact), schema
+
+    try:
+        found, schema = read_file(location, read, partial(unreadable, name), size)
     except InputError as error:
         return str(error)
-    except DAMAGED as error:
-        if isinstance(error, OSError):
-            ask(location, name)
-        return str(unreadable(name, error))
+    except OSError as error:
+        raise unreachable(name, error) from error
+    if found.largest_group_bytes > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+        largest = found.largest_group_bytes / (1 << 30)
+        return (
+            f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller ones: "
+            "specextend prepare repartition INPUT --output FOLDER"
+        )
+    return replace(found, modified_ns=ask(location, name).mtime_ns), schema
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -120,12 +121,11 @@ def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
     return rows
 
 
-def footer_sha256(location: Location) -> str:
+def footer_sha256(file: pa.NativeFile) -> str:
     """Hash a Parquet file's footer: its schema, its row groups and the places of their data."""
-    with location.filesystem.open_input_file(location.path) as file:
-        size = file.size()
-        length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
-        return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
+    size = file.size()
+    length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
+    return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
 
 
 def _is_count(kind: pa.DataType) -> bool:
@@ -301,13 +301,10 @@ def repartition(path: str, output: str) -> int:
     """
     listing = list_input(path)
     folder = check_apart(listing, output)
-    for name in listing.relative_paths:
-        source = listing.root.child(name)
-        try:
-            with open_parquet(source) as parquet, atomic_output(folder.child(name)) as written:
-                write_groups(written, parquet.schema_arrow, stream(parquet, parquet.schema_arrow.names))
-        except DAMAGED as error:
-            if not is_damaged(source, error):
-                raise
-            raise unreadable(name, error) from error
+    for name, size in zip(listing.relative_paths, listing.sizes, strict=True):
+        source, damaged = listing.root.child(name), partial(unreadable, name)
+        schema: pa.Schema = read_file(source, lambda file: open_parquet(file).schema_arrow, damaged, size)
+        tables = read_stream(source, partial(stream, columns=schema.names), damaged, size)
+        with atomic_output(folder.child(name)) as written:
+            write_groups(written, schema, tables)
     return len(listing.relative_paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -15,13 +16,13 @@ from specextend.data.inputs import InputError, unreadable
 from specextend.data.listing import Listing, list_input
 from specextend.data.parquet import (
     BATCH_BYTES,
-    DAMAGED,
     is_bytes,
     is_id,
     is_text,
     open_parquet,
     plain_leaves,
     plain_text,
+    read_file,
     stream,
     way_out,
 )
@@ -57,15 +58,16 @@ def guess_columns(path: str) -> Guess:
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
-    try:
-        parquet = open_parquet(listing.root.child(name))
+
+    def read(file: pa.NativeFile) -> tuple[pa.Schema, pa.Table]:
+        parquet = open_parquet(file)
         schema = parquet.schema_arrow
-        batch = _first_rows(parquet)
-        columns = dict(zip(schema.names, batch.columns, strict=True))
-        values = {name: _comparable(column) for name, column in columns.items() if is_id(column.type)}
-        lengths = {name: _mean_length(column) for name, column in columns.items()}
-    except DAMAGED as error:
-        raise unreadable(name, error) from error
+        return schema, _first_rows(parquet)
+
+    schema, batch = read_file(listing.root.child(name), read, partial(unreadable, name), listing.sizes[0])
+    columns = dict(zip(schema.names, batch.columns, strict=True))
+    values = {name: _comparable(column) for name, column in columns.items() if is_id(column.type)}
+    lengths = {name: _mean_length(column) for name, column in columns.items()}
     text = max(lengths, key=lengths.__getitem__, default="")
     if not lengths or not lengths[text]:
         raise InputError(f"{name} has no column of texts; it has {', '.join(schema.names)}")
@@ -100,12 +102,8 @@ def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
     """Say how the columns of the first file that differs do; empty if none does. Raises InputError if it is damaged."""
-    for name in listing.relative_paths[1:_MOST_FILES]:
-        try:
-            with open_parquet(listing.root.child(name)) as parquet:
-                found = parquet.schema_arrow
-        except DAMAGED as error:
-            raise unreadable(name, error) from error
+    for name, size in [*zip(listing.relative_paths, listing.sizes, strict=True)][1:_MOST_FILES]:
+        found: pa.Schema = read_file(listing.root.child(name), pq.read_schema, partial(unreadable, name), size)
         theirs, ours = _only(found, schema), _only(schema, found)
         if theirs or ours:
             theirs, ours = theirs or "nothing else", ours or "nothing else"

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import CHECKED, damaged_as, write_table
+from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
 from specextend.data.run_folder import commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
-from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
+from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
@@ -33,7 +33,7 @@ _NAME_OF = b"specextend.commit"
 
 
 class DamagedCommitError(ValueError):
-    """A commit that cannot be read."""
+    """A commit that is there and does not parse."""
 
 
 class StrangeCommitError(ValueError):
@@ -55,7 +55,6 @@ class CommitWriter:
         metadata = {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
         self._schema = COMMIT_SCHEMA.with_metadata({name: value for name, value in metadata.items() if value})
         self._folder = commits_folder(output)
-        remove_temporary_files(self._folder)
         names = list_commits(output)
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
 
@@ -84,23 +83,25 @@ def list_commits(output: Location) -> list[str]:
 
 
 def read_commit(
-    output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int = 0
+    output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int | None = None
 ) -> pa.Table:
     """Read columns of one commit with the types of COMMIT_SCHEMA; `commit_of` returns its name.
 
-    num_bytes: its size; a large one is read by columns. Raises DamagedCommitError if it cannot be read: none of our
-    writers leaves such a commit. Raises StrangeCommitError if it names another run than `fingerprint`.
+    num_bytes: its size in the listing; a large one is read by columns. Raises DamagedCommitError if it does not parse:
+    none of our writers leaves such a commit. Raises OSError if it is out of reach, and StrangeCommitError if it names
+    another run than `fingerprint`.
     """
     location = commits_folder(output).child(name)
-    with (
-        damaged_as(DamagedCommitError, location, "delete it to do its documents again"),
-        location.filesystem.open_input_file(location.path) as file,
-    ):
-        contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
+    wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
+
+    def read(file: pa.NativeFile) -> tuple[str, pa.Table]:
+        contents = pa.BufferReader(file.read_buffer()) if (num_bytes or 0) <= _WHOLE_BYTES else file
         with pq.ParquetFile(contents, pre_buffer=True, **CHECKED) as parquet:
             found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-            wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
-            table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
+            return found, parquet.read(list(columns)).select(wanted.names).cast(wanted)
+
+    damaged = damaged_as(DamagedCommitError, location, "move it away to do its documents again")
+    found, table = read_file(location, read, damaged, num_bytes)
     if found and fingerprint and found != fingerprint:
         which = f"fingerprint {found[:12]}, here {fingerprint[:12]}"
         raise StrangeCommitError(f"{location.path} is a commit of another run ({which}); move it away")
@@ -243,7 +244,7 @@ class Settled:
         if not len(files):
             return np.zeros(0, np.int64)
         if min(files.min(), rows.min()) < 0 or rows.max() >= _MOST_ROWS:
-            raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); delete it to go on")
+            raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); move it away to go on")
         self._make_room(files, rows)
         return self._begins[files] + rows
 

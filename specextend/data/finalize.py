@@ -22,7 +22,7 @@ from specextend.data.run_folder import Counts, errors_folder, read_starts, resul
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
 from specextend.data.sorted_rows import SortedRows, Tables
 from specextend.data.source import Source
-from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
+from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order
 
 MOST_BYTES = 256 << 20
 """Memory of the results that are being written, by several threads, or wait to be."""
@@ -62,8 +62,6 @@ def finalize(
             rows.add(table)
             observe(table)
         counts = _reconcile(source, settled)
-        for folder in (summaries_folder(output), errors_folder(output)):
-            remove_temporary_files(folder)
         ending = _Ending(source, output, commits, checkpoint)
         stretches = ending.stretches(rows.tables())
         for _ in in_order(ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES):

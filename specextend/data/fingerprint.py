@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from specextend.core import counted, printable
 from specextend.data.prompts import CLOCK
-from specextend.data.run_folder import Start, manifest_file
+from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.source import Source
-from specextend.data.storage import Location, exists, read_bytes, write_bytes
+from specextend.data.storage import Location, exists, read_parsed, write_bytes
 
 VERSION = 1
 
@@ -83,22 +84,29 @@ def output_columns(output: Location) -> tuple[str, str | None]:
 
 
 def read_manifest(output: Location) -> dict[str, Any] | None:
-    """Read the manifest of an output folder; None if there is none. Raises ValueError if it cannot be read."""
+    """Read the manifest of an output folder; None if there is none.
+
+    Raises ValueError, in one line, if it is damaged or of another version, and OSError if it is out of reach.
+    """
     location = manifest_file(output)
-    data = read_bytes(location)
-    if data is None:
-        return None
     try:
-        manifest = json.loads(data)
-        if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(manifest["identity"]):
-            raise ValueError("its version or fingerprint is wrong")
-        if not isinstance(manifest["config"], dict) or not dict(_flat_identity(manifest)):
-            raise ValueError("a section is missing")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return read_parsed(location, _checked_manifest)
+    except ValueError as error:
         raise ValueError(
-            f"{location.path} is not a manifest that this version can read ({error}); use another output folder"
+            f"{location.path} is damaged, or is not a manifest that this version can read ({error}); use another "
+            "output folder, or move it away to resume with the same configuration"
         ) from error
-    return dict(manifest)
+
+
+def _checked_manifest(content: bytes) -> dict[str, Any]:
+    manifest = parse_manifest(content)
+    identity = manifest["identity"]
+    if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(identity):
+        raise ValueError("its version or fingerprint is wrong")
+    values = dict(flattened(manifest["config"]))
+    if any(values.get(name) != value for name, value in identity["config"].items() if name not in _PASSED_OVER):
+        raise ValueError("its configuration is not the one of its fingerprint")
+    return manifest
 
 
 def num_input_rows(manifest: Mapping[str, Any]) -> int:
@@ -210,7 +218,7 @@ def tried_kernels(starts: Iterable[Start]) -> list[dict[str, Any]]:
     """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and `workers`."""
     found: dict[tuple[str, bool], dict[str, Any]] = {}
     for kernel in (each for start in starts for worker in start.workers or () for each in worker.kernels):
-        row = found.setdefault((kernel["name"], kernel["taken"]), kernel | {"workers": 0})
+        row = found.setdefault((kernel.name, kernel.taken), asdict(kernel) | {"workers": 0})
         row["workers"] += 1
     return [*found.values()]
 

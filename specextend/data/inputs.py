@@ -36,6 +36,11 @@ class InputUnreachableError(InputError):
     """The store that holds a file does not answer, so nothing is known about the file itself."""
 
 
+def unreachable(file: str, error: Exception) -> InputUnreachableError:
+    """Return the error for a file whose store does not answer, or whose system does not let it be read now."""
+    return InputUnreachableError(f"{file} cannot be reached ({one_line(error)}); run again")
+
+
 def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is not Parquet, is damaged, or uses what pyarrow cannot decode."""
     if any(word in str(error) for word in _NOT_SUPPORTED):

@@ -16,7 +16,7 @@ from pyarrow import fs
 from specextend.core import one_line
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.run_folder import SUMMARIES, result_name
-from specextend.data.storage import Location, is_uri, resolve
+from specextend.data.storage import Location, is_passing, is_uri, resolve
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
 """Extensions of Parquet files in a folder, in upper or lower case."""
@@ -65,7 +65,7 @@ def list_input(path: str) -> Listing:
     except UnicodeError as error:
         raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
-        is_away = isinstance(error, OSError) and is_uri(path)
+        is_away = isinstance(error, OSError) and is_passing(error)
         raise (InputUnreachableError if is_away else InputError)(
             f"input.path {path} cannot be listed ({one_line(error)}); "
             + ("run again" if is_away else "give a path that can be read")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import one_line
-from specextend.data.storage import Location, write_bytes
+from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
@@ -26,36 +26,59 @@ _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
-_CHECK_BYTES = 1 << 20
 _GROUP_ROWS = 4096
 """Rows of a row group that is written, unless they are many bytes."""
 
 
-def is_damaged(location: Location, error: Exception) -> bool:
-    """Return True if reading a file failed because of what it holds, False if because its store failed.
+Damaged = Callable[[Exception], Exception]
+"""Makes the error for a file that is damaged from the one that reading it has raised."""
 
-    pyarrow raises OSError for either, so the file is read once more as plain bytes.
+
+def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Damaged:
+    """Return what makes an error of one line. way_out: what to do then."""
+    return lambda error: kind(f"{location.path} is damaged ({one_line(error)}); {way_out}")
+
+
+def read_file(
+    location: Location, read: Callable[[pa.NativeFile], Value], damaged: Damaged, num_bytes: int | None = None
+) -> Value:
+    """Return what `read` makes of a file; what does not parse is read once more, against the size in the listing.
+
+    Raises OSError if the file is out of reach, and only what `damaged` returns if it is there and does not parse.
     """
-    if isinstance(error, MemoryError) or not isinstance(error, OSError):
-        return not isinstance(error, MemoryError)
     try:
-        with location.filesystem.open_input_stream(location.path) as stream:
-            while stream.read(_CHECK_BYTES):
-                pass
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Iterator[None]:
-    """Raise `kind`, in one line, where a file cannot be read because of what it holds. way_out: what to do then."""
-    try:
-        yield
+        with location.filesystem.open_input_file(location.path) as file:
+            return read(file)
     except (*DAMAGED, KeyError) as error:
-        if not is_damaged(location, error):
+        if is_away(error):
             raise
-        raise kind(f"{location.path} is damaged ({one_line(error)}); {way_out}") from error
+    try:
+        return read_again(location, read, num_bytes)
+    except (*DAMAGED, KeyError) as error:
+        if is_away(error):
+            raise
+        raise damaged(error) from error
+
+
+def read_stream(
+    location: Location,
+    read: Callable[[pq.ParquetFile], Iterator[pa.Table]],
+    damaged: Damaged,
+    num_bytes: int | None = None,
+    compact: Sequence[str] = (),
+) -> Iterator[pa.Table]:
+    """Yield the tables that `read` makes of a file of any size. Raises as `read_file` does.
+
+    What was yielded cannot be taken back: a file that can be read to its end by now was out of reach for a moment.
+    compact: as for `open_parquet`.
+    """
+    try:
+        with open_parquet(location, compact) as parquet:
+            yield from read(parquet)
+    except (*DAMAGED, KeyError) as error:
+        if not is_away(error):
+            read_file(location, lambda file: deque(read(open_parquet(file, compact)), maxlen=0), damaged, num_bytes)
+        raise out_of_reach(location, error) from error
 
 
 def write_table(location: Location, table: pa.Table) -> None:
@@ -65,15 +88,18 @@ def write_table(location: Location, table: pa.Table) -> None:
     write_bytes(location, sink.getvalue())
 
 
-def open_parquet(location: Location, compact: Sequence[str] = (), int96_unit: str = "us") -> pq.ParquetFile:
+def open_parquet(
+    source: Location | pa.NativeFile, compact: Sequence[str] = (), int96_unit: str = "us"
+) -> pq.ParquetFile:
     """Open a file for streaming: pages are read when they are needed.
 
     compact: text columns to read as dictionaries, in which a value that is stored once is held once. Times of 96 bits
     come in microseconds: the years 1678 to 2262, which nanoseconds have room for, lack the 9999 of many tables.
     """
+    is_place = isinstance(source, Location)
     return pq.ParquetFile(
-        location.path,
-        filesystem=location.filesystem,
+        source.path if is_place else source,
+        filesystem=source.filesystem if is_place else None,
         buffer_size=1 << 20,
         pre_buffer=False,
         read_dictionary=list(compact),
@@ -104,14 +130,14 @@ def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[st
     return tuple(sorted(found))
 
 
-def has_exact_int96(parquet: pq.ParquetFile, location: Location, columns: Sequence[str]) -> bool:
-    """Return False if a time of 96 bits is no whole number of microseconds. location: of the file, to open it again.
+def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Sequence[str]) -> bool:
+    """Return False if a time of 96 bits is no whole number of microseconds. file: what it reads.
 
     Where nanoseconds overflow they do so modulo 2^64, as the multiplication does here.
     """
     if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
         return True
-    with open_parquet(location, int96_unit="ns") as exact:
+    with open_parquet(file, int96_unit="ns") as exact:
         for table, other in zip(stream(parquet, list(columns)), stream(exact, list(columns)), strict=True):
             for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
                 is_exact = values.type == in_ns.type or (

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from pyarrow.fs import FileType
-from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
+from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from specextend.core import one_line
-from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
+from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
 
+Record = TypeVar("Record")
 SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
 
@@ -74,12 +77,17 @@ def success_file(output: Location) -> Location:
     return output.child("_SUCCESS")
 
 
+def run_folders(output: Location) -> list[Location]:
+    """Return the run's folder and those in it, which only its driver writes to."""
+    folders = (records_folder, summaries_folder, errors_folder, commits_folder, starts_folder)
+    return [output, *(folder(output) for folder in folders)]
+
+
 def check_kinds(output: Location) -> None:
     """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none."""
     if not output.is_local:
         return
-    folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (commits_folder, starts_folder)]
+    folders = run_folders(output)[1:]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
@@ -119,10 +127,14 @@ def remove_success(output: Location) -> None:
 
 def read_success(output: Location) -> Counts | None:
     """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
-    try:
-        return TypeAdapter(Counts).validate_json(read_bytes(success_file(output)) or b"", strict=True)
-    except ValueError:
-        return None
+    return _read_valid(success_file(output), Counts)
+
+
+def _read_valid(location: Location, kind: type[Record]) -> Record | None:
+    """Read a small record; None if there is none, or one that does not hold what it should."""
+    with suppress(ValueError):
+        return read_parsed(location, partial(TypeAdapter(kind).validate_json, strict=True))
+    return None
 
 
 def write_audit(output: Location, found: Mapping[str, Any]) -> None:
@@ -132,10 +144,7 @@ def write_audit(output: Location, found: Mapping[str, Any]) -> None:
 
 def read_audit(output: Location) -> dict[str, Any] | None:
     """Read what the last audit has found; None if there is none, or none that can be read."""
-    try:
-        return dict(json.loads(read_bytes(audit_file(output)) or b""))
-    except (ValueError, TypeError):
-        return None
+    return _read_valid(audit_file(output), dict[str, Any])
 
 
 def time_text(seconds: float) -> str:
@@ -152,10 +161,54 @@ def parse_time(text: Any) -> float | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _FileFacts:
+    size: NonNegativeInt
+    rows: NonNegativeInt
+    footer_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    rows: NonNegativeInt
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    files: dict[str, _FileFacts]
+    hashes: dict[str, str]
+    config: dict[str, Any]
+    selection: _Selected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may hold anything."""
+
+    version: int
+    fingerprint: str
+    identity: _Identity
+    config: dict[str, dict[str, Any] | None]
+    models: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    modified_ns: dict[str, int | None] = field(default_factory=dict)
+    selection: dict[str, NonNegativeInt] | None = None
+
+
+_MANIFEST = TypeAdapter(_Manifest)
 _Time = Annotated[float, BeforeValidator(parse_time)]
 """Seconds since the epoch, in a record as ISO 8601."""
 RELEASED = "released"
 """The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What came of a kernel that a worker has tried."""
+
+    name: str
+    taken: bool
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +231,8 @@ class WorkerRecord:
     device: str | None = None
     limits: dict[str, float] | None = None
     """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
-    kernels: tuple[dict[str, Any], ...] = ()
-    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
+    kernels: tuple[Kernel, ...] = ()
+    """What came of each kernel that it tried."""
     used_gib: FiniteFloat | None = None
     """The most memory that it had used when a document of it was done; None if none was."""
 
@@ -224,24 +277,46 @@ _START = TypeAdapter(Start)
 def read_starts(output: Location) -> list[Start]:
     """Read the record of every start, oldest first; damaged ones come last and do not affect the others."""
     folder = starts_folder(output)
-    contents = ((name, read_bytes(folder.child(name))) for name in list_files(folder) if name.endswith(".json"))
-    starts = [_parse(name.removesuffix(".json"), content) for name, content in contents if content is not None]
+    names = [name.removesuffix(".json") for name in list_files(folder) if name.endswith(".json")]
+    starts = [start for name in names if (start := _read_start(folder.child(f"{name}.json"), name)) is not None]
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
+
+
+def _read_start(location: Location, name: str) -> Start | None:
+    try:
+        return read_parsed(location, lambda content: _parse(content, name))
+    except ValueError as error:
+        return Start(name, damage=f"it is not the record of a start ({error})")
 
 
 def read_heartbeat(output: Location) -> Heartbeat | None:
     """Read the heartbeat that the lock holds; None without a lock that has one."""
-    try:
-        return TypeAdapter(Heartbeat).validate_json(read_bytes(lock_file(output)) or b"")
-    except ValueError:
-        return None
+    return _read_valid(lock_file(output), Heartbeat)
 
 
-def _parse(name: str, content: bytes) -> Start:
+def _parse(content: bytes, name: str) -> Start:
     try:
         return parse_start(json.loads(content), name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Start(name, damage=f"it is not the record of a start ({one_line(error)})")
+        raise ValueError(_wrong_with(error)) from error
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """Parse a manifest. Raises ValueError, in one line, for what has another shape."""
+    try:
+        _MANIFEST.validate_json(content, strict=True)
+        manifest: dict[str, Any] = json.loads(content)
+        return manifest
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_wrong_with(error)) from error
+
+
+def _wrong_with(error: Exception) -> str:
+    """Say in one line what is wrong with a record: of several things the first."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def parse_start(record: dict[str, Any], name: str) -> Start:

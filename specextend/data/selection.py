@@ -20,15 +20,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from specextend.core import counted, one_line
+from specextend.core import counted
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import CHECKED, DAMAGED, damaged_as, plain_rows, write_table
+from specextend.data.parquet import CHECKED, damaged_as, plain_rows, read_file, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
-from specextend.data.storage import Location, in_order, read_bytes, resolve
+from specextend.data.storage import Location, in_order, resolve
 
 Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
@@ -279,11 +279,10 @@ def recall_selection(source: Source, output: Location, manifest: Mapping[str, An
     source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
     """
     location, names = selection_file(output), [*manifest["identity"]["files"]]
-    try:
-        table = pq.read_table(pa.BufferReader(read_bytes(location) or b""), **CHECKED)
-        files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
-    except (*DAMAGED, KeyError) as error:
-        raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
+    columns = ["file", "row", "has_bad_id"]
+    damaged = damaged_as(InputError, location, "use another output folder")
+    table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(columns), damaged)
+    files, rows, is_bad = (table[name].to_numpy() for name in columns)
     ends = np.searchsorted(files, np.arange(1, len(names)))
     every = dict(enumerate(np.split(rows, ends)))
     if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
@@ -325,12 +324,8 @@ class EarlierOutput:
         return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
 
     def _read(self, location: Location, columns: list[str]) -> pa.Table:
-        with (
-            damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
-            location.filesystem.open_input_file(location.path) as file,
-            pq.ParquetFile(file, **CHECKED) as parquet,
-        ):
-            table = parquet.read(columns=columns).select(columns)
+        damaged = damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in")
+        table = read_file(location, lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns), damaged)
         if "retryable" in columns:
             table = table.filter(pc.invert(table["retryable"]))
         else:

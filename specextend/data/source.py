@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, counted, one_line
@@ -26,6 +29,7 @@ from specextend.data.inputs import (
     InputOptions,
     InputUnreachableError,
     OutputOptions,
+    unreachable,
     unreadable,
 )
 from specextend.data.instructions import Instruction
@@ -36,11 +40,13 @@ from specextend.data.parquet import (
     open_parquet,
     plain_rows,
     plain_text,
+    read_file,
+    read_stream,
     rows_where,
     stream,
 )
 from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
-from specextend.data.storage import Location, check_writable, in_order
+from specextend.data.storage import Location, check_writable, in_order, is_away
 
 _CACHED_GROUPS = 2
 
@@ -126,7 +132,8 @@ class Source:
         """Read the row at `key`.
 
         Raises DocumentError for null, empty or undecodable text, a bad id or a bad `max_new_tokens`, OSError if the
-        file cannot be read at that place, and InputChangedError if it has been written to.
+        file is damaged at that place, InputUnreachableError if it is out of reach, and InputChangedError if it has been
+        written to.
         """
         row = self._row(key, self.reader.document_columns)
         [values] = plain_rows(row, row.column_names)
@@ -176,14 +183,6 @@ class Source:
             "or start a new run in another output folder"
         )
 
-    def opens(self, number: int) -> bool:
-        """Return True if a file can be opened, damaged or not; False if it is out of reach."""
-        try:
-            open_parquet(self.location(number)).close()
-        except DAMAGED as error:
-            return not isinstance(error, OSError)
-        return True
-
     def scan(self) -> Iterator[ScannedRow]:
         """Stream the facts about the rows that the run is about, in key order; small files are read ahead.
 
@@ -198,24 +197,36 @@ class Source:
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order; null where the file lacks a passthrough column.
 
-        Raises InputError for a file that cannot be read to its end (only its footer has been read before), and
-        InputChangedError, after the last table, for one that has been written to.
+        Raises InputError for a file that cannot be read to its end (only its footer has been read before),
+        InputUnreachableError for one that is out of reach, and InputChangedError, after the last table, for one that
+        has been written to.
         """
-        file, num_rows = self.files[number], 0
+        file = self.files[number]
+        damaged = partial(unreadable, file.relative_path)
+        read = partial(self._tables, number, columns)
+        with self._reading(number):
+            yield from read_stream(self.location(number), read, damaged, file.size, self._compact(number, columns))
+
+    def _tables(self, number: int, columns: list[str], parquet: pq.ParquetFile) -> Iterator[pa.Table]:
+        """Yield what `batches` yields, of a file that is open."""
+        num_rows, expected = 0, self.files[number].num_rows
+        lacking = {*self.partitions, *self.options.passthrough}.difference(parquet.schema_arrow.names)
+        for batch in stream(parquet, [name for name in columns if name not in lacking]):
+            num_rows += len(batch)
+            yield self._with_partitions(batch, number, columns)
+        if num_rows != expected:
+            raise pa.ArrowInvalid(f"it holds {counted(num_rows, 'row')}, its footer says {expected:,}")
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """Read a file for a `with` block: whatever happens, its having been written to is what is said first."""
         try:
-            with open_parquet(self.location(number), self._compact(number, columns)) as parquet:
-                lacking = {*self.partitions, *self.options.passthrough}.difference(parquet.schema_arrow.names)
-                stored = [name for name in columns if name not in lacking]
-                for batch in stream(parquet, stored):
-                    num_rows += len(batch)
-                    yield self._with_partitions(batch, number, columns)
-            if num_rows != file.num_rows:
-                raise pa.ArrowInvalid(f"it holds {counted(num_rows, 'row')}, its footer says {file.num_rows:,}")
-        except DAMAGED as error:
+            yield
+        except (InputError, OSError) as error:
             self.check_unchanged(number)
-            if isinstance(error, OSError) and not self.opens(number):
-                raise InputUnreachableError(f"{file.relative_path} cannot be reached ({error}); run again") from error
-            raise unreadable(file.relative_path, error) from error
+            if is_away(error):
+                raise unreachable(self.files[number].relative_path, error) from error
+            raise
         self.check_unchanged(number)
 
     def passthrough(self, batch: pa.Table, number: int) -> list[pa.ChunkedArray]:
@@ -348,18 +359,22 @@ class Source:
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
-        num_rows = self.files[number].group_rows[group]
-        try:
-            with open_parquet(self.location(number), self._compact(number, columns)) as parquet:
-                table = parquet.read_row_group(group, columns=columns, use_threads=False)
+        file = self.files[number]
+        num_rows = file.group_rows[group]
+
+        def read(opened: pa.NativeFile) -> pa.Table:
+            parquet = open_parquet(opened, self._compact(number, columns))
+            table = parquet.read_row_group(group, columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
                 raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
-        except (pa.ArrowException, OSError) as error:
-            self.check_unchanged(number)
-            raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
-        self.check_unchanged(number)
-        return table
+            return table
+
+        def damaged(error: Exception) -> OSError:
+            return OSError(str(unreadable(file.relative_path, error)))
+
+        with self._reading(number):
+            return read_file(self.location(number), read, damaged, file.size)
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None or self._has_bad_id(key):

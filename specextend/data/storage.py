@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from urllib.parse import parse_qsl, quote, unquote
 import pyarrow as pa
 from pyarrow import fs
 
-from specextend.core import first_line
+from specextend.core import first_line, one_line
 
 NUM_THREADS = 32
 """Requests to a store that are under way at once: each waits for milliseconds and needs no processor meanwhile."""
@@ -42,6 +43,27 @@ _S3_COPY_BYTES = 5 << 30
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+_MISTAKES = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors about a path that somebody gave."""
+
+
+def is_passing(error: OSError) -> bool:
+    """Return True unless it is an error about a path, which no later try mends by itself."""
+    return error.errno not in _MISTAKES
+
+
+class OutOfReachError(OSError):
+    """A file that cannot be read now, which says nothing about what it holds."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Return True for an error of the system or of a store, or for a lack of memory, and False for what does not parse.
+
+    pyarrow raises a plain OSError without a number for what does not parse, and for some errors of stores.
+    """
+    if not isinstance(error, OSError):
+        return isinstance(error, MemoryError)
+    return type(error) is not OSError or error.errno not in (None, errno.EINVAL)
 
 
 class Gate(Protocol):
@@ -218,6 +240,79 @@ def read_bytes(location: Location) -> bytes | None:
             return stream.read()
     except FileNotFoundError:
         return None
+
+
+def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
+    """Parse the content of a file; None if there is none. What does not parse is read once more.
+
+    Raises the ValueError of `parse` for what a file holds, and OSError for a file that is out of reach.
+    """
+    data = read_bytes(location)
+    if data is None:
+        return None
+    try:
+        return parse(data)
+    except ValueError:
+        return read_again(location, lambda file: parse(file.read()))
+
+
+def read_again(location: Location, read: Callable[[pa.NativeFile], Value], num_bytes: int | None = None) -> Value:
+    """Read a file that did not parse once more. num_bytes: its size, as a listing names it.
+
+    Raises OutOfReachError if the store fails or sends less than there is. What `read` raises is then about what the
+    file holds.
+    """
+    try:
+        witness = _Witness(location.filesystem.open_input_file(location.path), num_bytes)
+    except OSError as error:
+        raise out_of_reach(location, error) from error
+    with pa.PythonFile(witness, mode="r") as file:
+        try:
+            return read(file)
+        except Exception as error:
+            if witness.trouble:
+                raise out_of_reach(location, OSError(witness.trouble)) from error
+            raise
+
+
+def out_of_reach(location: Location, error: Exception) -> OutOfReachError:
+    """Return the error for a file that cannot be read now."""
+    return OutOfReachError(f"{location.path} is out of reach ({one_line(error)}); run again")
+
+
+_MARK_BYTES = 16
+"""Bytes at the end of a buffer that must have changed: of an empty body pyarrow says that it filled the buffer."""
+
+
+class _Witness:
+    """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from what it holds."""
+
+    def __init__(self, file: pa.NativeFile, num_bytes: int | None) -> None:
+        self._file = file
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close  # and no other way to its bytes
+        self._num_bytes = file.size() if num_bytes is None else num_bytes
+        self.trouble = ""
+        if file.size() != self._num_bytes:
+            self.trouble = f"it has {file.size():,} bytes, where the listing says {self._num_bytes:,}"
+
+    def read(self, size: int) -> bytes:
+        """Read as a file does."""
+        wanted = min(size, max(0, self._num_bytes - self._file.tell()))
+        mark = secrets.token_bytes(min(wanted, _MARK_BYTES))
+        data = bytearray(wanted - len(mark)) + mark
+        try:
+            num_read = self._file.readinto(data)
+        except OSError as error:
+            self.trouble = first_line(error)
+            raise
+        if num_read < wanted or (mark and data.endswith(mark)):
+            self.trouble = f"less came than the {wanted:,} bytes that were asked for"
+        return bytes(data[:num_read])
+
+    @property
+    def closed(self) -> bool:
+        """Return True once the file is closed."""
+        return bool(self._file.closed)
 
 
 def write_bytes(location: Location, data: bytes) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 DraftKind = Literal["eagle", "model", "ngram"]
-Backend = Literal["auto", "reference", "sdpa", "matmul", "compiled", "flash", "triton"]
+Backend = Literal["auto", "reference", "sdpa", "compiled", "flash", "triton"]
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -85,22 +85,22 @@ class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
     backend: Backend = "auto"
-    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `matmul` is two matrix
-    products and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no
-    multiple of 32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
+    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. `compiled`, on a CPU only, is a kernel
+    of our own, which needs the `cpu` extra; float16, and heads whose size is no multiple of 32 (16 in float32), take
+    `sdpa` instead. `flash`, on a GPU only, is the flash-attn
     package, version 2 (the `flash` extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of
     our own for up to 128 queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`.
     Kernels of our own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed.
-    `auto` is proven at start-up. On a CPU it is, for each number of queries and keys, the kernel that was right and
-    fastest. On a GPU it is `sdpa`, and flash-attn, the Triton kernels and CUDA graphs where a trial of each, in a
+    `auto` is, on a CPU, `compiled` where that can be made and is right, with all layers in one call in bfloat16, and
+    else `sdpa`. On a GPU it is proven at start-up: `sdpa`, and flash-attn, the Triton kernels and CUDA graphs where a trial of each, in a
     process of its own, was right on the model's shapes and faster; the first start of a node takes up to two minutes
     for it. `reference` is for tests: on a GPU it takes gigabytes and most of the time."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3), and its steps are never captured; `dense` runs one masked call over
     everything; `auto` uses, at each step, whichever was measured to be faster at start-up for that length. With the
-    Triton kernel, whose one call does both and masks only the tree, and where a CPU runs all layers in one call, `auto`
-    is `dense`."""
+    Triton kernel, whose one call does both and masks only the tree, `auto` is `dense`. Where a CPU runs all layers in
+    one call, prefix and tree are always attended to apart, and the key counts for nothing."""
 
     @property
     def tree_kinds(self) -> tuple[TreeAttention, ...]:

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
-from specextend.decoding.device import Graphs, device_name, synchronise, traits_of
-from specextend.decoding.layers import linear, pack_if_faster
+from specextend.decoding.device import Graphs, device_name, multiplies_bf16, synchronise, traits_of
 from specextend.decoding.quantized import Scheme, saved_bytes
 from specextend.decoding.speculation import CostTable, Line, StepCosts
 from specextend.decoding.tree import tree_mask
@@ -143,7 +143,7 @@ class MachineLimits:
     read_bytes_per_s: float
     """Of a sum over a large tensor."""
     flop_per_s: float
-    """Of a product like those of prefill, in the target's dtype, with the weight packed as in the engine."""
+    """Of a product like those of prefill, in the target's dtype, by torch with its weight packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,18 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    layer = nn.Sequential(linear(torch.randn(size, size, device=device, dtype=dtype)))
-    pack_if_faster(layer)
-    product_s = _best_s(partial(layer, torch.ones(size, size, device=device, dtype=dtype)), device)
+    product_s = _best_s(_large_product(size, device, dtype), device)
     return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
+
+
+def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a product of square matrices by torch, whose second one is packed where oneDNN multiplies bf16."""
+    weight = torch.randn(size, size, device=device, dtype=dtype)
+    x = torch.ones(size, size, device=device, dtype=dtype)
+    if dtype != torch.bfloat16 or not traits_of(device).packs_linears or not multiplies_bf16(device):
+        return partial(linear, x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, size)
+    return partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], "")
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:

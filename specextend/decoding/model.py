@@ -5,46 +5,25 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import (
-    Cell,
-    MeasuredAttention,
-    cpu_kernels,
-    find_faults,
-    make_cells,
-    measure_attention,
-    shortest_runs,
-)
+from specextend.attention.backends import compiled_is_right
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
-from specextend.attention.trials import Heads, Trial, what_differs
-from specextend.core import counted
+from specextend.attention.trials import Trial, what_differs
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
-from specextend.decoding.layers import (
-    FEW_ROWS,
-    MANY_ROWS,
-    Forward,
-    fastest,
-    fuse,
-    joined_in_one_call,
-    pack_if_faster,
-    taken_form,
-)
-from specextend.decoding.measurements import count_work, head_size, kept_or_measured
+from specextend.decoding.layers import CompiledLinear, Forward, fuse, joined_in_one_call, pack
+from specextend.decoding.measurements import count_work, head_size
 from specextend.decoding.quantized import Scheme, quantized
 
-_PREFIX = 512
-"""Rows behind which layers are timed, at most."""
-_RUNS = 3
-_ONE_CALL = "layers: one call"
+_TRIED_ROWS = (1, 16, 256)
+"""Rows of a plain step, a tree and a chunk with which the first layer is checked."""
 
 
 class CachedModel:
@@ -67,12 +46,14 @@ class CachedModel:
         """What decoding with it takes."""
         fuse(model, partial(quantized, scheme=quantize))
         release_cached(self.device)  # the weights that were joined
-        self.trials = pack_if_faster(model)
+        pack(model)
+        self.trials: tuple[Trial, ...] = ()
         """What came of the kernels that were tried."""
-        self.linears = " ".join(filter(None, (quantize, taken_form(self.trials))))
+        is_compiled = any(isinstance(module, CompiledLinear) for module in model.modules())
+        self.linears = " ".join(filter(None, (quantize, "compiled" if is_compiled else "torch")))
         """How linear layers are multiplied, see `layers` and `quantized`."""
         self._decoder: Any = None
-        """What runs all layers in one call, if that was found to be right and faster."""
+        """What runs all layers in one call."""
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,
@@ -144,65 +125,30 @@ class CachedModel:
             **{name: value for name, value in self.config.to_dict().items() if type(value) is int},
         }
 
-    def choose_kernels(self) -> None:
-        """Attend from now on with the fastest of a CPU's kernels for each call, by what is kept or measured now.
+    @torch.inference_mode()
+    def join_layers(self) -> None:
+        """Run all layers in one compiled call from now on, if that can be made here and its first layer is right.
 
-        Measuring writes to the cache, so no request may be running.
+        The check writes to the cache, so no request may be running.
         """
-        kernels, cells = cpu_kernels(self.head_dim, self.dtype), make_cells(self.cache.rows.num_free)
-        key = self.timing_key() | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
-        config, stored = self.config, self.cache.stored
-        heads = config.num_attention_heads, config.num_key_value_heads, self.head_dim
-
-        @torch.inference_mode()
-        def measure() -> dict[str, Any]:
-            faults = find_faults(kernels, Heads(*heads, self.dtype, self.device))
-            right = {name: attend for name, attend in kernels.items() if name not in faults}
-            stored[..., : max(length for _, _, length in cells), :] = 0
-            seconds = measure_attention(stored, config.num_attention_heads, right, cells)
-            return {"faults": faults, "seconds": [seconds[cell] for cell in cells]}
-
-        found = kept_or_measured("attention", key, measure)
-        seconds = dict(zip(cells, found["seconds"], strict=True))
-        choices = {cell: min(times, key=times.__getitem__) for cell, times in seconds.items()}
-        self.attend = MeasuredAttention(kernels, choices)
-        self.trials += tuple(_trial(name, found["faults"].get(name, ""), seconds, choices) for name in kernels)
-        self._try_one_call()
-
-    def _try_one_call(self) -> None:
-        """Run all layers in one call from now on, if that is right and faster, by what is kept or measured now."""
-        layers, prefix = self.model.model.layers, min(_PREFIX, self.cache.rows.num_free - MANY_ROWS)
-        decoder = joined_in_one_call(layers, self.scale) if prefix >= 0 else None
-        if decoder is None:
-            return
-
-        @torch.inference_mode()
-        def measure() -> dict[str, Any]:
-            self.cache.stored[..., : prefix + MANY_ROWS, :] = 0
-            if fault := self._fault(joined_in_one_call(layers[:1], self.scale)):
-                return {"fault": fault, "seconds": []}
-            seconds = []
-            for rows in (*FEW_ROWS, MANY_ROWS):
-                call = layers, self._drawn(rows), self._plan(rows, prefix), ()
-                candidates = {"layers": None, _ONE_CALL: decoder}
-                runs = {name: partial(self._run_layers, each, *call) for name, each in candidates.items()}
-                seconds.append(shortest_runs(runs, _RUNS))
-            return {"fault": "", "seconds": seconds}
-
-        found = kept_or_measured("one-call", self.timing_key() | {"prefix": prefix}, measure)
-        times = dict(zip((*FEW_ROWS, MANY_ROWS), found["seconds"], strict=False))
-        if times and fastest(times) == _ONE_CALL:
+        layers, fault, why = self.model.model.layers, "", "torch runs this model, type or processor"
+        decoder = joined_in_one_call(layers, self.scale)
+        if decoder is not None:
+            fault = self._fault(joined_in_one_call(layers[:1], self.scale))
+            why = fault or f"by {decoder.instructions}"
+        if decoder is not None and not fault:
             self._decoder = decoder
-        why = found["fault"] or ("slower" if self._decoder is None else "the fastest for few rows")
-        ms = {f"{counted(rows, 'row')} behind {prefix}": 1e3 * each[_ONE_CALL] for rows, each in times.items()}
-        base = {f"{counted(rows, 'row')} behind {prefix}": 1e3 * each["layers"] for rows, each in times.items()}
-        taken, is_wrong = self._decoder is not None, bool(found["fault"])
-        self.trials += (Trial(name=_ONE_CALL, taken=taken, why=why, ms=ms, base_ms=base, is_wrong=is_wrong),)
+        attends = compiled_is_right(self.dtype)
+        why_attention = "compiled for this processor" if attends else "torch's own kernel attends"
+        self.trials += (
+            Trial(name="compiled attention", taken=attends, why=why_attention),
+            Trial(name="compiled layers", taken=self.runs_in_one_call, why=why, is_wrong=bool(fault)),
+        )
 
-    def _plan(self, num_rows: int, prefix: int) -> AttentionPlan:
-        """Plan a call for a trial: a tree where a step has one, else a causal chunk."""
-        mask = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril() if 1 < num_rows < MANY_ROWS else None
-        return AttentionPlan([0], [prefix + num_rows], num_rows, mask, tree="dense")
+    def _plan(self, num_rows: int) -> AttentionPlan:
+        """Plan a call for a check: a tree where a step has one, else a causal chunk."""
+        mask = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril() if 1 < num_rows < _TRIED_ROWS[-1] else None
+        return AttentionPlan([0], [num_rows], num_rows, mask, tree="dense")
 
     def _drawn(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random inputs of layers at the first positions."""
@@ -213,24 +159,14 @@ class CachedModel:
     def _fault(self, decoder: Any) -> str:
         """Return what is wrong with a decoder of the first layer."""
         stored = self.cache.stored[0]
-        for rows in (*FEW_ROWS, MANY_ROWS):
+        for rows in _TRIED_ROWS:
+            if rows > self.cache.rows.num_free:
+                break
             results = []
             for each in (None, decoder):
-                plan = self._plan(rows, 0)
+                plan = self._plan(rows)
                 x = self._run_layers(each, self.model.model.layers[:1], self._drawn(rows), plan, ())[0]
                 results.append((x, stored[..., :rows, :].clone()))
             if wrong := next(filter(None, map(what_differs, results[1], results[0])), ""):
                 return f"{wrong} at R = {rows}"
         return ""
-
-
-def _trial(name: str, fault: str, seconds: Mapping[Cell, Mapping[str, float]], choices: Mapping[Cell, str]) -> Trial:
-    """Sum up what came of a CPU's kernel."""
-    num_taken = sum(choice == name for choice in choices.values())
-    ms = {
-        f"{num_queries} {'masked ' * masked}behind {length}": 1e3 * times[name]
-        for (masked, num_queries, length), times in seconds.items()
-        if name in times
-    }
-    why = fault or f"the fastest for {num_taken} of {len(choices)} kinds of call"
-    return Trial(name=f"attention: {name}", taken=num_taken > 0, why=why, ms=ms, is_wrong=bool(fault))

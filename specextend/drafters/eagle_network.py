@@ -19,7 +19,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack_if_faster
+from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
@@ -216,7 +216,7 @@ class EagleNetwork:
         self._linears = linears(weights)
         if own_head is not lm_head:
             self._linears["lm_head"] = linear(own_head)
-        pack_if_faster(self._linears)
+        pack(self._linears)
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
         self._inv_freq = rope[0].to(device)
         self._scale = head.head_dim**-0.5 * rope[1] ** 2

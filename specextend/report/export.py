@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import is_text, rows_where, stream, write_groups
+from specextend.data.parquet import CHECKED, is_text, read_file, read_stream, rows_where, stream, write_groups
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -34,7 +35,7 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
-from specextend.report.result_rows import open_results
+from specextend.report.result_rows import damaged_results
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
@@ -212,9 +213,8 @@ def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
     schemas = [SUMMARY_SCHEMA] if not any(run.answers for run in runs) else []
     for run in runs:
-        for file in run.answers[:1]:
-            with open_results(file) as parquet:
-                schemas.append(parquet.schema_arrow.remove_metadata())
+        found = (read_file(file, pq.read_schema, damaged_results(file)) for file in run.answers[:1])
+        schemas += [schema.remove_metadata() for schema in found]
     try:
         return pa.unify_schemas(schemas)
     except pa.ArrowException as error:
@@ -257,8 +257,10 @@ def _ids(files: Sequence[Location]) -> tuple[pa.Array, NDArray[np.int32], NDArra
     """Read the ids of files. Returns each of them once, its number for each row of all files, and the files' rows."""
 
     def read(file: Location) -> pa.Array:
-        with open_results(file) as parquet:
-            return parquet.read(columns=["doc_id"])["doc_id"].cast(pa.large_string()).combine_chunks()
+        ids = read_file(
+            file, lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED)["doc_id"], damaged_results(file)
+        )
+        return ids.cast(pa.large_string()).combine_chunks()
 
     ids = [pa.array([], pa.large_string()), *in_order(read, files)]
     encoded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
@@ -274,14 +276,17 @@ def _first(codes: NDArray[np.int32], mask: NDArray[np.bool_], num_codes: int) ->
 
 def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:
     """Yield those rows of a file, as small tables; a column that the file lacks is null."""
-    begin = 0
-    with open_results(file) as parquet:
+
+    def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
+        begin = 0
         for table in stream(parquet, [name for name in parquet.schema_arrow.names if name in schema.names]):
             table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
             for field in schema:
                 if field.name not in table.column_names:
                     table = table.append_column(field, pa.nulls(len(table), field.type))
             yield table.select(schema.names).cast(schema)
+
+    return read_stream(file, read, damaged_results(file))
 
 
 def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:

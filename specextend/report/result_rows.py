@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 
 from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
-from specextend.data.parquet import damaged_as, open_parquet
+from specextend.data.parquet import Damaged, damaged_as, read_stream
 from specextend.data.run_folder import errors_folder, list_results, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output
@@ -71,11 +70,9 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
     return is_done, selected.append_column(RUN_ID, run_ids)
 
 
-@contextmanager
-def open_results(file: Location) -> Iterator[pq.ParquetFile]:
-    """Open a file of `summaries/` or `errors/`. Raises ValueError, in one line, if it is damaged."""
-    with damaged_as(ValueError, file, "run its job again to write it anew"), open_parquet(file) as parquet:
-        yield parquet
+def damaged_results(file: Location) -> Damaged:
+    """Return what makes the error for a damaged file of `summaries/` or `errors/`."""
+    return damaged_as(ValueError, file, "run its job again to write it anew")
 
 
 def without_nan(rows: pa.Table) -> pa.Table:
@@ -100,11 +97,14 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
     Raises ValueError if it is damaged.
     """
     schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
-    with open_results(file) as parquet:
-        stored = [text if name == "summary" else name for name in columns]
+    stored = [text if name == "summary" else name for name in columns]
+
+    def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
             table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)
             yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
+
+    return read_stream(file, read, damaged_results(file))
 
 
 def write_responses(output: Location, file: Location) -> tuple[int, int, int | None]:

@@ -10,12 +10,11 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.backends import cpu_kernels, find_faults, load_backend
+from specextend.attention import backends
+from specextend.attention.backends import load_backend
 from specextend.attention.compiled import attend as compiled
 from specextend.attention.plan import AttentionPlan, KeySpan
 from specextend.attention.reference import attend_reference
-from specextend.attention.torch_kernels import CPU_KERNELS
-from specextend.attention.trials import Heads
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
@@ -25,7 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 GROUPS = [(2, 2), (4, 2), (9, 3), (8, 1)]
 NUM_QUERIES = [1, 16, 17, 51]
-KERNELS = cpu_kernels(HEAD_DIM, torch.float32)
+CPU = torch.device("cpu")
+AUTO = load_backend("auto", CPU)
+KERNELS = {name: load_backend(name, CPU) for name in ("sdpa", "compiled")}
 PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 
@@ -146,32 +147,27 @@ def answer_the_question(q, k, v, span, scale):
     return q, q[..., 0].float()
 
 
-def raise_an_error(q, k, v, span, scale):
-    raise NumbaError("no such instruction")
-
-
-@pytest.mark.parametrize("kernel", [answer_the_question, raise_an_error])
-def test_a_kernel_that_is_wrong_on_this_processor_is_not_measured(kernel):
-    """It is made for the machine at hand, so it must prove itself there; those of torch are right."""
-    heads = Heads(4, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
-    assert [*find_faults({**CPU_KERNELS, "made": kernel}, heads)] == ["made"]
-
-
-@pytest.mark.parametrize("failure", ["numba cannot", "no numba"])
-def test_a_compiled_kernel_that_fails_on_this_processor_is_left_out(failure, monkeypatch):
-    """A run starts without it."""
+@pytest.mark.parametrize("failure", ["numba cannot", "no numba", "wrong"])
+def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
+    """It is made for the machine at hand, so it must prove itself there; a run starts without it."""
+    backends.compiled_is_right.cache_clear()
+    backends.load_compiled.cache_clear()
     if failure == "numba cannot":
         monkeypatch.setattr(compiled, "kernel", fail_to_compile)
+    elif failure == "wrong":
+        monkeypatch.setattr(compiled, "attend_compiled", answer_the_question)
     else:
         monkeypatch.setitem(sys.modules, "specextend.attention.compiled.attend", None)
         with pytest.raises(ValueError, match=r"^attention\.backend compiled needs the cpu extra: pip install .*$"):
             load_backend("compiled", torch.device("cpu"))
-    assert [*cpu_kernels(HEAD_DIM, torch.float32)] == [*CPU_KERNELS]
+    q, k, v = tensors(1, 3, (4, 2), 40, HEAD_DIM, torch.float32)
+    found, expected = (kernel(q, k, v, KeySpan([0], [40]), SCALE) for kernel in (AUTO, load_backend("sdpa", CPU)))
+    backends.compiled_is_right.cache_clear()
+    assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", ["matmul", "compiled"])
-def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
+def test_the_compiled_kernel_is_refused_on_a_gpu():
     """With the names that can be set there."""
-    message = rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash or triton$"
+    message = r"^attention\.backend compiled runs on a CPU only; choose auto, .*flash or triton$"
     with pytest.raises(ValueError, match=message):
-        load_backend(name, torch.device("cuda"))
+        load_backend("compiled", torch.device("cuda"))

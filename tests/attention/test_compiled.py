@@ -15,7 +15,7 @@ from torch import Tensor
 from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
 from tests.attention import calls
-from tests.attention.calls import random_mask, regions
+from tests.attention.calls import random_mask, random_trees, regions
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -30,6 +30,13 @@ HEAD_DIMS = [32, 64, 128]
 NUM_QUERIES = [1, 2, 7, 16, 48, 300]
 LENGTHS = [[0], [1], [15, 0, 17], [63, 64, 65], [1030], [511, 512, 1100]]
 KINDS = ["prefix", "mask", "causal"]
+
+
+@pytest.fixture
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, head_dim: int = 64) -> list[Tensor]:
@@ -91,6 +98,22 @@ def test_a_result_does_not_depend_on_the_call(dtype):
             assert torch.equal(some_lse, lse[:1, first:last])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefix", [0, 1, 60, 64, 509, 1000])
+def test_a_node_of_a_tree_attends_as_its_token_would_alone(prefix, dtype, restored_threads):
+    """The same bits: its keys are added in the order and in the places that they have once the path is committed."""
+    num_nodes, mask = 40, random_trees(1, 40)
+    q, k, v = (x.to(dtype) for x in tensors(1, num_nodes, (9, 3), prefix + num_nodes))
+    torch.set_num_threads(1 + prefix % 2)
+    out, lse = attend_compiled(q, k, v, KeySpan([0], [prefix + num_nodes], mask), SCALE)
+    for node in (0, 1, 17, num_nodes - 1):
+        path = torch.cat([torch.arange(prefix), prefix + mask[0, node].nonzero().flatten()])
+        span = KeySpan([0], [len(path)])
+        alone, its_lse = attend_compiled(q[:, node : node + 1], k[:, path], v[:, path], span, SCALE)
+        assert torch.equal(alone, out[:, node : node + 1])
+        assert torch.equal(its_lse, lse[:, node : node + 1])
 
 
 @pytest.mark.slow

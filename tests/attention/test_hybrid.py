@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.backends import cpu_kernels
+from specextend.attention.backends import load_backend
 from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan, merge_states
 from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_trees
 from tests.covering import covering
 
 SCALE = 0.25
-BACKENDS = {"reference": attend_reference, **cpu_kernels(32, torch.float32)}
+BACKENDS = {name: load_backend(name, torch.device("cpu")) for name in ("reference", "sdpa", "compiled")}
 
 
 def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):

@@ -10,14 +10,14 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention.compiled import products
-from specextend.attention.compiled.products import BLOCK, DEPTH, ROWS, can_multiply, lay_out, multiply
+from specextend.attention.compiled import products, tiles
+from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, can_multiply, lay_out, multiply
 from specextend.attention.compiled.vectors import processor_features
 
 pytestmark = pytest.mark.skipif(not {"avx2", "fma"} <= processor_features(), reason="the kernel needs AVX2")
 
 NUM_ROWS = [1, 5, 6, 7, 16, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 13]
-NUM_INPUTS = [16, 64, 576, 2 * DEPTH, 2 * DEPTH + 16]
+NUM_INPUTS = [MULTIPLE, 64, 576, 2 * DEPTH, 2 * DEPTH + MULTIPLE]
 NUM_BLOCKS = [1, 2, 9]
 DTYPES = [torch.bfloat16, torch.int8]
 
@@ -56,6 +56,23 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, re
         torch.set_num_threads(threads)
         for rows in (slice(0, 1), slice(3, 10), slice(ROWS - 1, ROWS + 20)):
             assert torch.equal(multiply(x[rows], laid_out, scales, bias), together[rows])
+
+
+def test_the_twin_of_matrix_tiles_is_the_product():
+    """It says, on any processor, in which order tiles are laid out and summed."""
+    x, weight, _, _ = tensors(40, 192, 2 * BLOCK, torch.bfloat16)
+    found = tiles.product_of_tiles(x.float().numpy(), weight.float().numpy())
+    torch.testing.assert_close(torch.from_numpy(found).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not tiles.HAS_TILES, reason="this processor has no matrix tiles (AMX)")
+@pytest.mark.parametrize("num_rows", [1, 16, 17, ROWS + 3])
+def test_matrix_tiles_do_what_their_twin_does_bit_by_bit(num_rows):
+    """For few rows, whose sums stay in tiles, and for many, whose sums wait in memory between two parts."""
+    x, weight, _, _ = tensors(num_rows, 2 * DEPTH + 64, BLOCK, torch.bfloat16)
+    expected = torch.from_numpy(tiles.product_of_tiles(x.float().numpy(), weight.float().numpy()))
+    found = multiply(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
+    assert torch.equal(found, expected.bfloat16())
 
 
 def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):

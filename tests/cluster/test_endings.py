@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from specextend.cluster.exits import (
     LockGoneError,
     LockLostError,
     OtherRunError,
+    OutputError,
     exit_code,
 )
 from specextend.cluster.records import read_status
@@ -28,7 +30,7 @@ from specextend.cluster.run import run
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.fingerprint import write_manifest
+from specextend.data.fingerprint import fingerprint, write_manifest
 from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
@@ -120,6 +122,95 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
     assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
     assert ended.run() == EXIT_DONE
     assert (ended.output / "_SUCCESS").read_bytes() == whole
+
+
+def test_success_is_the_last_file_that_is_written(ended: Ended):
+    """It stood beside exit 1 where the record of the start could not be written after it."""
+
+    def take_the_records_place(*arguments: object, **options: object) -> None:
+        [record] = (ended.output / "_run" / "attempts").iterdir()
+        record.unlink()
+        (record / "in the way").mkdir(parents=True)
+
+    with pytest.raises(OutputError, match="cannot be written to") as said:
+        ended.run(report=take_the_records_place)
+    assert exit_code(said.value) == EXIT_FAILED
+    assert not ended.is_complete()
+
+
+def test_a_start_that_finds_everything_done_removes_what_a_killed_one_left(ended: Ended):
+    """Half a record lay there for good: the driver had been killed after `_SUCCESS`."""
+    assert ended.run() == EXIT_DONE
+    folders = ["", "_run", "_run/attempts", "_run/parts", "_run/audits", "summaries", "errors"]
+    left = [ended.output / folder / ".x.0badf00d.tmp" for folder in folders]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert ended.run() == EXIT_DONE
+    assert ended.screen.notes[-1].startswith("complete already")
+    assert not [path for path in left if path.exists()]
+
+
+def edited(manifest: dict, *path: str, to: object) -> dict:
+    """A manifest in which a value is another one, and the fingerprint right."""
+    part = manifest
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = to
+    with suppress(TypeError, ValueError):
+        manifest["fingerprint"] = fingerprint(manifest["identity"])
+    return manifest
+
+
+SHAPES: dict[str, Callable[[dict], object]] = {
+    "a list": lambda manifest: [manifest],
+    "files as a list": lambda manifest: edited(manifest, "identity", "files", to=["0.parquet"]),
+    "rows as text": lambda manifest: edited(manifest, "identity", "files", "0.parquet", to={"rows": "3"}),
+    "a section as text": lambda manifest: edited(manifest, "config", "target", to="tiny"),
+    "a value that is another one": lambda manifest: edited(manifest, "config", "output", "column", to=5),
+    "models as text": lambda manifest: edited(manifest, "models", to={"target": "tiny"}),
+    "a selection as text": lambda manifest: edited(manifest, "selection", to="all"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended: Ended, shape: str):
+    """Somebody edited it, or a disk lost its mind: JSON that parses is not yet a manifest."""
+    path = ended.output / "_run" / "manifest.json"
+    path.write_text(json.dumps(SHAPES[shape](json.loads(path.read_text()))))
+    with pytest.raises(OtherRunError, match=r"manifest.json is damaged, .*; use another output folder") as said:
+        ended.run()
+    assert exit_code(said.value) == EXIT_OTHER_RUN
+    with pytest.raises(ValueError, match=r"manifest.json is damaged, ") as shown:
+        write_report(str(ended.output))
+    assert "\n" not in f"{said.value}{shown.value}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"workers": [{"worker": "worker-1"}], "seen": "2026-01-01"},
+        {"workers": 5, "seen": "2026-01-01"},
+        {"job": "tiny"},
+        {"versions": ["torch"]},
+        {"charges": {"0:0": {"attempts": 1e999, "struck": []}}},
+        {"kernels": [{}]},
+        {"took_over": {"run_id": 5}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_record_of_another_shape_stops_neither_a_run_nor_its_report(ended: Ended, change: dict):
+    """It says nothing that a run needs."""
+    kernels = change.pop("kernels", None)
+    worker = {"worker": "worker-1", "seat": 1, "asked": "2026-01-01", "kernels": kernels}
+    if kernels is not None:
+        worker |= dict.fromkeys(("begun", "ready", "gone", "reason"))
+        change |= {"workers": [worker], "seen": "2026-01-01"}
+    path = ended.output / "_run" / "attempts" / "0000000b.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"run_id": "0000000b", "begin": "2026-01-01"} | change))
+    assert ended.run() == EXIT_DONE
+    write_report(str(ended.output))
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment, say_room
 from specextend.cluster.exits import RefusedError
 from specextend.config import JobOptions
+from tests.job.conftest import wait_for
 
 
 def prepared(**before: str) -> dict[str, str]:
@@ -59,6 +63,84 @@ def test_a_ray_of_our_own_is_bare_and_the_next_one_is_not():
     assert b"dashboard/agent.py" in done.stdout
     assert b"--listen-port=0 " in done.stdout
     assert not any(name in done.stdout for name in (b"dashboard/dashboard.py", b"autoscaler/_private/monitor.py"))
+
+
+PRIVATE = """if True:
+    import os, stat, subprocess, sys
+    import ray
+    from ray._private import worker
+    from specextend.cluster.environment import connected
+    from specextend.cluster.exits import Interrupt
+
+    interrupt = Interrupt()
+    try:
+        with connected(interrupt):
+            sockets = worker._global_node.get_sockets_dir_path()
+            assert len(f"{sockets}/plasma_store") <= 107, sockets
+            above = os.path.dirname(worker._global_node.get_temp_dir_path())
+            state = os.stat(above)
+            assert (stat.S_IMODE(state.st_mode), state.st_uid) == (0o700, os.getuid())
+            if os.getuid() == 0:
+                assert subprocess.run(["ls", sockets], user="nobody", capture_output=True).returncode
+            print(above, flush=True)
+            if sys.argv[1] == "error":
+                raise ZeroDivisionError
+            if sys.argv[1] == "SIGTERM":
+                os.kill(os.getpid(), 15)
+                while True:
+                    interrupt.check()
+            if sys.argv[1] == "force":
+                interrupt.last()
+                os._exit(0)
+    except (ZeroDivisionError, InterruptedError, Exception) as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["error", pytest.param("SIGTERM", marks=pytest.mark.slow), "force"])
+def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tmp_path: Path, end: str):
+    """In Ray's folder, which is everybody's, a process of `nobody` took the place of a run's `plasma_store`, and was
+    connected to.
+    """
+    long = tmp_path / ("a folder with a long name " * 4)
+    long.mkdir()
+    environment = prepared(**os.environ | {"TMPDIR": str(long), "RAY_TMPDIR": ""})
+    ended = subprocess.run(
+        [sys.executable, "-c", PRIVATE, end], env=environment, capture_output=True, text=True, check=True
+    )
+    folder, *error = ended.stdout.splitlines()
+    assert error == {"error": ["ZeroDivisionError"], "SIGTERM": ["InterruptedRunError"], "force": []}[end], ended.stderr
+    wait_for(
+        lambda: not any(folder in " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])),
+        "end of Ray",
+    )
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "arguments", "said"),
+    [
+        (
+            "-v 3000000",
+            "run --config tiny-random",
+            r"a process has at most 2\.86 GiB of addresses \(ulimit -v\), and a run needs 4; raise",
+        ),
+        (
+            "-n 40",
+            "run --config tiny-random",
+            r"a process has at most 40 open files \(ulimit -n\), and a run needs 128; raise",
+        ),
+        ("-v 400000", "report nowhere", r"the limit of 0\.4 GiB of memory \(ulimit -v\) is reached; raise it"),
+        ("-n 5", "plan --config tiny-random", r"the limit of 5 open files \(ulimit -n\) is reached; raise it"),
+    ],
+)
+def test_a_limit_of_the_process_is_named_in_one_line(limit: str, arguments: str, said: str):
+    """Ray waited for a minute and hung, or aborted; a traceback was followed by what some library had leaked."""
+    command = f"ulimit {limit}; exec {sys.executable} -m specextend {arguments}"
+    ended = subprocess.run(["sh", "-c", command], env=prepared(**os.environ), capture_output=True, check=False)
+    [line] = ended.stderr.decode().splitlines()
+    assert re.match(f"error: {said}", line)
+    assert ended.returncode in (1, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

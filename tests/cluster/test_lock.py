@@ -4,13 +4,16 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 
+from scripts.simulated_store import SimulatedStore
 from specextend.cluster import lock
 from specextend.cluster.exits import (
     EXIT_FAILED,
@@ -23,6 +26,7 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import LockHolder, OutputLock, held, read_lock
 from specextend.data.storage import Location, delete, resolve, write_bytes
+from tests.data.faulty_store import FAULTS, FaultyStore
 
 
 @pytest.fixture
@@ -186,6 +190,44 @@ def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_see
     assert not second.try_take()
     now.pass_by(lock.SETTLE_S)
     assert second.try_take()
+
+
+def test_a_lock_that_a_slow_store_still_takes_is_removed_with_its_driver(tmp_path: Path):
+    """Of two drivers that raced the one that had lost left its lock there: its last heartbeat landed after its end."""
+    begins, may_end = threading.Event(), threading.Event()
+
+    class SlowStore(SimulatedStore):
+        def open_output_stream(self, path: str, metadata: dict[str, str]) -> pa.NativeFile:
+            if threading.current_thread() is heartbeat:
+                begins.set()
+                may_end.wait()
+            return super().open_output_stream(path, metadata)
+
+    store = Location(fs.PyFileSystem(SlowStore(0)), str(tmp_path))
+    held = OutputLock(store, "00000001")
+    heartbeat = threading.Thread(target=held.beat)
+    held.try_take()
+    heartbeat.start()
+    begins.wait()
+    held.release()
+    may_end.set()
+    heartbeat.join()
+    held.beat()
+    assert read_lock(store) is None
+
+
+@pytest.mark.parametrize("num_faults", [1, 2])
+def test_a_lock_that_cannot_be_read_for_a_moment_is_neither_lost_nor_left(tmp_path: Path, now: Time, num_faults: int):
+    """An empty body with status 200 was "taken over by somebody", and an EIO at the end a minute for the next start."""
+    faulty = FaultyStore()
+    held = now.lock(faulty.at(tmp_path))
+    held.try_take()
+    faulty.fault, faulty.num_faults = 0.0, 1.0
+    held.beat()
+    held.check()
+    faulty.fault, faulty.num_faults = FAULTS["EIO"], num_faults
+    held.release()
+    assert read_lock(faulty.at(tmp_path)) is None
 
 
 RACER = """

@@ -1,7 +1,8 @@
-"""The default pair on real reports, in fp32: greedy output is what transformers' `generate` gives."""
+"""The default pair on real reports: in fp32 greedy output is transformers', in bf16 the bytes of plain decoding."""
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specextend import Completion, Request, RunConfig, load_engine
+from specextend import Completion, Request, RunConfig, SamplingParams, load_engine
 from tests.covering import covering
 from tests.reference_outputs import Reference, Ties, generate
 
@@ -29,6 +30,19 @@ CASES = covering(
 """Any two choices meet in a case; the first has the first of each."""
 
 pytestmark = pytest.mark.skipif(not TARGET.is_dir(), reason="needs the default target: make models")
+
+
+def processor_flags() -> set[str]:
+    """Return what Linux says that the processor can do."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+@pytest.fixture
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def config_of(*changes: str) -> RunConfig:
@@ -78,10 +92,15 @@ def ties(request):
     request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
-def complete(prompts, lengths, max_new_tokens: int, *changes: str) -> list[Completion]:
+def complete(prompts, lengths, max_new_tokens: int, *changes: str, **sampling: float) -> list[Completion]:
     engine = load_engine(config_of(*changes))
     requests = [
-        Request(request_id=str(length), prompt_token_ids=prompts[length], max_new_tokens=max_new_tokens)
+        Request(
+            request_id=str(length),
+            prompt_token_ids=prompts[length],
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingParams(**sampling),
+        )
         for length in lengths
     ]
     return list(engine.generate(requests))
@@ -114,3 +133,43 @@ def test_reports_come_out_as_from_transformers(mode, backend, batch, lengths, pr
         length = int(completion.request_id)
         what = f"{mode}-{backend}-{batch}, {length} tokens"
         ties.assert_equal(completion.token_ids, references(length, MAX_NEW_TOKENS), what)
+
+
+SAME_BYTES = [
+    (("retrieval", "auto", 3, 12, 2), 0.0),
+    *(
+        pytest.param(case, temperature, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+        for case in covering(("retrieval", "full", "tree"), ("auto", "hybrid"), (1, 3, 4), (12, 31), (1, 2), strength=2)
+        for temperature in (0.0, 0.7)
+    ),
+]
+"""Policy or mode, tree attention, batch, nodes, threads; and the temperature."""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None or not {"avx2", "fma"} <= processor_flags(),
+    reason="needs the compiled kernels: numba, and a processor with AVX2",
+)
+@pytest.mark.parametrize(("case", "temperature"), SAME_BYTES)
+def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, prompts, restored_threads):
+    """Near ties are not excused: each row of a step has the same bits whatever stands beside it."""
+    policy, attention, batch, nodes, threads = case
+    lengths, new = (SHORT[:2], 32) if temperature == 0 and nodes == 12 else (LONG, MAX_NEW_TOKENS)
+    sampling = {"temperature": temperature, "seed": 5}
+    plainly = "target.dtype=bfloat16", "decoding.mode=autoregressive", "decoding.max_batch_size=1"
+    plain = complete(prompts, lengths, new, *plainly, **sampling)
+    torch.set_num_threads(threads)
+    found = complete(
+        prompts,
+        lengths[::-1],
+        new,
+        "target.dtype=bfloat16",
+        f"attention.tree={attention}",
+        f"tree.nodes={nodes}",
+        f"decoding.max_batch_size={batch}",
+        "decoding.mode=tree" if policy == "tree" else f"cache.policy={policy}",
+        **sampling,
+    )
+    assert sum(each.stats.num_accepted_tokens for each in found) > 0
+    expected = {each.request_id: each.token_ids for each in plain}
+    assert {each.request_id: each.token_ids for each in found} == expected

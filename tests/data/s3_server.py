@@ -28,6 +28,8 @@ class Endpoint:
     """Whether it answers every request with 503."""
     refuses: Callable[[str, str], bool] = lambda method, path: False
     """Which requests (method, path with query) it answers with 403, which no client tries again."""
+    empties: Callable[[str, str], bool] = lambda method, path: False
+    """Which requests it answers with 200 and nothing."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -90,6 +92,9 @@ def s3_server() -> Iterator[Endpoint]:
         if endpoint.refuses(*request):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Length", "0")])
+            return []
+        if endpoint.empties(*request):
+            start_response("200 OK", [("Content-Length", "0")])
             return []
         return moto(environ, start_response)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -13,18 +12,15 @@ from specextend.core import DocumentKey
 from specextend.data.commits import (
     KEY_COLUMNS,
     CommitWriter,
-    DamagedCommitError,
     StrangeCommitError,
     commit_of,
     list_commits,
     pending,
-    read_commit,
     read_commits,
     read_results,
 )
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location
-from tests.damage import DAMAGES, damage
 
 MakeRow = Callable[..., dict[str, Any]]
 
@@ -78,20 +74,3 @@ def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None
     assert read_commits(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
     with pytest.raises(StrangeCommitError, match=f"{name} is a commit of another run"):
         read_commits(output, "cafe" * 16)
-
-
-@pytest.mark.parametrize("where", DAMAGES)
-def test_a_damaged_part_is_named(where: str, output: Location, done: MakeRow) -> None:
-    """A run that took it for a store that is away was to be tried again for ever, and named no file."""
-    name = CommitWriter(output, "0000000a").commit([done(0, 0)])
-    damage(Path(output.path) / "_run" / "parts" / str(name), where)
-    with pytest.raises(DamagedCommitError, match=f"{name} is damaged"):
-        read_commits(output)
-
-
-def test_a_part_out_of_reach_is_not_damaged(output: Location, done: MakeRow) -> None:
-    """It must not be deleted: its store is away."""
-    name = str(CommitWriter(output, "0000000a").commit([done(0, 0)]))
-    (Path(output.path) / "_run" / "parts" / name).unlink()
-    with pytest.raises(FileNotFoundError):
-        read_commit(output, name, ["row"])

@@ -7,7 +7,9 @@ import os
 import pickle
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 
 from specextend.cluster.checks import prepare
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
+from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code, exit_code_of_command
 from specextend.cluster.lock import OutputLock, held, read_lock
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
@@ -73,6 +75,10 @@ def written(s3: Endpoint) -> dict[str, bytes]:
 def two_files() -> Source:
     upload("in/a.parquet", {"text": ["one", "two", "three"], "topic": ["x", None, "z"]})
     upload("in/deep/b.parquet", {"text": ["four", "five"], "topic": ["v", "w"]})
+    return two_files_again()
+
+
+def two_files_again() -> Source:
     return open_source(
         InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
     )
@@ -214,6 +220,45 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         s3.is_down = False
     source.check_unchanged(0)
     assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
+
+
+@pytest.mark.parametrize("attribute", ["refuses", "empties"])
+@pytest.mark.parametrize("num_faults", [1, 2, 10**6])
+def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
+    s3: Endpoint, output: Location, done: MakeRow, monkeypatch: pytest.MonkeyPatch, attribute: str, num_faults: int
+) -> None:
+    """Both were "cannot be read as Parquet; repair it or take it out", and a commit was to be deleted."""
+    source = two_files()
+    write_manifest(output, build_manifest(source, {}, {}))
+    CommitWriter(output, "0000000a").commit([done(0, 0)])
+    readers: list[Callable[[], object]] = [
+        lambda: read_commits(output),
+        lambda: read_manifest(output),
+        two_files_again,
+        lambda: source.read(DocumentKey(0, 0)),
+        lambda: [*source.scan()],
+    ]
+    for read in readers:
+        monkeypatch.setattr(s3, attribute, partial(is_next, iter(range(num_faults))))
+        with suppress_passing():
+            read()
+        monkeypatch.setattr(s3, attribute, lambda method, path: False)
+        read()
+
+
+def is_next(faults: Iterator[int], method: str, path: str) -> bool:
+    """Whether a request gets one of the faults: reading a file does, listing does not."""
+    return method == "GET" and "?" not in path and next(faults, None) is not None
+
+
+@contextmanager
+def suppress_passing() -> Iterator[None]:
+    """Allow errors of exit code 1."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if exit_code_of_command(error) != EXIT_FAILED:
+            raise
 
 
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:

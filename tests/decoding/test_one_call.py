@@ -16,8 +16,6 @@ from specextend.attention.backends import load_backend
 from specextend.attention.compiled.decoder import Decoder
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
-from specextend.decoding import layers as packing
-from specextend.decoding import measurements
 from specextend.decoding.layers import compiled_kernel
 from specextend.decoding.model import CachedModel
 from specextend.drafters.eagle_network import EagleNetwork
@@ -36,9 +34,8 @@ TREE = torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0)
 
 
 @pytest.fixture(params=WITH_BIASES_OR_NORMS)
-def models(request, monkeypatch):
+def models(request):
     """A random model in fp32 and in bf16, the latter with products that one call can take."""
-    monkeypatch.setattr(packing, "fastest", lambda times: "compiled")
     rounded = tiny_model(WITH_BIASES_OR_NORMS[request.param], seed=3, hidden_size=128).bfloat16()
     exact = CachedModel(copy.deepcopy(rounded).float(), attend_reference, 1024)
     return exact, CachedModel(rounded, load_backend("compiled", torch.device("cpu")), 1024)
@@ -93,19 +90,37 @@ def test_a_sequence_is_the_same_in_any_company_and_on_any_number_of_threads(mode
     assert torch.equal(together[1], alone[0])
 
 
+@torch.inference_mode()
+def test_a_node_of_a_tree_has_the_bits_of_a_plain_step(models):
+    """Hidden states and logits: what speculation writes in bf16 is then what plain decoding would have written."""
+    model = in_one_call(models[1])
+    token_ids = torch.randint(0, 100, (1, 70 + len(TREE)), generator=torch.Generator().manual_seed(2))
+
+    def run(tokens: Tensor, first: int, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        length = first + tokens.shape[1]
+        places = torch.arange(first, length)[None] if positions is None else positions
+        hidden = model.forward(tokens, places, AttentionPlan([0], [length], tokens.shape[1], mask, "dense"))
+        return torch.cat([hidden, model.logits(hidden)], -1)
+
+    run(token_ids[:, :70], 0)
+    depths = TREE.sum(1) - 1
+    tree = run(token_ids[:, 70:], 70, TREE[None], 70 + depths[None])
+    root = run(token_ids[:, 70:71], 70)
+    assert torch.equal(tree[0, 0], root[0, 0])
+    for node in range(1, len(TREE)):
+        assert torch.equal(tree[0, node], run(token_ids[:, 70 + node : 71 + node], 71)[0, 0])
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.1])
-def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch, tmp_path):
+def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch):
     """It is tried on the model's own first layer at the start."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("specextend.decoding.model.fastest", lambda times: "layers: one call")
     run = Decoder.run
     monkeypatch.setattr(Decoder, "run", lambda *call: (factor * run(*call)[0], run(*call)[1]))
     model = models[1]
-    model.choose_kernels()
+    model.join_layers()
     trial = model.trials[-1]
-    assert (trial.name, trial.taken, trial.is_wrong) == ("layers: one call", factor == 1.0, factor != 1.0)
-    assert (model._decoder is not None) == trial.taken
-    assert measurements.cache_folder() == tmp_path / "specextend"
+    assert (trial.name, trial.taken, trial.is_wrong) == ("compiled layers", factor == 1.0, factor != 1.0)
+    assert model.runs_in_one_call == trial.taken
 
 
 def head_of(dtype: torch.dtype, in_one_call: bool) -> EagleNetwork:
@@ -139,9 +154,8 @@ def head_forwards(network: EagleNetwork) -> list[Tensor]:
     return [*results, network.cache.working.stored.clone()]
 
 
-def test_a_head_with_copies_is_as_exact_as_operator_after_operator(monkeypatch):
+def test_a_head_with_copies_is_as_exact_as_operator_after_operator():
     """Its layer is given queries, keys and values of the copy heads, and those stay unturned."""
-    monkeypatch.setattr(packing, "fastest", lambda times: "compiled")
     joined = head_of(torch.bfloat16, in_one_call=True)
     assert joined._decoder is not None
     networks = head_of(torch.float32, False), head_of(torch.bfloat16, False), joined

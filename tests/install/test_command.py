@@ -140,12 +140,10 @@ def test_a_machine_is_checked_for_a_configuration():
 
 
 def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
-    """As a start does, without the target's weights: which are right, how fast they are, and which it would take."""
+    """As a start does, without the target's weights: which are right, and which it would take."""
     shown = specextend("check", "--config", "tiny-random", "--set", "attention.tree=auto", "--kernels", "--json", "-")
     trials = {trial["name"]: trial for trial in json.loads(shown.stdout)["kernels"]}
-    assert {"attention: sdpa", "attention: matmul"} <= trials.keys()
-    assert any(trial["taken"] for trial in trials.values())
-    assert all(trial["ms"] for trial in trials.values())
+    assert trials["compiled attention"]["taken"]
     assert not any(trial["is_wrong"] for trial in trials.values())
     alone = specextend("check", "--kernels")
     assert alone.code == 2

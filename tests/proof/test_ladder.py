@@ -66,7 +66,7 @@ def test_rungs_with_a_fault_are_left_out_and_named(subject):
 def test_a_kernel_is_tried_in_a_cache_that_just_holds_the_longest_request(subject):
     """As on a card with room for one: what does not fit is no fault of the kernel's."""
     full = replace(subject, batch=1, longest=512, num_rows=512)
-    assert find_fault(full, Kernels(), Kernels(prompts="matmul", steps="matmul")) == ""
+    assert find_fault(full, Kernels(), Kernels(prompts="reference", steps="reference")) == ""
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ The queries of all heads that share a key head are *rows* of one matrix product,
 Work is divided into items: a sequence, a key head, up to `ROWS` rows and, where few rows would leave threads without
 work, a split of `SPLIT` keys. The threads of torch's own pool take items in turn; `items` is what they do.
 
-The result for a query is bitwise the same whatever other queries are in the call and however many threads there are,
-as long as the span of keys is the same.
+The result for a query is bitwise the same whatever other queries are in the call and however many threads there are.
+That of a node of a tree is the one that its token would have behind its path alone: the mask says which rows those
+are, parents first, and each query has a copy of the last blocks of keys, with its path in the places after the prefix.
 
 numba is the extra `cpu`: import this module only where it is installed.
 
@@ -26,11 +27,12 @@ from numba.core.errors import NumbaError
 from torch import Tensor
 
 from specextend.attention.compiled import vectors
-from specextend.attention.compiled.blocks import BLOCK, HEADER
-from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel
+from specextend.attention.compiled.blocks import HEADER
+from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel, padded_rows
+from specextend.attention.compiled.tiles import HAS_TILES
 from specextend.attention.plan import KeySpan
 
-ROWS = 96
+ROWS = 192 if HAS_TILES else 96
 """Rows of an item at most; a multiple of TILE."""
 ITEMS_PER_WORKER = 4
 """Items from which threads are busy evenly enough without dividing the keys."""
@@ -62,27 +64,30 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(3) == k.stride(2) == v.stride(2) == 1
     num_sequences, num_queries, num_heads, _ = q.shape
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32) if span.needs_lse else None
     shares = share(num_sequences, k.shape[0], num_queries * num_heads // k.shape[0], max(span.lengths))
     counters = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
     call = describe(q, k, v, out, lse, span, scale, shares)
     run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call, counters.data_ptr()))
-    return out, lse
+    return out, q.new_empty(0) if lse is None else lse
 
 
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: KeySpan, scale: float, shares: Shares
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, span: KeySpan, scale: float, shares: Shares
 ) -> tuple[float, ...]:
     """Return the fields of a `KernelCall` but for its counters; tensors that it needs are kept in the span."""
     num_sequences, num_queries, num_heads, head_dim = q.shape
-    places, mask = _places(span), _aligned_mask(span)
-    own = divide(head_dim, shares.rows, 0).end
-    parts = shares.num_parts * shares.rows * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
+    places, mask = _places(span), _mask(span)
+    window = max(span.lengths) if span.window is None else span.window
+    causal, mask_width = span.causal or span.window is not None, 0 if mask is None else mask.shape[2]
+    own = divide(head_dim, padded_rows(shares.rows), 0).end
+    parts = shares.num_parts * padded_rows(shares.rows) * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
     workspace = _workspace(span, shares.num_workers * own + shares.num_groups * parts)
     return (
         q.data_ptr(), *_strides(q), k.data_ptr(), *_strides(k), v.data_ptr(), *_strides(v),
-        out.data_ptr(), lse.data_ptr(), places.data_ptr(),
-        0 if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[2], span.causal,
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(), places.data_ptr(),
+        0 if mask is None else mask.data_ptr(), mask_width, causal, window,
         num_sequences, num_queries, k.shape[0], num_heads // k.shape[0], head_dim,
         shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,
         workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
@@ -122,29 +127,22 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def _places(span: KeySpan) -> Tensor:
-    """Return, for each sequence, its first row, its number of rows and the block of its first masked key: [3, B]."""
+    """Return, for each sequence, its first row, its number of rows and its first masked key: [3, B]."""
     key = "places"
     if key not in span.made:
         num_masked = 0 if span.mask is None else span.mask.shape[2]
-        first_masked = [max(0, length - num_masked) // BLOCK * BLOCK for length in span.lengths]
+        first_masked = [max(0, length - num_masked) for length in span.lengths]
         span.made[key] = torch.tensor([span.starts, span.lengths, first_masked])
     return span.made[key]
 
 
-def _aligned_mask(span: KeySpan) -> Tensor | None:
-    """Return the mask with its columns in whole blocks of keys, [B, T, W]: those outside it are visible."""
-    if span.mask is None:
+def _mask(span: KeySpan) -> Tensor | None:
+    """Return the mask of a tree [B, T, M], contiguous."""
+    if span.mask is None or span.window is not None:
         return None
-    key = "aligned mask"
-    if key not in span.made:
-        firsts = _places(span)[2].tolist()
-        width = max(-(-(n - first) // BLOCK) * BLOCK for n, first in zip(span.lengths, firsts, strict=True))
-        aligned = torch.ones(*span.mask.shape[:2], width, dtype=torch.bool)
-        for b, (length, first) in enumerate(zip(span.lengths, firsts, strict=True)):
-            mask = span.mask[b, :, max(0, span.mask.shape[2] - length) :]
-            aligned[b, :, length - first - mask.shape[1] : length - first] = mask
-        span.made[key] = aligned
-    return span.made[key]
+    if "mask" not in span.made:
+        span.made["mask"] = span.mask.contiguous()
+    return span.made["mask"]
 
 
 def _workspace(span: KeySpan, num_bytes: int) -> int:

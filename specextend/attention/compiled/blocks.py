@@ -23,6 +23,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
+from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.vectors import (
     FLOATS,
@@ -41,8 +42,10 @@ from specextend.attention.compiled.vectors import (
 BLOCK = 64
 """Keys that are laid out at once: four vectors of scores."""
 TILE = 6
-"""Rows of a product: with four vectors of columns their sums fill the 32 registers of AVX-512."""
-WIDTHS = [4] * TILE if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
+"""Rows of a product of vectors: with four vectors of columns their sums fill the 32 registers of AVX-512."""
+MOST_ROWS = tiles.ROWS
+"""Rows of a product at most, those of matrix tiles."""
+WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
 """Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
 AHEAD = 2048
 """Bytes of weights that are asked for ahead of a product of several rows, which the processor does not foresee."""
@@ -73,6 +76,17 @@ def source_bytes(element: Any) -> int:
 def times(b: Value, x: Value, n: int) -> Value:
     """Multiply a count by a constant."""
     return b.mul(x, number(n))
+
+
+def is_tiled(element: Any) -> bool:
+    """Return True if products are those of matrix tiles."""
+    return tiles.HAS_TILES and element == types.uint32
+
+
+@emitted(types.int64)
+def tile_rows(b: Value, element: Any) -> Value:
+    """Return how many rows a product takes at most."""
+    return number(MOST_ROWS if is_tiled(element) else TILE)
 
 
 @emitted(types.int64)
@@ -143,7 +157,7 @@ def lay_keys(
 def lay_values(
     b: Value, element: Any, values: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
 ) -> None:
-    """Copy a block of rows as units of a column of one key, or of two. An odd last row is its own partner."""
+    """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one repeat it."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
     def copy(row: Value) -> None:
@@ -151,14 +165,28 @@ def lay_values(
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
 
     def interleave(pair: Value) -> None:
-        second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, number(1)))
-        rows = [address(b, values, b.mul(row, stride)) for row in (times(b, pair, 2), second)]
+        numbers = [smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1))) for i in range(2)]
+        rows = [address(b, values, b.mul(row, stride)) for row in numbers]
         emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, number(2)), address(b, target, b.mul(pair, width)))
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)
     else:
-        vir.repeat(b, b.udiv(address(b, num_keys, 1), number(2)), [], interleave)
+        vir.repeat(b, emit_num_units(b, element, num_keys), [], interleave)
+
+
+def emit_num_units(b: Value, element: Any, num_keys: Value) -> Value:
+    """Emit how many units a column of some keys has, whole tiles of them where products are those of tiles."""
+    if units_of(element) == 1:
+        return num_keys
+    step = tiles.PAIRS if is_tiled(element) else 1
+    return times(b, b.udiv(address(b, num_keys, 2 * step - 1), number(2 * step)), step)
+
+
+@emitted(types.int64)
+def num_units(b: Value, element: Any, num_keys: Value) -> Value:
+    """Return how many units of a column of keys a product reads."""
+    return emit_num_units(b, element, num_keys)
 
 
 def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Value) -> None:
@@ -174,6 +202,43 @@ def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Valu
         store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
 
     vir.repeat(b, count, [], body)
+
+
+@emitted()
+def place_key(b: Value, element: Any, key: Value, head_dim: Value, keys: Value, column: Value) -> None:
+    """Copy a row to a column of a block of keys that is laid out."""
+    size = 2 if element == types.uint16 else 4
+    kind = vir.I16 if element == types.uint16 else vir.I32
+
+    def body(i: Value) -> None:
+        unit = load(b, address(b, key, times(b, i, size)), kind, 2)
+        if element == types.uint16:
+            unit = b.shl(b.zext(unit, vir.I32), ir.Constant(vir.I32, 16))
+        store(b, unit, address(b, keys, times(b, i, BLOCK * 4), times(b, column, 4)))
+
+    vir.repeat(b, b.udiv(head_dim, number(units_of(element))), [], body)
+
+
+@emitted()
+def place_value(b: Value, element: Any, value: Value, num_vectors: Value, values: Value, row: Value) -> None:
+    """Copy a row to a row of a block of values that is laid out, or to half of a row of pairs."""
+    place = address(b, values, b.mul(b.udiv(row, number(units_of(element))), times(b, num_vectors, VECTOR_BYTES)))
+    if units_of(element) == 1:
+        emit_copy(b, element, value, num_vectors, place)
+        return
+    place = address(b, place, times(b, b.urem(row, number(2)), 2))
+
+    def body(i: Value) -> None:
+        half = load(b, address(b, value, times(b, i, 2)), vir.I16, 2)
+        store(b, half, address(b, place, times(b, i, 4)), 2)
+
+    vir.repeat(b, times(b, num_vectors, LANES), [], body)
+
+
+@emitted(types.int64)
+def get_byte(b: Value, element: Any, where: Value) -> Value:
+    """Read a byte."""
+    return b.zext(load(b, where, vir.I8, 1), vir.I64)
 
 
 @emitted()
@@ -239,19 +304,31 @@ def widened(b: Value, pairs: Value) -> tuple[Value, Value]:
 def product(
     b: Value, element: Any, rows: Value, width: Value, left: Value, left_stride: Value, right: Value,
     right_stride: Value, right_column: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+    ahead: Value,
 ) -> None:  # fmt: skip
-    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them."""
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them.
+
+    Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of a later product are.
+    """
+    places = left, left_stride, right, right_stride, right_column, depth, sums, sums_stride, accumulate
     done, size = b.append_basic_block("done"), max(WIDTHS) + 1
+    if is_tiled(element):
+        choice = b.switch(width, done)
+        for w in range(1, size):
+            case = b.append_basic_block(f"product_{w}")
+            choice.add_case(number(w), case)
+            b.position_at_end(case)
+            tiles.emit_product(b, w, *places, ahead)
+            b.branch(done)
+        b.position_at_end(done)
+        return
     choice = b.switch(b.add(times(b, rows, size), width), done)
     for r in range(1, TILE + 1):
         for w in range(1, WIDTHS[r - 1] + 1):
             case = b.append_basic_block(f"product_{r}_{w}")
             choice.add_case(number(r * size + w), case)
             b.position_at_end(case)
-            emit_product(
-                b, element, r, w, left, left_stride, right, right_stride, right_column, depth, sums, sums_stride,
-                accumulate,
-            )  # fmt: skip
+            emit_product(b, element, r, w, *places)
             b.branch(done)
     b.position_at_end(done)
 
@@ -267,12 +344,12 @@ def hide_behind(b: Value, element: Any, scores: Value, limit: Value) -> None:
 
 
 @emitted()
-def hide_masked(b: Value, element: Any, scores: Value, mask: Value) -> None:
-    """Set the scores whose byte in the mask is 0 to -inf."""
-    flags = ir.VectorType(vir.I8, LANES)
+def hide_before(b: Value, element: Any, scores: Value, limit: Value) -> None:
+    """Set the scores before `limit` to -inf."""
+    limits = vir.splat(b, b.trunc(limit, vir.I32))
     for first in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * first)
-        hidden = b.icmp_unsigned("==", load(b, address(b, mask, first), flags, 1), ir.Constant(flags, None))
+        hidden = b.icmp_signed("<", vir.units(range(first, first + LANES)), limits)
         store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
 
 
@@ -313,7 +390,9 @@ def emit_weighing(
     more = b.bitcast(b.fcmp_ordered(">", peak, b.fadd(old, margin)), vir.I16)
     with b.if_then(b.icmp_unsigned("!=", more, ir.Constant(vir.I16, 0)), likely=False):
         new = vir.splat(b, vir.across(b, vir.larger(b, peak, old), vir.larger))
-        emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
+        first = b.extract_element(old, ir.Constant(vir.I32, 0))
+        with b.if_then(b.fcmp_ordered("!=", first, ir.Constant(vir.F32, -math.inf))):
+            emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
         store(b, new, state)
     shift = b.fneg(b.fmul(finite(b, load(b, state)), factor))
     weights = [vir.exp2(b, vir.fma(b, value, factor, shift)) for value in values]
@@ -327,7 +406,7 @@ def weigh(
     b: Value, element: Any, num_rows: Value, scores: Value, states: Value, num_vectors: Value, scale: float,
     weights: Value,
 ) -> None:  # fmt: skip
-    """Turn a tile's scores into weights, and rescale the rows whose scores have grown.
+    """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind them weigh nothing.
 
     `scale` is the factor of scores, times log2(e).
     """
@@ -343,6 +422,15 @@ def weigh(
             store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
 
     vir.repeat(b, num_rows, [], body)
+    if is_tiled(element):  # whose product adds to the rows behind them
+        end = times(b, num_rows, BLOCK * 2 // VECTOR_BYTES)
+        missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
+
+        def forget(i: Value) -> None:
+            store(b, vir.floats(0.0), address(b, weights, times(b, b.add(end, i), VECTOR_BYTES)))
+
+        with b.if_then(b.icmp_signed(">", missing, number(0))):
+            vir.repeat(b, missing, [], forget)
 
 
 @emitted()

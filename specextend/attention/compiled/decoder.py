@@ -29,7 +29,7 @@ from numba.core import types
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import attend, blocks, items, products
+from specextend.attention.compiled import attend, blocks, items, products, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import add_to, copy_row, load_units, times
 from specextend.attention.compiled.vectors import FLOATS, LANES, VECTOR_BYTES, Value, address, emitted, store
@@ -229,6 +229,7 @@ def work(element: Any, layers: Any) -> None:
     """Take items of all phases in order. Every worker of a call runs this once."""
     counter = layers[0].own.counters
     worker = add_to(element, counter, 1)
+    tiles.configure(element)
     for index in range(len(layers)):
         layer = layers[index]
         scratch, sums = items.memory_of(layer.attention, worker), layer.qkv.workspace + worker * products.WORKER_BYTES
@@ -241,12 +242,13 @@ def work(element: Any, layers: Any) -> None:
                 number = add_to(element, begun, 1)
             wait_for(element, done, count)
             counter = done
+    tiles.release(element)
 
 
 @cache
 def kernel() -> Any:
     """Compile `work`, or read it from numba's cache on disk: a function of the address of a `RECORD` for each layer."""
-    files = __file__, blocks.__file__, items.__file__, products.__file__, vir.__file__
+    files = __file__, blocks.__file__, items.__file__, products.__file__, tiles.__file__, vir.__file__
     sources = [Path(file).read_bytes() for file in files]
     version = (attend.ELEMENTS[torch.bfloat16](0), hashlib.sha256(b"".join(sources)).hexdigest())
 
@@ -294,6 +296,8 @@ def _fields_of_products(chain: Mapping[str, tuple[Any, ...]], num_rows: int, wor
 class Decoder:
     """The layers of a model, with their addresses."""
 
+    instructions = tiles.INSTRUCTIONS
+
     def __init__(self, layers: Sequence[Any], scale: float, num_copied: int = 0) -> None:
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies.
 
@@ -337,14 +341,15 @@ class Decoder:
         [span], num_rows, num_layers, batch = plan.spans, len(x), len(self._words), len(plan.lengths)
         num_keys, head_dim = stored.shape[2], stored.shape[4]
         group = self._widths[0] // head_dim // (num_keys - self._num_copied) - 2
-        normed, middle, out = (torch.empty_like(x) for _ in range(3))
-        gated = x.new_empty(num_rows, self._widths[1] // 2)
+        normed = products.empty_rows(x, *x.shape)
+        middle, out = torch.empty_like(x), torch.empty_like(x)
+        gated = products.empty_rows(x, num_rows, self._widths[1] // 2)
         projected = [x.new_empty(num_rows, self._widths[0])] * num_layers
         for index in plan.keep_layers:
             projected[index] = torch.empty_like(projected[0])
         outputs = [torch.empty_like(x) if index in kept else out for index in range(num_layers)]
-        mixed = x.new_empty(batch, plan.num_new, num_keys * group, head_dim)
-        lse = torch.empty(mixed.shape[:3])
+        mixed = products.empty_rows(x, num_rows, num_keys * group * head_dim)
+        mixed = mixed.view(batch, plan.num_new, num_keys * group, head_dim)
         rows = plan.new_rows(x.device).flatten()
 
         def queries_of(index: int) -> Tensor:
@@ -354,7 +359,7 @@ class Decoder:
         plan.queries.update({index: queries_of(index) for index in plan.keep_layers})
         queries = queries_of(0) if copied is None else torch.empty_like(mixed)
         shares = attend.share(batch, num_keys, plan.num_new * group, max(span.lengths))
-        described = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, lse, span, self._scale, shares)
+        described = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, None, span, self._scale, shares)
         finished = torch.zeros(num_layers, 2 + shares.num_groups, dtype=torch.int64)
         counters = torch.zeros(1 + 2 * NUM_PHASES * num_layers, LINE // 8, dtype=torch.int64)
         if len(self._workspace) < (num_bytes := shares.num_workers * products.WORKER_BYTES):

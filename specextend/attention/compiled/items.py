@@ -17,9 +17,9 @@ import numba
 import numpy as np
 from numba.core import types
 
-from specextend.attention.compiled import blocks
+from specextend.attention.compiled import blocks, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import BLOCK, HEADER, TILE, WIDTHS
+from specextend.attention.compiled.blocks import BLOCK, HEADER, MOST_ROWS, WIDTHS
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
@@ -47,12 +47,16 @@ class KernelCall(NamedTuple):
     v_row: int
     out: int
     lse: int
+    """0: not wanted."""
     places: int
-    """[3, B] int64: first row, number of rows, and the block of the first masked key."""
+    """[3, B] int64: first row, number of rows, and the first masked key."""
     mask: int
-    """[B, T, W] bytes, from the block of the first masked key on; 0: none."""
+    """[B, T, M] bytes, of the last M keys; 0: none."""
     mask_width: int
+    """M"""
     causal: int
+    window: int
+    """Keys that a causal row sees, its own included."""
     num_sequences: int
     num_queries: int
     num_key_heads: int
@@ -87,6 +91,8 @@ class WorkItem(NamedTuple):
     start: int
     length: int
     first_masked: int
+    first_own: int
+    """The block from which on each query has keys of its own."""
 
 
 class Scratch(NamedTuple):
@@ -123,9 +129,17 @@ LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
 """A `RECORD`'s bytes."""
 
 
+def padded_rows(rows: int) -> int:
+    """Return for how many rows there must be memory: products of tiles write whole ones, from any row on."""
+    return rows + MOST_ROWS - 1
+
+
+memory_rows = numba.njit(padded_rows)
+
+
 def divide(head_dim: int, rows: int, base: int) -> Scratch:
-    """Divide the memory of a worker, which begins at `base`."""
-    block, tile = BLOCK * head_dim * 4, TILE * BLOCK * 4
+    """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns them."""
+    block, tile = BLOCK * head_dim * 4, MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
     values = base + block
     queries = values + block
@@ -146,7 +160,7 @@ def state_of(call: Any, states: int, row: int) -> int:
 
 @numba.njit
 def num_visible(call: Any, item: Any, row: int) -> int:
-    """Return the number of keys that a row sees, masked ones included."""
+    """Return the number of keys up to the last one that a row sees, those of a tree aside."""
     if call.causal == 0:
         return item.length
     return item.length - call.num_queries + (item.first_row + row) // call.group + 1
@@ -154,37 +168,37 @@ def num_visible(call: Any, item: Any, row: int) -> int:
 
 @numba.njit
 def multiply(
-    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int
+    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int, ahead: int
 ) -> None:
-    """Multiply a tile left [rows, depth] by right [depth, width vectors]; add to sums, or replace them."""
+    """Multiply a tile left [rows, depth] by right [depth, width vectors]; see `blocks.product`."""
     first = 0
     while first < width:
         many = min(_WIDTHS[rows - 1], width - first)
         blocks.product(
             element, rows, many, left.start, left.stride, right.start + first * right.column, right.stride,
-            right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate,
+            right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate, ahead,
         )  # fmt: skip
         first += many
 
 
 @numba.njit
-def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, seen: int) -> None:
+def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, num_rows: int, seen: int) -> None:
     """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the block."""
-    masked = call.mask != 0 and block >= item.first_masked
-    if not masked and min(seen, num_visible(call, item, row) - block) == BLOCK:
+    before = num_visible(call, item, row + num_rows - 1) - call.window - block
+    if before <= 0 and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
-    for i in range(min(TILE, item.num_rows - row)):
-        where = scores + i * BLOCK * 4
-        blocks.hide_behind(element, where, min(seen, num_visible(call, item, row + i) - block))
-        if masked:
-            query = item.sequence * call.num_queries + (item.first_row + row + i) // call.group
-            blocks.hide_masked(element, where, call.mask + query * call.mask_width + block - item.first_masked)
+    for i in range(num_rows):
+        where, visible = scores + i * BLOCK * 4, num_visible(call, item, row + i) - block
+        blocks.hide_behind(element, where, min(seen, visible))
+        if before > 0:
+            blocks.hide_before(element, where, visible - call.window)
 
 
 @numba.njit
-def takes_values_as_they_are(element: Any, item: Any) -> bool:
+def takes_values_as_they_are(element: Any, item: Any, block: int) -> bool:
     """Return True if a block's values are used once, so that widening them on the way takes no longer."""
-    return blocks.is_widened(element) != 0 and item.num_rows <= TILE
+    is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
+    return blocks.is_widened(element) != 0 and is_once
 
 
 @numba.njit
@@ -194,33 +208,55 @@ def values_of(call: Any, item: Any, block: int) -> int:
 
 
 @inlined
-def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int) -> None:
-    """Attend with a tile of rows to the block that is laid out."""
+def attend_tile(
+    element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int, num_rows: int, seen: int
+) -> None:
+    """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at most."""
     columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
-    num_rows = min(TILE, item.num_rows - row)
-    seen = min(BLOCK, item.length - block, num_visible(call, item, row + num_rows - 1) - block)
-    if seen <= 0:
-        return
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
     keys, scores = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES), Matrix(scratch.scores, BLOCK * 4)
-    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0)
-    hide(element, call, item, scratch.scores, block, row, seen)
+    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0, 0)
+    hide(element, call, item, scratch.scores, block, row, num_rows, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
     blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
     weights, sums = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(first + HEADER, HEADER + head_bytes)
-    if takes_values_as_they_are(element, item):
+    if takes_values_as_they_are(element, item, block):
         values = Wide(values_of(call, item, block), call.v_row, VECTOR_BYTES // 2)
-        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1)
+        multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
-        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), (seen + columns - 1) // columns
-        multiply(element, num_rows, vectors, weights, values, depth, sums, 1)
+        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), blocks.num_units(element, seen)
+        multiply(element, num_rows, vectors, weights, values, depth, sums, 1, 0)
+
+
+@numba.njit
+def place_own(element: Any, call: Any, item: Any, scratch: Any, block: int, row: int) -> int:
+    """Put the masked keys that a row's query sees, and their values, where they would stand without the others.
+
+    So a node of a tree attends to its path as plain decoding does to the same tokens, in the same order. Returns how
+    many keys of the block the query sees.
+    """
+    query = item.sequence * call.num_queries + (item.first_row + row) // call.group
+    num_masked = item.length - item.first_masked
+    mask = call.mask + (query + 1) * call.mask_width - num_masked
+    position = item.first_masked
+    for i in range(num_masked):
+        if blocks.get_byte(element, mask + i) != 0:
+            if block <= position < block + BLOCK:
+                here = item.start + item.first_masked + i
+                key = call.k + item.key_head * call.k_head + here * call.k_row
+                value = call.v + item.key_head * call.v_head + here * call.v_row
+                blocks.place_key(element, key, call.head_dim, scratch.keys, position - block)
+                blocks.place_value(element, value, call.head_dim // LANES, scratch.values, position - block)
+            position += 1
+    return min(BLOCK, position - block)
 
 
 @inlined
 def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, first: int, last: int) -> None:
     """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
     vectors, lines = call.head_dim // LANES, call.head_dim * blocks.element_size(element) // VECTOR_BYTES
-    num_tiles = (item.num_rows + TILE - 1) // TILE
+    tile_rows = blocks.tile_rows(element)
+    num_tiles = (item.num_rows + tile_rows - 1) // tile_rows
     share = (BLOCK + num_tiles - 1) // num_tiles  # keys asked for with each tile: more at once would be waited for
     for row in range(item.num_rows):
         blocks.clear(element, state_of(call, states, row), vectors)
@@ -229,13 +265,23 @@ def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, 
         keys = call.k + item.key_head * call.k_head + where * call.k_row
         values = values_of(call, item, block)
         blocks.lay_keys(element, keys, call.k_row, num_keys, call.head_dim, scratch.keys)
-        if not takes_values_as_they_are(element, item):
+        if not takes_values_as_they_are(element, item, block):
             blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
-        for tile in range(num_tiles):
-            ahead = BLOCK + tile * share
-            blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
-            blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
-            attend_tile(element, call, item, scratch, states, block, tile * TILE)
+        row = 0
+        while row < item.num_rows:
+            num_rows = min(tile_rows, item.num_rows - row)
+            if block >= item.first_own:
+                num_rows = min(num_rows, call.group - (item.first_row + row) % call.group)
+                seen = place_own(element, call, item, scratch, block, row)
+            else:
+                seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
+            if not tiles.HAS_TILES:  # a processor that has them foresees what is read, and waits for what is asked for
+                ahead = BLOCK + row // tile_rows * share
+                blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
+                blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
+            if seen > 0 and num_visible(call, item, row) - call.window < block + BLOCK:
+                attend_tile(element, call, item, scratch, states, block, row, num_rows, seen)
+            row += num_rows
 
 
 @numba.njit
@@ -258,6 +304,8 @@ def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
         place += item.key_head * call.group + head
         state, out = state_of(call, totals, row), call.out + place * call.head_dim * blocks.element_size(element)
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
+        if call.lse == 0:
+            continue
         lse = -np.inf if weight == 0 else blocks.reference_score(element, state) * call.scale + math.log(weight)
         blocks.put(element, call.lse + 4 * place, lse)
 
@@ -271,7 +319,9 @@ def find_item(element: Any, call: Any, number: int) -> WorkItem:
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
     place, column = call.places + 8 * sequence, 8 * call.num_sequences
     start, length = blocks.get(element, place), blocks.get(element, place + column)
-    return WorkItem(sequence, key_head, first_row, num_rows, start, length, blocks.get(element, place + 2 * column))
+    first_masked = blocks.get(element, place + 2 * column)
+    first_own = first_masked // BLOCK * BLOCK if call.mask != 0 else length
+    return WorkItem(sequence, key_head, first_row, num_rows, start, length, first_masked, first_own)
 
 
 @inlined
@@ -282,21 +332,22 @@ def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
     lay_queries(element, call, item, scratch)
     end = min(item.length, num_visible(call, item, item.num_rows - 1))
     alone = call.num_parts == 1
-    size = state_of(call, 0, call.rows)
-    vectors = call.head_dim // LANES
-    for row in range(item.num_rows):
-        blocks.clear(element, state_of(call, scratch.totals, row), vectors)
+    size = state_of(call, 0, memory_rows(call.rows))
+    totals = scratch.totals
     for split in range(0 if alone else part, call.num_splits if alone else part + 1):
-        states = scratch.states if alone else call.parts + number * size
-        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        states = call.parts + number * size
         if alone:
-            add_up(element, call, item, scratch.totals, states)
+            states = totals if split == 0 else scratch.states
+        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        if alone and split > 0:
+            add_up(element, call, item, totals, states)
     if not alone:
         if blocks.add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
             return
-        for each in range(call.num_parts):
-            add_up(element, call, item, scratch.totals, call.parts + (which * call.num_parts + each) * size)
-    write_results(element, call, item, scratch.totals)
+        totals = call.parts + which * call.num_parts * size
+        for each in range(1, call.num_parts):
+            add_up(element, call, item, totals, totals + each * size)
+    write_results(element, call, item, totals)
 
 
 @numba.njit
@@ -316,8 +367,9 @@ def num_items(call: Any) -> int:
 @numba.njit
 def memory_of(call: Any, worker: int) -> Scratch:
     """Return the memory of a worker."""
-    size = scratch_of(call.head_dim, call.rows, 0).end
-    return scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
+    rows = memory_rows(call.rows)
+    size = scratch_of(call.head_dim, rows, 0).end
+    return scratch_of(call.head_dim, rows, call.workspace + worker * size)
 
 
 @inlined
@@ -325,15 +377,17 @@ def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
     scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
     number = blocks.add_to(element, call.counters + 8, 1)
+    tiles.configure(element)
     while number < num_items(call):
         run_item(element, call, scratch, number)
         number = blocks.add_to(element, call.counters + 8, 1)
+    tiles.release(element)
 
 
 @cache
 def kernel(element: type) -> Any:
     """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, tiles.__file__, vir.__file__)]
     version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)

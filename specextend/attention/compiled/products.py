@@ -29,12 +29,13 @@ from numba.core import types
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import blocks, items
+from specextend.attention.compiled import blocks, items, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.attend import num_workers, run_on
 from specextend.attention.compiled.blocks import TILE, add_to, copy_row, load_units, times
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
+from specextend.attention.compiled.tiles import HAS_TILES
 from specextend.attention.compiled.vectors import (
     FLOATS,
     HAS_BF16,
@@ -52,18 +53,22 @@ VECTORS = 4
 """Vectors of outputs in a block."""
 BLOCK = VECTORS * LANES
 """Outputs of a block."""
-ROWS = 96
-"""Rows of an item at most; a multiple of TILE."""
-DEPTH = 1024 if HAS_BF16 else 256
+ROWS = 256 if HAS_TILES else 96
+"""Rows of an item at most; a multiple of a tile's."""
+DEPTH = 96 if HAS_TILES else 1024 if HAS_BF16 else 256
 """Pairs of inputs whose weights are read for all rows of an item before the next ones: what a core's cache holds."""
 WIDENED = 128
 """Pairs of inputs that are widened at once: 32 KiB of bf16."""
 ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
-_TILE = TILE if HAS_BF16 else 5
+_TILE = tiles.ROWS if HAS_TILES else TILE if HAS_BF16 else 5
 """Rows of a tile."""
 _IN_COLUMNS = not HAS_BF16
 """Whether a block's vectors lie one behind the other, each with all pairs, because a tile has one of them."""
+PREFETCHED = 16
+"""Tiles of rows with which the columns of the next product are asked for, a part with each."""
 _WIDE = np.uint16(0)  # as an element: bf16 that is widened
+MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
+"""What the number of inputs is a multiple of."""
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
 WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES + _X_BYTES
@@ -164,11 +169,22 @@ def widen_some(element: Any, source: Any, depth: int, target: int) -> Wide:
 
 
 @numba.njit
+def depth_of(call: Any, num_rows: int, most: int) -> int:
+    """Return how many pairs of inputs are multiplied at once: few rows read no columns twice, others equal parts."""
+    if num_rows <= _TILE and call.is_int8 == 0:
+        return call.num_pairs
+    num_parts = (call.num_pairs + most - 1) // most
+    return (call.num_pairs + num_parts * tiles.PAIRS - 1) // (num_parts * tiles.PAIRS) * tiles.PAIRS
+
+
+@numba.njit
 def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, first: int, num_rows: int) -> None:
     """Multiply some rows with a block of the weight."""
     row_bytes, at_once, size = call.num_pairs * 4, DEPTH, VECTOR_BYTES
     if call.is_int8 != 0:
         at_once, size = min(WIDENED, DEPTH), VECTOR_BYTES // 2
+    if HAS_TILES:
+        at_once = depth_of(call, num_rows, at_once)
     weight, wide_x = call.weight + block * call.num_pairs * VECTORS * size, widened + WIDENED * _SUM_BYTES
     num_tiles = (num_rows + _TILE - 1) // _TILE
     for start in range(0, call.num_pairs, at_once):
@@ -182,8 +198,11 @@ def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, 
             x = Matrix(wide_x, depth * 8)
         for tile in range(num_tiles):
             row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+            if HAS_TILES:
+                row, end = tile * _TILE, min(num_rows, (tile + 1) * _TILE)
             left, out = Matrix(x.start + row * x.stride, x.stride), Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
-            multiply_tile(element, end - row, VECTORS, left, right, depth, out, min(start, 1))
+            ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
+            multiply_tile(element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead)
 
 
 @numba.njit
@@ -212,7 +231,9 @@ def run_item(element: Any, call: Any, sums: int, number: int) -> None:
     """Multiply up to ROWS rows with a block, or with a gate's and the one that it belongs to."""
     block, part = divmod(number, (call.num_rows + ROWS - 1) // ROWS)
     at_once = ROWS
-    if HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
+    if HAS_TILES:  # rows stay in a core's cache while weights pass
+        part, block = divmod(number, call.num_blocks >> call.is_gated)
+    elif HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
         at_once = TILE  # fewer sums take less of a first cache
     end, others = min(call.num_rows, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
     widened = others + ROWS * _SUM_BYTES
@@ -229,15 +250,18 @@ def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
     sums = call.workspace + add_to(element, call.counters, 1) * WORKER_BYTES
     number = add_to(element, call.counters + 8, 1)
+    tiles.configure(element)
     while number < num_items(call):
         run_item(element, call, sums, number)
         number = add_to(element, call.counters + 8, 1)
+    tiles.release(element)
 
 
 @cache
 def kernel() -> Any:
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, items.__file__, vir.__file__)]
+    files = __file__, blocks.__file__, items.__file__, tiles.__file__, vir.__file__
+    sources = [Path(file).read_bytes() for file in files]
     version = (ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
@@ -259,7 +283,7 @@ def can_multiply() -> bool:
     except (NumbaError, OSError, RuntimeError):
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 80), (BLOCK, 80), (BLOCK,)))
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
     scales = torch.rand(BLOCK, generator=generator)
     for each in (weight, (20 * weight).to(torch.int8)):
         exact = x.float() @ each.float().T * scales + bias.float()
@@ -272,7 +296,7 @@ def can_multiply() -> bool:
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
     is_served = weight.dtype in (torch.bfloat16, torch.int8)
-    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % (2 if HAS_BF16 else LANES) == 0
+    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % MULTIPLE == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
@@ -291,15 +315,26 @@ def sizes(weight: Tensor) -> tuple[int, int]:
     return len(weight), weight[0].numel() // (2 * BLOCK)
 
 
+def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
+    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be read."""
+    return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
+
+
+def padded(x: Tensor) -> Tensor:
+    """Copy rows [T, I] to where a whole tile of them can be read."""
+    return empty_rows(x, *x.shape).copy_(x)
+
+
 def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
     """Return x [..., I] times a weight that is laid out, times scales [O] and plus bias [O] in fp32, as [..., O].
 
     x is bf16. It runs on as many threads as torch.
     """
     num_blocks, num_pairs = sizes(weight)
-    x = x.contiguous()
+    shape = x.shape[:-1]
     num_rows = x.numel() // (2 * num_pairs)
-    out = torch.empty(*x.shape[:-1], num_blocks * BLOCK, dtype=x.dtype)
+    x = x.contiguous() if num_rows % tiles.ROWS == 0 or not HAS_TILES else padded(x.reshape(num_rows, -1))
+    out = torch.empty(*shape, num_blocks * BLOCK, dtype=x.dtype)
     threads = num_workers()
     counters = torch.zeros(2, dtype=torch.int64)
     workspace = torch.empty(threads * WORKER_BYTES // 4)

@@ -1,0 +1,136 @@
+"""Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, summed in fp32.
+
+A tile is a register of 16 rows of 64 bytes. One instruction adds to a tile of sums [16, 16] the product of a tile of
+rows [16, 32] with one of columns [16 pairs, 16, 2]. Blocks of keys, of values and of weights lie in memory as such
+tiles stand (`blocks`), so they are loaded as they are, with the stride of a pair.
+
+The kernel must allow tiles once a process, and a thread configures them before its first product and releases them
+after its last one.
+
+`product_of_tiles` is the twin in numpy. The instruction sums the first numbers of all pairs and the second ones apart,
+in order, and adds both to the sums; denormal numbers count as zero.
+
+Shapes: `T` rows, `I` inputs, `O` columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.vectors import (
+    HAS_BF16,
+    I8,
+    I64,
+    VECTOR_BYTES,
+    Value,
+    address,
+    emitted,
+    number,
+    processor_features,
+)
+
+ROWS = 16
+"""Rows of a tile."""
+PAIRS = 16
+"""Pairs of inputs that one instruction multiplies."""
+_ARCH_PRCTL = 158
+_REQUEST_PERMISSION = 0x1023
+_TILE_DATA = 18
+_LEFT = 4
+"""The tile of rows; those before it hold sums, those after it columns."""
+_CONFIGURATION = (1, 0, *[0x0040004000400040] * 2, 0, 0, 0x1010101010101010, 0)
+"""64 bytes in words of eight: palette 1; bytes of a row (64) and rows (16) of each tile."""
+
+
+def is_allowed() -> bool:
+    """Ask the kernel, once for all threads of the process, to let it use tiles; return False if it does not."""
+    if not {"amx-tile", "amx-bf16"} <= processor_features() or not HAS_BF16:
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+HAS_TILES = is_allowed()
+"""Whether this process multiplies with tiles."""
+INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
+"""What multiplies bf16."""
+
+
+def _instruct(b: Value, name: str, *arguments: Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
+    b.call(vir.declared(b, kind, f"llvm.x86.{name}"), arguments)
+
+
+def _tile(index: int) -> Value:
+    return ir.Constant(I8, index)
+
+
+def _pointer(b: Value, where: Value) -> Value:
+    return b.inttoptr(where, ir.PointerType())
+
+
+@emitted()
+def configure(b: Value, element: Any) -> None:
+    """Let this thread use tiles; does nothing where there are none."""
+    if not HAS_TILES:
+        return
+    words = b.alloca(ir.ArrayType(I64, len(_CONFIGURATION)))
+    b.store(ir.Constant(ir.ArrayType(I64, len(_CONFIGURATION)), _CONFIGURATION), words)
+    _instruct(b, "ldtilecfg", b.bitcast(words, ir.PointerType()))
+
+
+@emitted()
+def release(b: Value, element: Any) -> None:
+    """Forget the tiles of this thread; does nothing where there are none."""
+    if HAS_TILES:
+        _instruct(b, "tilerelease")
+
+
+def emit_product(
+    b: Value, width: int, left: Value, left_stride: Value, right: Value, right_stride: Value, right_column: Value,
+    depth: Value, sums: Value, sums_stride: Value, accumulate: Value, ahead: Value,
+) -> None:  # fmt: skip
+    """Emit left [16, depth] pairs times right [depth, width vectors]; add to sums, or replace them.
+
+    depth is a multiple of `PAIRS`. Of what lies `ahead`, unless that is 0, as many bytes as a sixteenth of the columns
+    are asked for.
+    """
+    places = [address(b, sums, column * VECTOR_BYTES) for column in range(width)]
+    with b.if_else(b.icmp_signed("!=", accumulate, number(0))) as (keep, replace):
+        with keep:
+            for column, place in enumerate(places):
+                _instruct(b, "tileloadd64", _tile(column), _pointer(b, place), sums_stride)
+        with replace:
+            for column in range(width):
+                _instruct(b, "tilezero", _tile(column))
+
+    def body(i: Value) -> None:
+        _instruct(b, "tileloadd64", _tile(_LEFT), _pointer(b, address(b, left, b.mul(i, number(64)))), left_stride)
+        start = address(b, right, b.mul(b.mul(i, number(PAIRS)), right_stride))
+        for column in range(width):
+            tile = _tile(_LEFT + 1 + column % 3)
+            where = address(b, start, b.mul(right_column, number(column)))
+            _instruct(b, "tileloadd64", tile, _pointer(b, where), right_stride)
+            _instruct(b, "tdpbf16ps", _tile(column), _tile(_LEFT), tile)
+        with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+            for column in range(width):
+                vir.prefetch(b, address(b, ahead, b.mul(i, number(width * VECTOR_BYTES)), column * VECTOR_BYTES), 2)
+
+    vir.repeat(b, b.udiv(depth, number(PAIRS)), [], body)
+    for column, place in enumerate(places):
+        _instruct(b, "tilestored64", _tile(column), _pointer(b, place), sums_stride)
+
+
+def product_of_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return x [T, I] times weight [O, I], both bf16 widened to float32, as the instructions do: [T, O] float32."""
+    sums = np.zeros((len(x), len(weight)), np.float32)
+    for first in range(0, x.shape[1], 2 * PAIRS):
+        halves = np.zeros((2, *sums.shape), np.float32)
+        for i in range(first, first + 2 * PAIRS):
+            halves[i % 2] += np.multiply.outer(x[:, i], weight[:, i])
+        sums += halves[0] + halves[1]
+    return sums

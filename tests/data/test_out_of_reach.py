@@ -1,0 +1,127 @@
+"""What is away is not damaged: who obeys "move it away" must not lose good work."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.cluster.driver import is_damaged_row
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_command
+from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
+from specextend.data.finalize import finalize
+from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
+from specextend.data.inputs import InputError, InputOptions
+from specextend.data.run_folder import (
+    Counts,
+    read_audit,
+    read_starts,
+    read_success,
+    starts_folder,
+    write_audit,
+    write_success,
+)
+from specextend.data.source import Source, open_source
+from specextend.data.storage import Location, resolve, write_bytes
+from specextend.report import export
+from tests.damage import DAMAGES, damage
+from tests.data.faulty_store import FAULTS, FaultyStore
+
+TEXTS = ["one", "two", "three"]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tmp_path: Path, write: Write, done: Callable[..., Any]) -> Source:
+    """A finished run and its input."""
+    write("in/a.parquet", {"text": TEXTS})
+    source = open_source(InputOptions(path=str(tmp_path / "in")))
+    output = resolve(str(tmp_path / "out"))
+    write_manifest(output, build_manifest(source, {}, {}))
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
+    write_audit(output, {"documents": 1})
+    write_bytes(starts_folder(output).child("0000000a.json"), json.dumps({"run_id": "0000000a"}).encode())
+    finalize(source, output)
+    write_success(output, Counts(3, 3, 0))
+    return source
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore()
+
+
+READERS: dict[str, Callable[[Source, Location], object]] = {
+    "commits": lambda source, output: read_commits(output),
+    "an audit": lambda source, output: read_audit(output),
+    "manifest": lambda source, output: read_manifest(output),
+    "a start": lambda source, output: read_starts(output),
+    "_SUCCESS": lambda source, output: read_success(output),
+    "summaries": lambda source, output: export.export_answers([output], output.parent.child("to"), "parquet"),
+    "a row of the input": lambda source, output: source.read(DocumentKey(0, 1)),
+    "the input": lambda source, output: [row.text for row in source.scan()],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_cannot_be_read_for_now_is_not_called_damaged(
+    tmp_path: Path, run: Source, store: FaultyStore, reader: str, fault: str
+) -> None:
+    """A passing EIO, or an empty body with status 200, said "damaged; delete it", and exit 2: do not run again."""
+
+    def read() -> object:
+        source = replace(run, root=store.at(run.root.path))  # without the rows that it keeps
+        for left in (tmp_path / "to").glob("*"):
+            left.unlink()
+        return READERS[reader](source, store.at(tmp_path / "out"))
+
+    expected = read()
+    store.fault = FAULTS[fault]
+    for store.num_faults in (1.0, 2.0, 3.0, math.inf):
+        lasts = store.num_faults == math.inf
+        found, code = None, EXIT_DONE
+        try:
+            found = read()
+        except (OSError, ValueError) as error:
+            code = exit_code_of_command(error)
+        assert code == (EXIT_DONE if found == expected else EXIT_FAILED)
+        assert code == EXIT_FAILED or not lasts, "there is a reader that reads nothing"
+    store.num_faults = 0
+    assert read() == expected
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last_row(
+    tmp_path: Path, run: Source, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Exit 2 and "repair it or take it out" was said of a good file; nor may its rows become error rows."""
+    monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
+    store.fault, store.num_faults = FAULTS[fault], math.inf
+    with pytest.raises(InputError, match=r"^a.parquet cannot be reached \(.*\); run again$") as said:
+        open_source(InputOptions(path=str(tmp_path / "in")))
+    assert exit_code_of_command(said.value) == EXIT_FAILED
+    assert not is_damaged_row(replace(run, root=store.at(run.root.path)), DocumentKey(0, 1))
+
+
+@pytest.mark.parametrize("where", DAMAGES)
+def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_to_delete_it(
+    tmp_path: Path, run: Source, store: FaultyStore, where: str
+) -> None:
+    """Somebody may yet repair it: what is done is moved away."""
+    [commit] = (tmp_path / "out" / "_run" / "parts").iterdir()
+    damage(commit, where)
+    with pytest.raises(DamagedCommitError, match=rf"{commit.name} is damaged \(.*\); move it away to do ") as said:
+        read_commits(store.at(tmp_path / "out"))
+    assert "delete" not in str(said.value)
+    if where == "byte":
+        return  # what others write need not have checksums
+    damage(tmp_path / "in" / "a.parquet", where)
+    with pytest.raises(InputError, match=r"^a.parquet cannot be read as Parquet"):
+        list(open_source(InputOptions(path=str(tmp_path / "in"))).scan())
