@@ -116,8 +116,17 @@ def test_a_node_of_a_tree_attends_as_its_token_would_alone(prefix, dtype, restor
         assert torch.equal(its_lse, lse[:, node : node + 1])
 
 
+FEATURES = [
+    "+avx2,+fma,+sse4.2",
+    "+avx512f,+avx512bw,+avx512vl,+avx2,+fma",
+    "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx2,+fma",
+    "",
+]
+"""What other processors have: nothing of bf16, pairs of it without tiles, none of all."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2", "+avx512f,+avx512bw,+avx512vl,+avx2,+fma", ""])
+@pytest.mark.parametrize("features", FEATURES)
 def test_other_processors_get_the_same_results(features):
     """Without products of bf16 pairs, without AVX-512 and without AVX, other instructions are emitted."""
     missing = {name.removeprefix("+") for name in features.split(",") if name} - processor_features()
