@@ -63,6 +63,7 @@ OWNERS = {
     "triton": ("specextend/attention/tree_kernel.py", "specextend/attention/layer_kernels.py"),
     "numba": ("specextend/attention/",),
     "llvmlite": ("specextend/attention/",),
+    "duckdb": ("specextend/data/",),
     "datasets": ("specextend/data/document_kinds.py",),
     "pypdfium2": ("specextend/data/document_kinds.py",),
     "mammoth": ("specextend/data/document_kinds.py",),

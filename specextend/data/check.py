@@ -203,6 +203,8 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
 def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputError:
     names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
     near = did_you_mean(column, schema.names)
+    if option == "input.filter":
+        near += "; texts take single quotes"
     return InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}{near}")
 
 

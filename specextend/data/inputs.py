@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from specextend.core import one_line, printable
 from specextend.data.answers import schema_of, string_fields
-from specextend.data.row_filter import RowFilter
+from specextend.data.row_filter import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
@@ -115,7 +115,7 @@ class InputOptions:
     """A struct column whose fields, each where it is not null, take the place of `decoding.*` for the row:
     `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings)."""
     filter: str | None = None
-    """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input-output.md` has the grammar."""
+    """Only the rows that match a condition of SQL, such as `lang = 'en' AND pages > 2`."""
     sample: float | int | None = None
     """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`). Each row's id
     decides, so the same documents are drawn from a larger input."""
@@ -142,7 +142,7 @@ class InputOptions:
 
     def _check_selection(self) -> None:
         if self.filter is not None:
-            RowFilter(self.filter)
+            filter_columns(self.filter)
         if isinstance(self.sample, float) and not 0 < self.sample < 1:
             raise ValueError(f"input.sample must be a fraction between 0 and 1 or a number of rows, got {self.sample}")
         for name, count in (("sample", self.sample), ("limit", self.limit)):
@@ -162,7 +162,7 @@ class InputOptions:
     @property
     def filter_columns(self) -> tuple[str, ...]:
         """Return the columns that the filter reads."""
-        return () if self.filter is None else RowFilter(self.filter).columns
+        return () if self.filter is None else filter_columns(self.filter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -357,21 +357,28 @@ def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return values
 
 
+def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Join tables to ones of at least 4,096 rows or 16 MiB, but for the last."""
+    waiting: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for table in tables:
+        waiting.append(table)
+        num_rows += len(table)
+        num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
+        if num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
 def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     """Write tables in row groups that are not too small: a writer keeps metadata of each until the file is whole.
 
     Tables with dictionaries stay as they are, because each has its own.
     """
     has_dictionary = any("dictionary<" in str(field.type) for field in schema)
-    waiting: list[pa.Table] = []
-    num_rows = num_bytes = 0
+    filled = (table for table in tables if len(table))
     with pq.ParquetWriter(path, schema, **SEALED) as writer:
-        for table in tables:
-            waiting += [table] if len(table) else []
-            num_rows += len(table)
-            num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
-            if waiting and (has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES):
-                writer.write_table(pa.concat_tables(waiting))
-                waiting, num_rows, num_bytes = [], 0, 0
-        if waiting:
-            writer.write_table(pa.concat_tables(waiting))
+        for table in filled if has_dictionary else gathered(filled):
+            writer.write_table(table)

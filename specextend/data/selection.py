@@ -24,8 +24,8 @@ from specextend.core import counted
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import CHECKED, damaged_as, plain_rows, read_file, write_table
-from specextend.data.row_filter import RowFilter
+from specextend.data.parquet import CHECKED, damaged_as, gathered, plain_rows, read_file, write_table
+from specextend.data.row_filter import matches
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, resolve
@@ -147,12 +147,11 @@ def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], Value]
 
 def _matching(source: Source, text: str, checkpoint: Callable[[], object], file: InputFile) -> NDArray[np.int64]:
     """Return the rows of a file that a filter matches."""
-    row_filter = RowFilter(text)
     masks = [np.zeros(0, bool)]
-    for batch in source.batches(file.number, list(row_filter.columns)):
+    for table in gathered(source.batches(file.number, list(source.options.filter_columns))):
         checkpoint()
         try:
-            masks.append(row_filter.mask(batch))
+            masks.append(matches(text, table))
         except ValueError as error:
             raise InputError(f"{file.relative_path}: {error}") from error
     return np.flatnonzero(np.concatenate(masks))
