@@ -37,7 +37,7 @@ LAYERS = (
     {"loading"},
     {"summarizer"},
     {"cluster", "training", "report"},
-    {"job"},
+    {"job", "audit"},
     {"cli"},
     {"benchmarks"},
     {"jobs", "__main__"},

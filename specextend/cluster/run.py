@@ -49,7 +49,6 @@ from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
@@ -293,8 +292,6 @@ class _LockedRun:
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
         writer = self._commit_writer()
-        with writing(output):
-            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
                 plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
@@ -307,7 +304,7 @@ class _LockedRun:
             ),
             roster=Roster(job.workers),
             committer=Committer(
-                output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+                output, writer, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
             ),
             ledger=ledger,
             display=self.display,
@@ -315,7 +312,6 @@ class _LockedRun:
             record=self.record,
             source=source,
             job=job,
-            is_auditing=config.decoding.audit_fraction > 0,
         )
 
     def _conclude(self, counts: Counts) -> int:
