@@ -205,7 +205,7 @@ def run_night(options: DriverScale) -> dict[str, Any]:
 
 def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
     began = time.process_time() - cluster.own_s
-    driver.run()
+    driver.drive()
     cluster.close()
     return time.process_time() - cluster.own_s - began
 

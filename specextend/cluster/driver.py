@@ -74,7 +74,7 @@ class Driver:
         limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
-    def run(self) -> None:
+    def drive(self) -> None:
         """Run until every document is done or given up; finished rows are on disk whatever happens.
 
         Raises:

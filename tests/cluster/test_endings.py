@@ -22,7 +22,7 @@ from specextend.cluster.exits import (
     exit_code,
 )
 from specextend.cluster.records import read_status
-from specextend.cluster.run import run
+from specextend.cluster.run import run_job
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
@@ -68,7 +68,7 @@ class Ended:
     def run(self, report=write_report):
         interrupt = Interrupt(600.0)
         try:
-            return run(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
+            return run_job(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
         finally:
             interrupt.disarm()
 
