@@ -49,7 +49,6 @@ from specextend.cluster.scheduler import Scheduler  # noqa: E402
 from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
-from specextend.data.audit_rows import AuditWriter  # noqa: E402
 from specextend.data.commits import CommitWriter, read_commits  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
@@ -206,7 +205,7 @@ def run_night(options: DriverScale) -> dict[str, Any]:
 
 def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
     began = time.process_time() - cluster.own_s
-    driver.run()
+    driver.drive()
     cluster.close()
     return time.process_time() - cluster.own_s - began
 
@@ -259,13 +258,14 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    writers = CommitWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
     record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
         scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
         pool=cluster,
         roster=Roster(options.workers),
-        committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),
+        committer=Committer(
+            output, CommitWriter(output, RUN_ID), record, lock, rows_per_commit(job.workers), job.commit_every_s
+        ),
         ledger=Ledger(corpus.estimates, 0, 0),
         display=Display(lambda line: None),
         interrupt=Interrupt(60.0),

@@ -107,7 +107,6 @@ class SimulatedCluster:
         polls: bool = True,
     ) -> None:
         self.clock, self._row, self._group, self._load_s = clock, row, group, load_s
-        self.is_ending = False
         self.own_s = 0.0
         """Seconds of the processor that the simulation itself took."""
         self.num_reads = self.num_polls = self.num_done = 0

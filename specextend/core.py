@@ -127,8 +127,10 @@ class Request:
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    audit_of: tuple[int, ...] | None = None
-    """Tokens that an earlier decoding of this request chose. If given, this one takes plain steps, and is compared."""
+    drafts: bool = True
+    """False for plain steps."""
+    keeps_leads: bool = False
+    """True for `Completion.leads`, if it does not draft."""
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
     choices: tuple[Choice, ...] = ()
@@ -139,16 +141,6 @@ class Request:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Says how far a plain decoding chose the tokens of an earlier one."""
-
-    num_equal_tokens: int
-    """Tokens before the first difference."""
-    gap: float | None = None
-    """How far apart the two tokens were at the first difference, in logits; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +156,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     stats: DecodingStats
-    agreement: Agreement | None = None
-    """Given for a request with `audit_of`."""
+    leads: tuple[float, ...] = ()
+    """Of each token, by how much of its logit it stood above every other; behind choices, of its choice."""
     scored: tuple[Scored, ...] = ()
     """All values of a request's choices, choice by choice."""
 

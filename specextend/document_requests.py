@@ -10,7 +10,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, Values, first_line
@@ -34,13 +33,9 @@ INCOMPLETE = "IncompleteAnswer"
 class Summary:
     """The summary of a document, with the counts of all that was decoded for it."""
 
-    request: Request
-    """The one that made the text."""
     completion: Completion
     prompt: Prompt
     """Says how much of the document was read: all of it, in parts."""
-    last: Completion
-    """With the counts of that request alone."""
     part_rows: list[Values] | None = None
     """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
@@ -87,7 +82,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
     whole = _whole(config, replace(outcome, text=answer))
-    return Summary(request, whole, prompt, outcome, reasoning=reasoning)
+    return Summary(whole, prompt, reasoning=reasoning)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -167,7 +162,7 @@ class _InParts:
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
             last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self._stats)
-            return self._summary(step[-1], last, outcomes[-1], part_rows)
+            return self._summary(step[-1], last, part_rows)
         while True:
             prompts = self._parts.merges(texts, self._limit, row.instruction)
             is_last = len(prompts) == 1
@@ -176,12 +171,12 @@ class _InParts:
             if is_last:
                 [request], [last] = step, merged
                 whole = _whole(self._config, replace(last, stats=self._stats))
-                return self._summary(request, whole, last, part_rows)
+                return self._summary(request, whole, part_rows)
             texts = [completion.text for completion in merged]
 
-    def _summary(self, request: Request, whole: Completion, last: Any, part_rows: list[Values]) -> Summary:
+    def _summary(self, request: Request, whole: Completion, part_rows: list[Values]) -> Summary:
         prompt = Prompt(request.prompt_token_ids, 0, "parts")
-        return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
+        return Summary(whole, prompt, part_rows, self._num_requests, self._reasoning)
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)

@@ -20,7 +20,6 @@ class Inbox:
         self._last: list[int] = []
         """The first half of the prompt that was taken last: what begins so, too, is about the same document."""
         self._changed = threading.Condition()
-        self._is_woken = False
 
     def put(self, request: Request) -> None:
         """Add a request."""
@@ -30,11 +29,10 @@ class Inbox:
             self._changed.notify()
 
     def take(self, block: bool) -> Request | None:
-        """Remove and return the next request; None if there is none and `block` is False, or after `wake`."""
+        """Remove and return the next request; None if there is none and `block` is False."""
         with self._changed:
-            while block and not self._waiting and not self._is_woken:
+            while block and not self._waiting:
                 self._changed.wait()
-            self._is_woken = False
             if not self._waiting:
                 return None
             prompts = (request.prompt_token_ids for _, _, request in self._waiting)
@@ -42,12 +40,6 @@ class Inbox:
             request = self._waiting.pop(place)[2]
             self._last = request.prompt_token_ids[: len(request.prompt_token_ids) // 2]
             return request
-
-    def wake(self) -> None:
-        """Let a `take` that waits return, or else the next one."""
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify()
 
     def remove(self, request_id: str) -> bool:
         """Remove a request. Returns False if it does not wait here any more."""

@@ -6,10 +6,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 from specextend.cluster.display import Display, open_display
@@ -77,11 +76,13 @@ def run(
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     _prepare_environment()
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
-        display = open_display() if progress else Display(lambda line: None)
-        try:
-            code = carry_out(loaded, display, interrupt, retry_errors)
-        except InterruptedRunError:
-            code = EXIT_INTERRUPTED
+        from specextend.cluster.run import run_job  # it imports Ray, which reads the environment
+
+        with closing(open_display() if progress else Display(lambda line: None)) as display:
+            try:
+                code = run_job(loaded, display, interrupt, retry_errors=retry_errors)
+            except InterruptedRunError:
+                code = EXIT_INTERRUPTED
     return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))
 
 
@@ -96,19 +97,6 @@ def _prepare_environment() -> None:
             "call ray.init() before and the run takes that Ray"
         )
     prepare_environment(os.environ)
-
-
-def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_errors: Retry) -> int:
-    """Run the job with its report. Returns 0 or 3; raises the exceptions of `cluster/exits.py`."""
-    from specextend.cluster.run import run as run_job  # it imports Ray, which reads the environment
-    from specextend.report import RunFigures, write_report
-
-    figures = RunFigures()
-    report = partial(write_report, figures=figures)
-    try:
-        return run_job(config, display, interrupt, retry_errors=retry_errors, report=report, observe=figures.add)
-    finally:
-        display.close()
 
 
 def _report(output: str, *, is_over: bool) -> ReadOnly | None:

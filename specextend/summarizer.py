@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specextend.config import Configs, RunConfig
@@ -52,9 +52,8 @@ class Summarizer:
         """
         config = RunConfig.load(config)
         check_batch_options(config.input, config.output)
-        self._config, self._engine = config, factory(config)
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
-        check_requests(config, self._prompts)
+        self._config = config
+        self._decoder = RowDecoder(config, factory(config))
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
     def __call__(self, documents: Any) -> Any:
@@ -66,26 +65,48 @@ class Summarizer:
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
         found = read_batch(batch, RowReader(self._config.input, self._config.prompt.template))
-        rows = {number: row for number, row in enumerate(found) if isinstance(row, Row)}
-        documents = {
-            number: _OnItsWay(summarize(self._config, self._prompts, row, str(number))) for number, row in rows.items()
-        }
-        for document in documents.values():
-            document.advance(None)
-        while requests := [request for document in documents.values() for request in document.requests]:
-            outcomes = self._decode(in_order(requests))
-            for document in documents.values():
-                if document.requests:
-                    document.advance([outcomes[request.request_id] for request in document.requests])
+        decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
         results = [
-            _failed(row.doc_id, row)
-            if isinstance(row, DocumentError)
-            else self._result(row, documents[number], received)
-            for number, row in enumerate(found)
+            _failed(row.doc_id, row) if isinstance(row, DocumentError) else self._result(row, next(decoded), received)
+            for row in found
         ]
         return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output))
 
-    def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
+    def _result(self, row: Row, document: DecodedRow, received: float) -> Values:
+        """Make the row of a document."""
+        summary = document.state
+        if isinstance(summary, DocumentError):
+            return _failed(row.document.doc_id, summary)
+        assert isinstance(summary, Summary), "all rounds are done"
+        times = {"received": received, "ended": document.ended}
+        return finished_row(self._config, row, summary, **times, worker=self._worker, attempts=1)
+
+
+class RowDecoder:
+    """Decodes rows with an engine of this process."""
+
+    def __init__(self, config: RunConfig, engine: Any):
+        """Take an engine. Raises ValueError if no document could be summarised with it."""
+        self._config = config
+        self._engine = engine
+        self._prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
+        check_requests(config, self._prompts)
+
+    def decode(self, rows: Sequence[Row], **changes: Any) -> list[DecodedRow]:
+        """Decode rows together, each to its summary or its error. changes: of the fields of all requests."""
+        documents = [
+            DecodedRow(summarize(self._config, self._prompts, row, str(number))) for number, row in enumerate(rows)
+        ]
+        for document in documents:
+            document.advance(None)
+        while requests := [request for document in documents for request in document.requests]:
+            outcomes = self._outcomes([replace(request, **changes) for request in in_order(requests)])
+            for document in documents:
+                if document.requests:
+                    document.advance([outcomes[request.request_id] for request in document.requests])
+        return documents
+
+    def _outcomes(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
         outcomes: dict[str, tuple[Completion | DocumentError, float]] = {}
 
@@ -108,24 +129,17 @@ class Summarizer:
                 groups += [[each] for each in open_ones if each.request_id in error.request_ids]
         return outcomes
 
-    def _result(self, row: Row, document: _OnItsWay, received: float) -> Values:
-        """Make the row of a document."""
-        summary = document.state
-        if isinstance(summary, DocumentError):
-            return _failed(row.document.doc_id, summary)
-        assert isinstance(summary, Summary), "all rounds are done"
-        times = {"received": received, "ended": document.ended}
-        return finished_row(self._config, row, summary, **times, worker=self._worker, attempts=1)
-
 
 @dataclass(slots=True)
-class _OnItsWay:
+class DecodedRow:
     """A document on its way: the round that is to be decoded, and when its first one began and its last one ended."""
 
     rounds: Rounds
     state: Round | Summary | DocumentError | None = None
     began: float = math.inf
     ended: float = 0.0
+    completions: list[Completion] = field(default_factory=list)
+    """Of its requests, in their order."""
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -138,6 +152,7 @@ class _OnItsWay:
             self.ended = max(self.ended, at)
             if isinstance(outcome, Completion):
                 self.began = min(self.began, at - outcome.stats.total_s)
+                self.completions.append(outcome)
         try:
             step = advance(self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes])
         except DocumentError as error:

@@ -9,7 +9,7 @@ from specextend.cli.command import call, end
 from specextend.cli.demo import demo
 from specextend.cli.machine import check
 from specextend.cli.prepare import prepare
-from specextend.cli.report import compare, export, report
+from specextend.cli.report import audit, compare, export, report
 from specextend.cli.run import plan, run, status
 from specextend.cli.settings import config, configs, init
 from specextend.cli.train import train
@@ -35,7 +35,7 @@ def specextend() -> None:
     """
 
 
-for command in (demo, prepare, init, run, plan, status, report, compare, export, train, check, configs, config):
+for command in (demo, prepare, init, run, plan, status, report, compare, audit, export, train, check, configs, config):
     specextend.add_command(command)
 
 

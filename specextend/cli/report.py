@@ -1,4 +1,4 @@
-"""The commands `report`, `compare` and `export`: one run, two side by side, or answers as files for others."""
+"""The commands `report`, `compare`, `audit` and `export`: what a run has come to, and its answers for others."""
 
 from __future__ import annotations
 
@@ -94,6 +94,32 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
             f"the baseline {baseline} ({here:.1f} and {there:.1f} output tokens a second at work)"
         )
     return lines
+
+
+@click.command()
+@OUTPUT
+@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="most rows to decode again")
+@click.option("--seed", type=int, default=0, show_default=True, help="another sample of the rows")
+@click.option("--json", metavar="FILE", help="write what was found there, too; -: print it in place of the table")
+@in_one_line
+def audit(output: str, rows: int, seed: int, json: str | None) -> int:
+    """Decode finished rows of a run again, here, without a draft: are they equal, and how much faster is the draft?
+
+    What it finds is written into the run's folder as audit.json, and the report has it. The exit code is 3 if a row
+    differs by more than rounding, or fails.
+    """
+    from specextend.audit import audit
+    from specextend.data.run_folder import write_audit
+    from specextend.data.storage import resolve
+    from specextend.report import render_audit
+
+    found = audit(output, rows, seed)
+    if json != "-":
+        show(render_audit(found), end="")
+    if json is not None:
+        write_json(json, found)
+    write_audit(resolve(output), found)
+    return EXIT_OVER_LIMIT if found["different"] or found["failed"] else 0
 
 
 _DEST = "a new file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"

@@ -9,9 +9,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,7 +118,7 @@ def run(**given: Any) -> int:
 @_PLAN
 def plan(**given: Any) -> int:
     """Say what a run would do and take; write no output."""
-    return _guarded(_dry_run, Arguments(**given))
+    return _dry_run(Arguments(**given))
 
 
 @click.command()
@@ -141,30 +142,30 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
         raise click.UsageError(f"--{wrong[0]} goes with --dry-run.")
     if status is not None:
         return in_one_line(_status)(output=status)
-    return _guarded(_dry_run if dry_run else _job, Arguments(**given))
+    return (_dry_run if dry_run else start)(Arguments(**given))
 
 
-def start(arguments: Arguments) -> int:
-    """Run or resume a job, and say in one line how it ended if not well. Returns the exit code."""
-    return _guarded(_job, arguments)
-
-
-def _guarded(do: Callable[[Arguments], int], arguments: Arguments) -> int:
+def _guarded(do: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
     """Do it in an environment of its own, and say in one line how it ended if not well. Returns the exit code."""
-    _exit_when_told(75)  # until the run has begun there is nothing to save
-    from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
-    from specextend.cluster.environment import prepare_environment
 
-    prepare_environment(os.environ)
-    try:
-        return do(arguments)
-    except exits.RunError as error:
-        is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
-        _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
-        return exits.exit_code(error)
-    except exits.InterruptedRunError as error:
-        _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
-        return exits.exit_code(error)
+    @wraps(do)
+    def guarded(arguments: Arguments) -> int:
+        _exit_when_told(75)  # until the run has begun there is nothing to save
+        from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
+        from specextend.cluster.environment import prepare_environment
+
+        prepare_environment(os.environ)
+        try:
+            return do(arguments)
+        except exits.RunError as error:
+            is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
+            _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
+            return exits.exit_code(error)
+        except exits.InterruptedRunError as error:
+            _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
+            return exits.exit_code(error)
+
+    return guarded
 
 
 def _exit_when_told(code: int) -> None:
@@ -172,21 +173,24 @@ def _exit_when_told(code: int) -> None:
         signal.signal(number, lambda number, frame: os._exit(code))
 
 
-def _job(arguments: Arguments) -> int:
-    """Run, and show what came of it. Returns the exit code."""
+@_guarded
+def start(arguments: Arguments) -> int:
+    """Run or resume a job, and show what came of it. Returns the exit code."""
     from specextend.cluster.environment import check_limits, is_local
 
     if is_local():
         check_limits()  # or the imports below may fail
     from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt
-    from specextend.job import carry_out
 
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
     gc.freeze()  # what was imported is no garbage
-    code = carry_out(config, open_display(log=arguments.log), interrupt, arguments.retry_errors or "none")
+    from specextend.cluster.run import run_job  # it imports Ray
+
+    with closing(open_display(log=arguments.log)) as display:
+        code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none")
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
         conclude(config.output.path)
@@ -195,6 +199,7 @@ def _job(arguments: Arguments) -> int:
     return code
 
 
+@_guarded
 def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     from specextend.cluster.checks import prepare

@@ -59,8 +59,6 @@ class Driver:
     record: StartRecord
     source: Source
     job: JobOptions
-    is_auditing: bool = False
-    """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _moved_at: float = field(init=False)
     """When a worker last read or wrote a token, or a document had its outcome."""
@@ -70,15 +68,13 @@ class Driver:
     _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
-    _auditing: set[str] = field(default_factory=set)
-    """Workers that have documents to audit after the last lease."""
 
     def __post_init__(self) -> None:
         self._moved_at = self.clock()
         limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
-    def run(self) -> None:
+    def drive(self) -> None:
         """Run until every document is done or given up; finished rows are on disk whatever happens.
 
         Raises:
@@ -95,8 +91,6 @@ class Driver:
             self._staff(self.clock())  # before a turn waits for answers
             while not self.scheduler.is_done:
                 self._turn()
-            if self.is_auditing:
-                self._finish_audit()
         except InterruptedRunError:
             self._is_stopping = True
             try:
@@ -135,10 +129,9 @@ class Driver:
             self.record.worker_asked(worker, self.roster.seat(worker))
         for worker in self.roster.not_needed(wanted):
             self._let_go(worker)
-        if not self.is_auditing:  # its workers decode on when they hold no lease
-            for worker in self.scheduler.spare(now):
-                self.scheduler.release(worker)
-                self._let_go(worker)
+        for worker in self.scheduler.spare(now):
+            self.scheduler.release(worker)
+            self._let_go(worker)
         self.scheduler.expect(self.roster.num_coming(now))
 
     def _let_go(self, worker: str) -> None:
@@ -152,21 +145,6 @@ class Driver:
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading)
         self.display.show(snapshot, now)
-
-    def _finish_audit(self) -> None:
-        """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
-        self.display.event("audit_ends", workers=self.roster.num_ready)
-        self.pool.is_ending = True
-        self._auditing = set(self.roster.ready_workers)
-        self._moved_at = self.clock()
-        while self._auditing and self.clock() - self._moved_at <= self.job.stall_s:
-            self.interrupt.check()
-            self._collect(TICK_S)
-            self.committer.commit_if_due(self.clock())
-            self._show()
-        for worker in self._auditing:
-            message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
-            self.display.note(message, "audit_given_up", worker=worker)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
@@ -235,9 +213,6 @@ class Driver:
                 held = self.scheduler.held
                 outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
                 self.ledger.running(worker, outputs)
-                self.committer.audited(report.audits)
-                if report.is_ending and not report.num_audits_open:
-                    self._auditing.discard(worker)
             case Draining(worker):
                 self._drain(worker)
             case Died(worker, reason, with_node):
@@ -339,7 +314,6 @@ class Driver:
             self.pool.cancel(lease.lease_id)
 
     def _died(self, worker: str, reason: str, *, with_node: bool) -> None:
-        self._auditing.discard(worker)
         self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
         self._gone(worker, reason)
         if with_node:

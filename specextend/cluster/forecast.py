@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -199,8 +199,8 @@ def calibrate(
     InterruptedRunError.
     """
     check_machine(prepared.config)
-    decoding = replace(prepared.config.decoding, audit_fraction=0.0)  # an audit would empty the batch
-    config = prepared.config.model_copy(update={"decoding": decoding})
+    config = prepared.config
+    decoding = config.decoding
     sample = draw_sample(estimates, num_documents, decoding.seed)
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")

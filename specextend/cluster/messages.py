@@ -203,12 +203,6 @@ class WorkerReport:
     num_steps: int
     outputs: dict[str, int]
     """Output tokens so far by lease id, for leases whose prefill has begun."""
-    audits: tuple[Values, ...] = ()
-    """Rows of the audit behind those that the driver has seen."""
-    num_audits_open: int = 0
-    """Documents whose audit is not done yet."""
-    is_ending: bool = False
-    """True if the poll said that no further document will come."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
 from specextend.cluster.lock import LockHolder, OutputLock, read_lock
 from specextend.cluster.messages import Failed, Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, ReadOnly, Values, counted, printable
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, read_commits
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.run_folder import (
@@ -183,13 +182,11 @@ class Committer:
 
     output: Location
     writer: CommitWriter
-    audit_writer: AuditWriter
     record: StartRecord
     lock: OutputLock
     every_rows: int
     every_s: float
     _rows: list[Values] = field(default_factory=list)
-    _audits: list[Values] = field(default_factory=list)
     _committed_at: float = 0.0
     """By the clock that `commit_if_due` is called with."""
 
@@ -197,15 +194,11 @@ class Committer:
         """Add a row."""
         self._rows.append(row)
 
-    def audited(self, rows: Iterable[Values]) -> None:
-        """Add rows of the audit."""
-        self._audits += rows
-
     def commit_if_due(self, now: float) -> None:
         """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if there is nothing."""
         self.lock.check()
         is_time = now - self._committed_at >= self.every_s
-        if len(self._rows) >= self.every_rows or (is_time and (self._rows or self._audits or self.record.is_changed)):
+        if len(self._rows) >= self.every_rows or (is_time and (self._rows or self.record.is_changed)):
             self.commit()
             self._committed_at = now
 
@@ -213,10 +206,9 @@ class Committer:
         """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and OutputError."""
         with writing(self.output):
             self.writer.commit(self._rows)
-            self.audit_writer.commit(self._audits)
             if self.record.is_changed:
                 self.record.write()
-        self._rows, self._audits = [], []
+        self._rows = []
 
     def remember(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Record which open documents have been charged. Raises as `commit` does."""

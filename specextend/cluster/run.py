@@ -4,11 +4,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.checks import (
@@ -49,7 +48,6 @@ from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
@@ -66,6 +64,7 @@ from specextend.data.run_folder import (
 from specextend.data.selection import write_selection
 from specextend.data.storage import Location, exists, remove_temporary_files
 from specextend.loading import load_engine
+from specextend.report import RunFigures, write_report
 
 _REFUSED_ROWS = 4096
 """Rows that no model has to see in one commit."""
@@ -74,20 +73,18 @@ EXTRA_LEASES = 2
 FORCED = "ended by force; what was committed is there, run again to resume"
 
 
-def run(
+def run_job(
     config: RunConfig,
     display: Display,
     interrupt: Interrupt,
     *,
     retry_errors: Retry = "none",
-    report: Callable[..., object] = lambda output, folder, **options: None,
-    observe: Callable[[Any], object] = lambda results: None,
+    report: Callable[..., object] = write_report,
     factory: EngineFactory = load_engine,
 ) -> int:
     """Run or resume a job. Returns the exit code, 0 or 3.
 
-    report: writes the run's report; takes what `write_report` takes. observe: called before that with all results, as
-    `finalize` reads them. factory: makes a worker's engine, on the worker.
+    report: writes the run's report; takes what `write_report` takes. factory: makes a worker's engine, on the worker.
     Raises the exceptions of `exits.py`, and any that nobody foresaw.
     """
     interrupt.last = lambda: display.note(
@@ -107,9 +104,9 @@ def run(
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
         record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-        locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, observe, factory)
+        locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, factory)
         interrupt.last = locked.end_by_force
-        return locked.run_recorded(retry_errors)
+        return locked.finish(retry_errors)
 
 
 def _sweep(output: Location) -> None:
@@ -129,21 +126,35 @@ class _LockedRun:
     display: Display
     interrupt: Interrupt
     report: Callable[..., object]
-    observe: Callable[[Any], object]
     factory: EngineFactory
+    figures: RunFigures = field(default_factory=RunFigures)
+    """Of all results, collected while they are put in order."""
 
-    def run_recorded(self, retry_errors: Retry) -> int:
-        """Do what `run` does, and record its beginning and its end."""
+    def finish(self, retry_errors: Retry) -> int:
+        """Do what is left to do, and record the beginning and the end. Raises as `input_errors` says."""
         output, display = self.prepared.output, self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         with writing(output):
             _sweep(output)
-        if (code := self._complete(retry_errors)) is not None:
-            display.event("run_ended", exit_code=code)
-            self.interrupt.disarm()
-            return code
-        with writing(output):
+        code = self._complete(retry_errors)
+        if code is None:
+            with self._recorded(), input_errors():
+                if (work := self._begin(retry_errors)) is not None:
+                    with self._workers(*work) as driver:
+                        driver.drive()
+                with writing(output):
+                    source = self.prepared.source
+                    code = self._conclude(finalize(source, output, self.interrupt.check, self.figures.add))
+        display.event("run_ended", exit_code=code)
+        self.interrupt.disarm()
+        return code
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Record the beginning, and the end if it is a failure."""
+        display = self.display
+        with writing(self.prepared.output):
             self.record.write()
         for note in self.prepared.notes:
             display.note(note, "model_revision")
@@ -152,15 +163,14 @@ class _LockedRun:
         if self.prepared.source.warning:
             display.note(f"warning: {self.prepared.source.warning}")
         try:
-            with input_errors():
-                code = self.run(retry_errors)
+            yield
         except BaseException as error:
-            self._record_failure(error)
-            display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
+            code, reason = exit_code(error), first_line(error)
+            # If the disk is full or the lock lost, the error says so itself.
+            with suppress(OSError, OutputError, LockHeldError, LockGoneError):
+                self.record.end(code, reason)
+            display.event("run_ended", exit_code=code, reason=reason)
             raise
-        display.event("run_ended", exit_code=code)
-        self.interrupt.disarm()
-        return code
 
     def end_by_force(self) -> None:
         """Let go of the folder and record the end, because the process is about to be ended by force."""
@@ -189,13 +199,8 @@ class _LockedRun:
             self._say_too_many(counts, progress)
         return EXIT_TOO_MANY_ERRORS if has_failed else EXIT_DONE
 
-    def _record_failure(self, error: BaseException) -> None:
-        """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
-        with suppress(OSError, OutputError, LockHeldError, LockGoneError):
-            self.record.end(exit_code(error), first_line(error))
-
-    def run(self, retry_errors: Retry) -> int:
-        """Decode what is left to do, then finalize. Raises as `input_errors` says."""
+    def _begin(self, retry_errors: Retry) -> tuple[Plan, Progress, Ledger] | None:
+        """Begin the run or go on with it; return what there is to decode, if there is anything."""
         output, source = self.prepared.output, self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
@@ -209,14 +214,14 @@ class _LockedRun:
                     write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
-        if plan is not None:
-            num_errors = sum(key not in keys for key in progress.errors) + len(plan.refused)
-            if len(plan.refused):
-                self._refuse(plan, progress)
-            if plan.estimates:
-                self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work))
-        with writing(output):
-            return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
+        if plan is None:
+            return None
+        num_errors = sum(key not in keys for key in progress.errors) + len(plan.refused)
+        if len(plan.refused):
+            self._refuse(plan, progress)
+        if not plan.estimates:
+            return None
+        return plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work)
 
     def _plan(self, keys: RowSet) -> Plan:
         """Plan the rows, and say what there is to do. Raises InputError for a file that breaks off."""
@@ -258,8 +263,9 @@ class _LockedRun:
             origin = provenance(manifest, [self.record.start], [self.run_id])
             return CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
 
-    def _decode(self, plan: Plan, progress: Progress, ledger: Ledger) -> None:
-        """Decode what is planned, with workers of a Ray."""
+    @contextmanager
+    def _workers(self, plan: Plan, progress: Progress, ledger: Ledger) -> Iterator[Driver]:
+        """Join a Ray, and make the driver of its workers, which end with the block."""
         with reading(self.prepared.output):
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
@@ -270,7 +276,7 @@ class _LockedRun:
                 self.display.note(f"warning: {warning}")
             driver = self._driver(config, plan, ledger, tried)
             try:
-                driver.run()
+                yield driver
             finally:
                 driver.pool.close()
                 self.record.workers_released()
@@ -293,8 +299,6 @@ class _LockedRun:
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
         writer = self._commit_writer()
-        with writing(output):
-            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
                 plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
@@ -307,7 +311,7 @@ class _LockedRun:
             ),
             roster=Roster(job.workers),
             committer=Committer(
-                output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+                output, writer, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
             ),
             ledger=ledger,
             display=self.display,
@@ -315,7 +319,6 @@ class _LockedRun:
             record=self.record,
             source=source,
             job=job,
-            is_auditing=config.decoding.audit_fraction > 0,
         )
 
     def _conclude(self, counts: Counts) -> int:
@@ -327,7 +330,11 @@ class _LockedRun:
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
         self.report(
-            self.prepared.config.output.path, output, ending=self.record.ending(code), checkpoint=self.interrupt.check
+            self.prepared.config.output.path,
+            output,
+            ending=self.record.ending(code),
+            checkpoint=self.interrupt.check,
+            figures=self.figures,
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import ray
 import torch
 
-from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
 from specextend.cluster.messages import Done, Outcome, Suspected, WorkerInfo, WorkerReport, failed_row
 from specextend.config import RunConfig
@@ -63,7 +62,6 @@ class Worker:
         wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
         self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
-        self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[Completion | DocumentError | Suspected]] = {}
@@ -117,30 +115,16 @@ class Worker:
             self._decoded.pop(lease_id, None)
         if isinstance(outcome, Suspected):
             return outcome
-        self._auditor.offer(key, row.document.doc_id, outcome.request, outcome.last)
-        self._inbox.wake()
         times = {"received": received, "ended": time.monotonic()}
         make = partial(finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt)
         return Done(await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB)
 
-    async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
-        """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
-
-        num_audits_seen: rows that the driver has. is_ending: no further document will come.
-        """
-        auditor = self._auditor
-        if is_ending and not auditor.is_ending:
-            auditor.is_ending = True
-            self._inbox.wake()
-        num_open, outputs = auditor.num_open, self._outputs()  # before the rows: an audit may end meanwhile
-        return WorkerReport(self._engine.num_steps, outputs, auditor.rows(num_audits_seen), num_open, is_ending)
-
-    def _outputs(self) -> dict[str, int]:
-        """Return the output tokens of each lease that has started, those of its finished requests included."""
+    async def progress(self) -> WorkerReport:
+        """Report the step counter, and the output tokens of each lease that has started, finished requests included."""
         outputs = Counter(self._decoded)
         for request_id, num_tokens in self._engine.progress().items():
             outputs[request_id.partition(":")[0]] += num_tokens
-        return dict(outputs)
+        return WorkerReport(self._engine.num_steps, dict(outputs))
 
     def _read(self, key: DocumentKey) -> Row:
         try:
@@ -187,12 +171,12 @@ class Worker:
             self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """Run the engine thread: what is asked for, until a batch of the audit is due, and then that by itself."""
+        """Run the engine thread."""
         try:
             while True:
                 try:
-                    self._generate(self._requests())
-                    self._generate(self._auditor.take())
+                    for completion in self._engine.generate(self._requests(), self._on_error):
+                        self._settle(completion.request_id, completion)
                 except BatchError as error:
                     _exit_on_device_error(error.__cause__ or error)
                     self._on_batch_error(error)
@@ -200,12 +184,8 @@ class Worker:
             _end_process(error)
             raise
 
-    def _generate(self, requests: Iterable[Request | None]) -> None:
-        for completion in self._engine.generate(requests, self._on_error):
-            self._settle(completion.request_id, completion)
-
     def _requests(self) -> Iterator[Request | None]:
-        while not self._auditor.is_due:
+        while True:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
@@ -220,7 +200,6 @@ class Worker:
         failure = Suspected(type(cause).__name__, first_line(cause))
         for name in error.request_ids:
             self._settle(name, failure)
-        self._auditor.fail_batch(failure)
         for request in list(self._handed_out.values()):
             if request.request_id in self._waiting:  # not cancelled since
                 self._inbox.put(request)
@@ -232,9 +211,7 @@ class Worker:
         self._settle(request_id, as_document_error(error))
 
     def _settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
-        """Hand an outcome to the audit, or to the call that waits for it, on the loop's thread."""
-        if self._auditor.settle(request_id, outcome):
-            return
+        """Hand an outcome to the call that waits for it, on the loop's thread."""
         self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)

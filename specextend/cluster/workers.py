@@ -202,8 +202,6 @@ class _Actor:
     calls: dict[Any, _Call] = field(default_factory=dict)
     """Its calls that have not been answered, by reference."""
     is_draining: bool = False
-    num_audits: int = 0
-    """Rows of its audit that have arrived."""
     dying_since: float | None = None
     reason: str = ""
     is_out_of_reach: bool = False
@@ -219,8 +217,6 @@ class Pool:
     factory: EngineFactory
     num_leases: int
     clock: Callable[[], float] = field(default_factory=AwakeClock)
-    is_ending: bool = False
-    """True once no worker gets a further document, which polls say."""
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
@@ -284,8 +280,7 @@ class Pool:
 
     def _ask(self, worker: str, actor: _Actor) -> None:
         actor.poll_at = math.inf
-        poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
-        self._expect(poll, _Call(worker, "poll"))
+        self._expect(actor.handle.progress.remote(), _Call(worker, "poll"))
 
     def _poll_later(self, actor: _Actor) -> None:
         actor.poll_at = self.clock() + poll_every_s(len(self._actors))
@@ -312,7 +307,6 @@ class Pool:
             return [Ready(call.worker, value)]
         if call.kind == "poll":
             self._poll_later(actor)
-            actor.num_audits += len(value.audits)
             return [Polled(call.worker, value)]
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]

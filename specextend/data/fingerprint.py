@@ -24,7 +24,6 @@ _FREE = (
     "report",
     "decoding.max_batch_size",
     "decoding.cache_gib",
-    "decoding.audit_fraction",
     "attention.backend",
     "target.device",
 )

@@ -38,8 +38,8 @@ def lock_file(output: Location) -> Location:
 
 commits_folder = _place("_run", "parts")
 """The folder of the commits."""
-audits_folder = _place("_run", "audits")
-"""The folder of the audit's rows."""
+audit_file = _place("audit.json")
+"""The place of the last audit."""
 starts_folder = _place("_run", "attempts")
 """The folder of the records of starts."""
 selection_file = _place("_run", "selection.parquet")
@@ -61,7 +61,7 @@ success_file = _place("_SUCCESS")
 
 def run_folders(output: Location) -> list[Location]:
     """Return the run's folder and those in it, which only its driver writes to."""
-    folders = (records_folder, summaries_folder, errors_folder, commits_folder, audits_folder, starts_folder)
+    folders = (records_folder, summaries_folder, errors_folder, commits_folder, starts_folder)
     return [output, *(folder(output) for folder in folders)]
 
 
@@ -117,6 +117,16 @@ def _read_valid(location: Location, kind: type[Record]) -> Record | None:
     with suppress(ValueError):
         return read_parsed(location, partial(TypeAdapter(kind).validate_json, strict=True))
     return None
+
+
+def write_audit(output: Location, found: Values) -> None:
+    """Write what an audit has found, where reports look for it."""
+    write_bytes(audit_file(output), (json.dumps(found, indent=2) + "\n").encode())
+
+
+def read_audit(output: Location) -> Values | None:
+    """Read what the last audit has found; None if there is none, or none that can be read."""
+    return _read_valid(audit_file(output), Values)
 
 
 def parse_record(kind: type[Record], data: bytes) -> Record | None:

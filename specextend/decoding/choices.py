@@ -9,7 +9,7 @@ Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabula
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,18 +52,10 @@ class ChoiceScorer:
             scored = zip(choice.values, log_probs, strict=True)
             sequence.scored += [Scored(choice.field, value, log_prob) for value, log_prob in scored]
             text, path = texts[best], paths[best]
-            self._audit(sequence, path, dict(zip(texts, log_probs, strict=True)), text)
+            others = log_probs[:best] + log_probs[best + 1 :]
+            lead = min((log_probs[best] - other for other in others), default=FARTHEST)
+            sequence.leads += [lead] * (len(path) - len(sequence.leads))
         return path, "stop"
-
-    def _audit(self, sequence: Running, path: Path, log_probs: Mapping[str, float], chosen: str) -> None:
-        """Compare a choice with that of `request.audit_of`, unless an earlier one differed."""
-        if (expected := sequence.request.audit_of) is None or sequence.gap is not None:
-            return
-        sequence.num_equal_tokens = _num_shared([path, [*expected]])
-        earlier = self._tokenizer.decode(expected, clean_up_tokenization_spaces=False)
-        if not earlier.startswith(chosen):
-            others = [log_prob for text, log_prob in log_probs.items() if earlier.startswith(text)]
-            sequence.gap = log_probs[chosen] - others[0] if others else FARTHEST
 
     def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
         """Return the log probability of each path, given that it is one of them."""
@@ -81,9 +73,8 @@ class ChoiceScorer:
 
     @staticmethod
     def _groups(sequence: Running, paths: Sequence[Path], num_shared: int) -> Iterator[list[int]]:
-        """Yield places of paths that fit into one tree; an audit scores one at a time, without a tree."""
-        room = sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
-        room = min(MOST_NODES, room) if sequence.request.audit_of is None else 0
+        """Yield places of paths that fit into one tree."""
+        room = min(MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared)
         group, num_nodes, before = list[int](), 0, Path()
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             path = paths[place][:-1]  # nothing is asked behind its last token

@@ -58,18 +58,11 @@ class DecodingOptions:
     """Largest size of the target's KV cache on each worker, in GiB; a draft's caches are
     additional. With `max_batch_size: auto` it is what a GPU of this machine has left, if that
     is less."""
-    audit_fraction: float = 0.0
-    """Share of the documents, chosen by seed and id, that are decoded again without a draft once
-    they are done. The report says how many tokens agree and how much faster speculation was."""
 
     def __post_init__(self) -> None:
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
         if self.max_batch_size != "auto":
             at_least("decoding.max_batch_size", self.max_batch_size, 1)
-        if not 0 <= self.audit_fraction <= 1:
-            raise ValueError(f"decoding.audit_fraction must be in [0, 1], got {self.audit_fraction}")
-        if self.audit_fraction and self.mode == "autoregressive":
-            raise ValueError("decoding.audit_fraction compares with plain decoding, which this mode is; set it to 0")
         if self.cache_gib <= 0:
             raise ValueError(f"decoding.cache_gib must be above 0, got {self.cache_gib}")
         try:

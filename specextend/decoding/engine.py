@@ -219,7 +219,7 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        drafts = self._memory.num_nodes > 0 and request.audit_of is None and not request.choices
+        drafts = self._memory.num_nodes > 0 and request.drafts and not request.choices
         policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if not drafts:

@@ -113,14 +113,9 @@ class PromptReader:
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
     def _take_over(self, sequence: Sequence) -> list[Tensor]:
-        """Copy the start of a prompt that was read for the one before; return its features in chunks [1, n, F].
-
-        An audit takes nothing from the decoding that it checks.
-        """
+        """Copy the start of a prompt that was read for the one before; return its features in chunks [1, n, F]."""
         last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
-        if last is None or sequence.request.audit_of is not None:
-            return []
-        if not (n := last.length_in(sequence.request.prompt_token_ids)):
+        if last is None or not (n := last.length_in(sequence.request.prompt_token_ids)):
             return []
         sequence.length = sequence.stats.num_cached_tokens = n
         return last.write(self._target.cache, sequence.region.start, n)

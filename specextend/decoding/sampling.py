@@ -24,7 +24,7 @@ _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift and factor
 _MASK = (1 << 64) - 1
 FARTHEST = 1000.0
-"""Largest gap between two tokens, in logits: that to a token which cannot be chosen at all."""
+"""Largest lead of a token, in logits: that over tokens which cannot be chosen at all."""
 NOT_FINITE = -2
 """Stands in the place of a token where the logits that it would be chosen from are not finite."""
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
@@ -85,40 +85,20 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return (values - values.amax(-1, keepdim=True)).div_(max(temperature, torch.finfo(torch.float32).tiny))
 
 
-def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int, other: int) -> float:
-    """Return the smallest change of `logits` [V] with which `other` may be chosen instead of `chosen`.
+def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int) -> float:
+    """Return by how much of its logit the `chosen` token stands above every other of `logits` [V].
 
-    `position` [] int64 is that of the token. Two correct decodings that differ by rounding alone have a small gap.
-    Either `other` must come to stand above `chosen`, each with its noise, and on this side of the cut of top_k and
-    top_p; or `chosen` must come to stand behind that cut.
+    `position` [] int64 is that of the token. Each token has its noise. It is 0 if a token is ahead that top_k or top_p
+    leaves out.
     """
-    values = logits.double()
-    if sampling.temperature == 0:
-        return max(0.0, min(float(values[chosen] - values[other]), FARTHEST))
-    token_ids = torch.arange(len(logits), device=logits.device)
-    scores = values + gumbel_noise(sampling.seed, position.reshape(1), token_ids)[0] * sampling.temperature
-    behind = _behind_cut(values, sampling)
-    rise = max(float(scores[chosen] - scores[other]), float(behind[other]))
-    return max(0.0, min(rise, -float(behind[chosen]), FARTHEST))
-
-
-def _behind_cut(values: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return how far each of `values` [V] lies behind the cut of top_k and top_p, in logits; below 0: it is kept.
-
-    For top_p it is the change of all values above a token that moves the border of the nucleus across it.
-    """
-    ordered, order = values.sort(descending=True, stable=True)
-    behind = torch.full_like(ordered, -math.inf)
-    num_kept = sampling.top_k if 0 < sampling.top_k < len(values) else len(values)
-    if num_kept < len(values):
-        behind[:num_kept] = ordered[num_kept] - ordered[:num_kept]
-        behind[num_kept:] = ordered[num_kept - 1] - ordered[num_kept:]
-    if sampling.top_p < 1:
-        probs = (ordered[:num_kept] / sampling.temperature).softmax(-1)
-        above = (probs.cumsum(-1) - probs).clamp(0.0, 1.0)
-        shift = torch.logit(above) - math.log(sampling.top_p / (1 - sampling.top_p))
-        behind[:num_kept] = torch.maximum(behind[:num_kept], sampling.temperature * shift)
-    return torch.empty_like(behind).scatter_(0, order, behind)
+    scores = logits.double()
+    if sampling.temperature > 0:
+        token_ids = torch.arange(len(logits), device=logits.device)
+        noise = gumbel_noise(sampling.seed, position.reshape(1), token_ids)[0]
+        scores = scores + noise * sampling.temperature
+    leads = scores[chosen] - scores
+    leads[chosen] = FARTHEST
+    return float(leads.clamp(0.0, FARTHEST).min())
 
 
 def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | None:

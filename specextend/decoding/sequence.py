@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, Scored, ends_in_loop
+from specextend.core import MIN_STOP_TOKENS, Completion, FinishReason, Request, Scored, ends_in_loop
 from specextend.decoding.cache import Region
 from specextend.decoding.device import upload
 from specextend.decoding.grammar import Grammar
 from specextend.decoding.retrieval import CachePolicy
-from specextend.decoding.sampling import Penalties, choice_gap, choose_tokens
+from specextend.decoding.sampling import Penalties, choose_tokens, lead_of
 from specextend.decoding.speculation import Speculation
 from specextend.stats import DecodingStats, Phase
 
@@ -133,17 +133,15 @@ class Sequence:
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
-    num_equal_tokens: int = 0
-    """Tokens that were those of `request.audit_of`, up to the first difference."""
-    gap: float | None = None
-    """How far apart the two tokens were at the first difference, in logits."""
+    leads: list[float] = field(default_factory=list)
+    """Those of its completion."""
     scored: list[Scored] = field(default_factory=list)
     """The values of choices made so far."""
 
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
-        return self.request.sampling.temperature == 0 and not self.is_adjusted and self.request.audit_of is None
+        return self.request.sampling.temperature == 0 and not (self.is_adjusted or self.request.keeps_leads)
 
     @property
     def is_adjusted(self) -> bool:
@@ -168,11 +166,8 @@ class Sequence:
         sampling, grammar = self.request.sampling, self.grammar
         scores = logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
         if grammar is None:
-            chosen = choose_tokens(scores, positions, sampling)
-            if self.request.audit_of is not None:
-                self.audit(scores[0], positions[0], int(chosen[0]))
-            return chosen
-        is_likely = not (self.penalties or sampling.leaves_out or self.request.audit_of is not None)
+            return self._choose(scores, positions)
+        is_likely = not (self.penalties or sampling.leaves_out or self.request.keeps_leads)
         likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
 
         def choose(node: int) -> int:
@@ -180,13 +175,17 @@ class Sequence:
             if likely is not None and grammar.allows(likely[node]):
                 return int(likely[node])
             row = slice(node, node + 1)
-            masked = grammar.mask(logits[row], scores[row])
-            token_id = int(choose_tokens(masked, positions[row], sampling))
-            self.audit(masked[0], positions[node], token_id)
-            return token_id
+            return int(self._choose(grammar.mask(logits[row], scores[row]), positions[row]))
 
         reached = grammar.follow(token_ids, parents, choose)
         return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
+
+    def _choose(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Choose tokens [N] from scores [N, V], and note the lead of the first."""
+        chosen = choose_tokens(scores, positions, self.request.sampling)
+        if self.request.keeps_leads:
+            self.leads.append(lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0])))
+        return chosen
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""
@@ -205,19 +204,6 @@ class Sequence:
     def end(self, reason: FinishReason) -> None:
         """End where it stands."""
         self.finish_reason = self.stopper.finish_reason = reason
-
-    def audit(self, logits: Tensor, position: Tensor, token_id: int) -> None:
-        """Compare a token of a plain decoding with that of `request.audit_of`, unless an earlier one differed.
-
-        `logits` [V] are those that it was chosen from, `position` [] its own.
-        """
-        expected = self.request.audit_of
-        if expected is None or self.gap is not None or self.num_equal_tokens == len(expected):
-            return
-        if token_id == (other := expected[self.num_equal_tokens]):
-            self.num_equal_tokens += 1
-        else:
-            self.gap = choice_gap(logits, position, self.request.sampling, token_id, other)
 
     def catch_up(self) -> tuple[list[int], Tensor]:
         """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
@@ -247,7 +233,6 @@ class Sequence:
     def completion(self) -> Completion:
         """Return the finished request's completion."""
         assert self.finish_reason is not None
-        agreement = None if self.request.audit_of is None else Agreement(self.num_equal_tokens, self.gap)
         stopper = self.stopper
         return Completion(
             self.request.request_id,
@@ -255,7 +240,7 @@ class Sequence:
             stopper.text,
             self.finish_reason,
             self.stats,
-            agreement,
+            tuple(self.leads),
             tuple(self.scored),
         )
 

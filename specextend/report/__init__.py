@@ -3,7 +3,7 @@
 from specextend.report.build import build_report, read_report, write_report
 from specextend.report.comparison import compare, render_comparison
 from specextend.report.figures import RunFigures
-from specextend.report.sections import render, render_outcome
+from specextend.report.sections import render, render_audit, render_outcome
 
 __all__ = [
     "RunFigures",
@@ -11,6 +11,7 @@ __all__ = [
     "compare",
     "read_report",
     "render",
+    "render_audit",
     "render_comparison",
     "render_outcome",
     "write_report",

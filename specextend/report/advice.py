@@ -64,21 +64,6 @@ def most_failed(report: Report) -> Finding | None:
     return Finding(says, weight, "Failed documents", evidence, first["doc_ids"])
 
 
-def texts_differ(report: Report) -> Finding | None:
-    """Say that plain decoding gives other texts."""
-    audit = report["audit"]
-    if audit is None or not audit["different"]:
-        return None
-    different, gap = audit["different"], audit["largest_gap"]
-    says = (
-        f"{different:,} of {counted(audit['documents'], 'audited document')} differed from plain decoding by more than "
-        f"rounding, by up to {gap:.2f} logits: speculation must not change texts. "
-        f"{'Report' if _is_plain(report) else 'Set decoding.mode autoregressive and report'} it."
-    )
-    evidence = {"documents": audit["documents"], "different": different, "gap": gap}
-    return Finding(says, 2.0, "Audit", evidence, audit["different_doc_ids"])
-
-
 def truncated(report: Report) -> Finding | None:
     """Say that many texts were cut, at which limit, and whether more tokens would help."""
     flags = report["quality_flags"]
@@ -128,21 +113,6 @@ def prefill_bound(report: Report) -> Finding | None:
         f"{limit:.1f} times as fast, {end}."
     )
     return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
-
-
-def slower_than_plain(report: Report) -> Finding | None:
-    """Say that plain decoding was measured to be faster."""
-    speedup = (report["audit"] or {}).get("speedup")
-    if speedup is None or speedup["decode"] is None or speedup["decode"] >= 1 or _is_plain(report):
-        return None
-    documents, factor = speedup["documents"], speedup["decode"]
-    if documents < LEAST_DOCUMENTS:
-        return None
-    says = (
-        f"On {counted(documents, 'audited document')} decoding was {factor:.2f} times as fast as without a "
-        "draft: decoding.mode autoregressive, or another draft, would be faster here."
-    )
-    return Finding(says, 1 - factor, "Audit", {"documents": documents, "speedup": factor})
 
 
 def drafting_cost(report: Report) -> Finding | None:
@@ -214,8 +184,8 @@ def loading(report: Report) -> Finding | None:
 
 
 Rules = tuple[Callable[[Report], Finding | None], ...]
-OF_TEXTS: Rules = (most_failed, texts_differ, truncated, dropped)
-OF_TIME: Rules = (prefill_bound, slower_than_plain, drafting_cost, acceptance_falls, idle_tail, loading)
+OF_TEXTS: Rules = (most_failed, truncated, dropped)
+OF_TIME: Rules = (prefill_bound, drafting_cost, acceptance_falls, idle_tail, loading)
 """What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
 
 

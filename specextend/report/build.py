@@ -8,18 +8,15 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.core import Checkpoint, Values
-from specextend.data.audit_rows import read_audits
 from specextend.data.commits import list_commits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
-from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
+from specextend.data.run_folder import Start, read_audit, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.figures import (
     DONE_COLUMNS,
     ERROR_COLUMNS,
     RunFigures,
-    audit_figures,
-    audit_seconds,
     document_figures,
     limit_figures,
 )
@@ -83,9 +80,8 @@ def build_report(
     done = figures.done
     manifest = read_manifest(location)
     times = with_times(done)
-    audits = read_audits(location)
     records = [ending if ending and ending.run_id == start.run_id else start for start in read_starts(location)]
-    starts = timed_starts(records, times, read_heartbeat(location), audit_seconds(audits))
+    starts = timed_starts(records, times, read_heartbeat(location))
     described = document_figures(done)
     tokens = described["tokens"]
     report = {
@@ -105,7 +101,7 @@ def build_report(
         "evidence": figures.evidence,
         "choices": figures.choices,
         "errors": figures.errors,
-        "audit": audit_figures(audits, _dtype(manifest)),
+        "audit": read_audit(location),
         "timeline": timeline_section(starts, times),
     }
     report = {name: _finite(value) for name, value in report.items()}
@@ -135,12 +131,6 @@ def _run(manifest: Values) -> Values:
     named = {name: config.get(name) for name in sections}
     columns = {name: value for name, value in config.get("input", {}).items() if value and name.endswith("_column")}
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
-
-
-def _dtype(manifest: Values | None) -> str:
-    """Return the target's dtype; float32, the strictest, if it is not recorded."""
-    target = {} if manifest is None else manifest["config"].get("target", {})
-    return str(target.get("dtype", "float32"))
 
 
 def _row_counts(manifest: Values | None, done: int, errors: int) -> dict[str, int | None]:

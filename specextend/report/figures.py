@@ -1,4 +1,4 @@
-"""Figures of the documents of a run, beside plain decoding (the audit), and beside the limits of its devices."""
+"""Figures of the documents of a run, and beside the limits of its devices."""
 
 import math
 import statistics
@@ -22,9 +22,7 @@ SMALLEST = 512
 """Upper bound in tokens of the smallest bucket of prompt lengths."""
 NUM_SLOWEST = 10
 NUM_IDS = 10
-"""Ids that are listed of the documents of a class of errors, of a quality flag, or that differ in the audit."""
-NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/dev/log.md`)."""
+"""Ids that are listed of the documents of a class of errors or of a quality flag."""
 _LIMITED = (
     "worker",
     "num_prompt_tokens",
@@ -303,63 +301,6 @@ def _slowest(work: pa.Table) -> list[Values]:
     return [row for row in rows if row["total_s"] is not None]
 
 
-def audit_figures(rows: pa.Table, dtype: str) -> Values | None:
-    """Say whether audited summaries agree with plain decoding, and how much faster they were; None without an audit.
-
-    rows: of AUDIT_SCHEMA; a document counts once, however often it was audited. dtype: of the target.
-    """
-    keys = zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True)
-    places = {key: place for place, key in enumerate(keys)}
-    if not places:
-        return None
-    rows = rows.take(pa.array(sorted(places.values())))
-    compared = rows.filter(rows["error"].is_null())
-    gaps = compared.filter(compared["gap"].is_valid())
-    different = gaps.filter(pc.greater(gaps["gap"], NEAR_TIES[dtype]))
-    return {
-        "documents": len(rows),
-        "failed": len(rows) - len(compared),
-        "equal": len(compared) - len(gaps),
-        "near_ties": len(gaps) - len(different),
-        "different": len(different),
-        "different_doc_ids": _first_ids(different),
-        "near_tie_gap": NEAR_TIES[dtype],
-        "largest_gap": pc.max(gaps["gap"]).as_py(),
-        "token_agreement": ratio(_total(compared["num_equal_tokens"]), _total(compared["num_tokens"])),
-        "seconds": _total(rows["plain_prefill_s"]) + _total(rows["plain_s"]),
-        "speedup": _speedup(compared),
-    }
-
-
-def audit_seconds(rows: pa.Table) -> dict[str, float]:
-    """Add up the seconds of plain decoding by start, from rows of AUDIT_SCHEMA."""
-    seconds = pc.add(rows["plain_prefill_s"].fill_null(0), rows["plain_s"].fill_null(0))
-    sums = pa.table({"run_id": rows["run_id"], "s": seconds}).group_by("run_id").aggregate([("s", "sum")])
-    return dict(zip(sums["run_id"].to_pylist(), sums["s_sum"].to_pylist(), strict=True))
-
-
-def _speedup(rows: pa.Table) -> Values | None:
-    """Compare seconds per token with and without a draft, summed over documents of two tokens or more.
-
-    Only documents in batches as large as the job's count: a smaller batch of plain decoding pays more for each token.
-    """
-    several = pc.and_(pc.greater(rows["num_tokens"], 1), pc.greater(rows["num_plain_tokens"], 1))
-    rows = rows.filter(pc.and_(several, rows["is_full_batch"]))
-    if not len(rows):
-        return None
-    decode, whole = [], []
-    for names in (("num_plain_tokens", "plain_s", "plain_prefill_s"), ("num_tokens", "speculative_s", "prefill_s")):
-        tokens, seconds, prefill = (_total(rows[name]) for name in names)
-        decode.append(seconds / (tokens - len(rows)))
-        whole.append((seconds + prefill) / tokens)
-    return {
-        "documents": len(rows),
-        "batch_size": rows["batch_size"][0].as_py(),
-        "decode": ratio(*decode),
-        "end_to_end": ratio(*whole),
-    }
-
-
 def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> Values | None:
     """Compute the shares of their devices' limits that workers reached: matrix rate in prefill, bandwidth in steps.
 
@@ -410,7 +351,3 @@ def _seconds(documents: pa.Table, machine: MachineLimits, work: ModelWork) -> di
         "prefill_limit_s": flop / machine.flop_per_s,
         "verify_limit_s": num_bytes / machine.read_bytes_per_s,
     }
-
-
-def _total(column: pa.ChunkedArray) -> float:
-    return pc.sum(column).as_py() or 0

@@ -81,6 +81,13 @@ def without_nan(rows: pa.Table) -> pa.Table:
     return rows
 
 
+def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:
+    """Return columns of the finished documents with these ids. Raises ValueError as `read_rows` does."""
+    wanted = pa.array(doc_ids, pa.string())
+    tables = (table for is_done, table in read_rows(output, columns, ["doc_id"]) if is_done)
+    return [row for table in tables for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()]
+
+
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
     """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for `summary`.
 

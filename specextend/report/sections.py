@@ -31,7 +31,6 @@ KIND_NAMES = {
     "prefill": "prefill (reading prompts)",
     "decode": "decoding",
     "other": "everything else at work",
-    "audit": "decoding again for the audit",
     "waiting": "waiting for documents",
     "lost": "lost with a worker or a stop",
     "loading": "loading models",
@@ -162,13 +161,9 @@ AUDIT: Figures = {
     "equal to the last token": ("audit.equal", number),
     "different where two tokens nearly tied": ("audit.near_ties", number),
     "different by more than rounding": ("audit.different", number),
-    "tokens before the first difference": ("audit.token_agreement", percent),
-    "largest gap of a difference, in logits": ("audit.largest_gap", thousandths),
     "speed-up of decoding": ("audit.speedup.decode", number),
     "speed-up end to end": ("audit.speedup.end_to_end", number),
-    "speed-up measured on documents": ("audit.speedup.documents", number),
-    "decoded together": ("audit.speedup.batch_size", number),
-    "worker time": ("audit.seconds", duration),
+    "decoded together": ("audit.batch_size", number),
 }
 LIMITS: Figures = {
     "prefill, share of the matrix rate": ("limits.prefill_share", percent),
@@ -377,6 +372,16 @@ def _endings(report: ReadOnly) -> Section:
 def render(report: ReadOnly, width: int = 110) -> str:
     """Render the report as tables for a terminal, then its findings."""
     return to_text(sections(report), [advice["says"] for advice in report["advice"]], width)
+
+
+def render_audit(found: ReadOnly, width: int = 110) -> str:
+    """Render what an audit has found: its figures, then a line for each document that is not equal."""
+    table = _named("Audit", AUDIT, {"audit": found})
+    lines = [
+        f"{each['doc_id']}: {each['outcome']}, {each['error'] or thousandths(each['gap'])}"
+        for each in found["not_equal"]
+    ]
+    return to_text([table], lines, width)
 
 
 def render_outcome(report: ReadOnly, width: int = 110) -> str:

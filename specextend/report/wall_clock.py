@@ -27,12 +27,12 @@ BUSY = {
     "other": ("other_s",),
 }
 """Kinds of time at work on documents that are done, each with the phases that it joins."""
-KINDS = (*BUSY, "audit", "waiting", "lost", "loading", "dead")
+KINDS = (*BUSY, "waiting", "lost", "loading", "dead")
 """What a worker's time is spent on.
 
-`audit`: decoding documents again (`decoding.audit_fraction`). `waiting`: ready, and at none of these. `lost`: from the
-last document of a worker that died, or whose start was stopped, to its end. `loading`: until the first worker of a seat
-is ready. `dead`: from the end of a worker to the moment when its successor is ready.
+`waiting`: ready, and at none of these. `lost`: from the last document of a worker that died, or whose start was
+stopped, to its end. `loading`: until the first worker of a seat is ready. `dead`: from the end of a worker to the
+moment when its successor is ready.
 """
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
@@ -102,16 +102,10 @@ def with_times(documents: pa.Table) -> pa.Table:
     return table.append_column("worker", workers).append_column("begin", begins).append_column("end", ends)
 
 
-def timed_starts(
-    starts: Iterable[Start],
-    documents: pa.Table,
-    heartbeat: Heartbeat | None,
-    audit_s: Mapping[str, float],
-) -> list[TimedStart]:
+def timed_starts(starts: Iterable[Start], documents: pa.Table, heartbeat: Heartbeat | None) -> list[TimedStart]:
     """Find when each start began and ended, and what its workers did.
 
-    documents: from `with_times`. heartbeat: of the driver whose lock is in the folder. audit_s: seconds of the audit by
-    run id.
+    documents: from `with_times`. heartbeat: of the driver whose lock is in the folder.
     """
     starts = list(starts)
     signs = [start.took_over for start in starts] + [heartbeat]
@@ -123,7 +117,7 @@ def timed_starts(
         end = parse_time(start.end)
         if end is None:
             end = max(_known([*beats, start.seen, _last_end(own)]), default=None)
-        paid = _paid_seconds(start, own, end, audit_s.get(start.run_id, 0.0))
+        paid = _paid_seconds(start, own, end)
         timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
     return timed
 
@@ -154,9 +148,7 @@ def is_stopped(start: Start) -> bool:
     return start.exit_code not in FINISHED
 
 
-def _paid_seconds(
-    start: Start, works: Mapping[str, Work] | None, end: float | None, audit_s: float
-) -> dict[str, float] | None:
+def _paid_seconds(start: Start, works: Mapping[str, Work] | None, end: float | None) -> dict[str, float] | None:
     """Return the worker-seconds of a start that were paid, by KINDS; None if they are not recorded."""
     if start.workers is None or works is None or end is None:
         return None
@@ -167,10 +159,6 @@ def _paid_seconds(
     for _, seat in groupby(sorted(start.workers, key=attrgetter("seat", "asked")), attrgetter("seat")):
         for kind, seconds in _seat_seconds(list(seat), works, end, is_stopped(start)).items():
             paid[kind] += seconds
-    for kind in ("waiting", "lost"):  # rows of documents do not know of the audit
-        moved = min(audit_s - paid["audit"], paid[kind])
-        paid["audit"] += moved
-        paid[kind] -= moved
     return paid
 
 

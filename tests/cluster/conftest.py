@@ -11,7 +11,7 @@ import pytest
 from specextend.cluster.display import Fact
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.progress import Snapshot
-from specextend.cluster.run import run
+from specextend.cluster.run import run_job
 from specextend.config import RunConfig
 from specextend.core import Values
 from tests.cluster.fakes import FakeEngine
@@ -102,11 +102,12 @@ class Job:
         interrupt=None,
         **job,
     ):
-        return run(
+        return run_job(
             self.config(**job),
             self.screen,
             interrupt or Interrupt(600.0),
             retry_errors=retry_errors,
+            report=lambda *arguments, **options: None,
             factory=factory,
         )
 

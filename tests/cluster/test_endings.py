@@ -22,7 +22,7 @@ from specextend.cluster.exits import (
     exit_code,
 )
 from specextend.cluster.records import read_status
-from specextend.cluster.run import run
+from specextend.cluster.run import run_job
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
@@ -68,7 +68,7 @@ class Ended:
     def run(self, report=write_report):
         interrupt = Interrupt(600.0)
         try:
-            return run(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
+            return run_job(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
         finally:
             interrupt.disarm()
 
@@ -133,7 +133,7 @@ def test_success_is_the_last_file_that_is_written(ended):
 def test_a_start_that_finds_everything_done_removes_what_a_killed_one_left(ended):
     """Half a record lay there for good: the driver had been killed after `_SUCCESS`."""
     assert ended.run() == EXIT_DONE
-    folders = ["", "_run", "_run/attempts", "_run/parts", "_run/audits", "summaries", "errors"]
+    folders = ["", "_run", "_run/attempts", "_run/parts", "summaries", "errors"]
     left = [ended.output / folder / ".x.0badf00d.tmp" for folder in folders]
     for path in left:
         path.parent.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ KEYS = {
     "target": "model revision dtype quantize device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size max_batch_size cache_gib audit_fraction",
+    "no_repeat_ngram_size max_batch_size cache_gib",
     "attention": "backend tree",
     "tree": "nodes depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh_every score_layers",

@@ -6,19 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_command
 from specextend.core import DocumentKey
-from specextend.data.audit_rows import AuditWriter, read_audits
 from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions
-from specextend.data.run_folder import Counts, read_starts, read_success, starts_folder, write_success
+from specextend.data.run_folder import (
+    Counts,
+    read_audit,
+    read_starts,
+    read_success,
+    starts_folder,
+    write_audit,
+    write_success,
+)
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve, write_bytes
 from specextend.report import export
@@ -37,7 +42,7 @@ def run(tmp_path, write, done):
     output = resolve(str(tmp_path / "out"))
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
-    AuditWriter(output, "0000000a").commit([{"file": 0, "row": 0, "doc_id": "a summary", "num_tokens": 1}])
+    write_audit(output, {"documents": 1})
     write_bytes(starts_folder(output).child("0000000a.json"), json.dumps({"run_id": "0000000a"}).encode())
     finalize(source, output)
     write_success(output, Counts(3, 3, 0))
@@ -51,7 +56,7 @@ def store():
 
 READERS: dict[str, Callable[[Source, Location], object]] = {
     "commits": lambda source, output: read_commits(output),
-    "audits": lambda source, output: read_audits(output),
+    "an audit": lambda source, output: read_audit(output),
     "manifest": lambda source, output: read_manifest(output),
     "a start": lambda source, output: read_starts(output),
     "_SUCCESS": lambda source, output: read_success(output),
@@ -106,21 +111,12 @@ def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_t
 ):
     """Somebody may yet repair it: what is done is moved away."""
     [commit] = (tmp_path / "out" / "_run" / "parts").iterdir()
-    [audit] = (tmp_path / "out" / "_run" / "audits").iterdir()
-    for path, read in ((commit, read_commits), (audit, read_audits)):
-        damage(path, where)
-        with pytest.raises(DamagedCommitError, match=rf"{path.name} is damaged \(.*\); move it away to do ") as said:
-            read(store.at(tmp_path / "out"))
-        assert "delete" not in str(said.value)
+    damage(commit, where)
+    with pytest.raises(DamagedCommitError, match=rf"{commit.name} is damaged \(.*\); move it away to do ") as said:
+        read_commits(store.at(tmp_path / "out"))
+    assert "delete" not in str(said.value)
     if where == "byte":
         return  # what others write need not have checksums
     damage(tmp_path / "in" / "a.parquet", where)
     with pytest.raises(InputError, match=r"^a.parquet cannot be read as Parquet"):
         list(open_source(InputOptions(path=str(tmp_path / "in"))).scan())
-
-
-def test_an_audit_of_another_shape_is_damaged(tmp_path, run):
-    """It was a traceback."""
-    pq.write_table(pa.table({"file": [1]}), tmp_path / "out" / "_run" / "audits" / "audit-0000000b-000000.parquet")
-    with pytest.raises(DamagedCommitError, match=r"audit-0000000b-000000.parquet is damaged"):
-        read_audits(resolve(str(tmp_path / "out")))

@@ -82,22 +82,6 @@ def test_log_probabilities_are_those_of_transformers(mode, draft, batch, tempera
         assert [*answer] == [*FIELDS]
 
 
-def test_an_audit_compares_values(pair):
-    """It scores them one by one, without a tree; a value that is not the likeliest has a gap."""
-    engine = tiny_engine(pair, "good")
-    [first] = engine.generate([asked(71)])
-    [again] = engine.generate([asked(71, audit_of=tuple(first.token_ids))])
-    assert (again.token_ids, again.agreement.gap) == (first.token_ids, None)
-    assert again.agreement.num_equal_tokens == len(first.token_ids)
-    values = {each.value: each.log_prob for each in first.scored if each.field == "kind"}
-    worst = min(values, key=values.__getitem__)
-    other = json.dumps(json.loads(first.text) | {"kind": None if worst == "null" else worst})
-    path = engine.tokenizer.encode(other, add_special_tokens=False)
-    [different] = engine.generate([asked(71, audit_of=tuple(path))])
-    assert different.agreement.gap == pytest.approx(max(values.values()) - values[worst], abs=1e-4)
-    assert different.agreement.num_equal_tokens < len(path)
-
-
 @pytest.mark.parametrize("most", [1, 12])
 def test_an_answer_without_room_breaks_off(pair, most):
     engine = tiny_engine(pair, "good")

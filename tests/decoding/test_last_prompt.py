@@ -1,7 +1,5 @@
 """A prompt that begins as the one before it is read from where they differ, and nothing of its output tells."""
 
-from dataclasses import replace
-
 import pytest
 
 from specextend.decoding.prefill import LEAST_REUSED
@@ -66,15 +64,6 @@ def test_a_short_beginning_is_read_again(common, own, cached, pair):
     start = DOCUMENT[:common]
     _, second = run(engine, [*start, 5, 5, 5], [*start, 6, *random_prompt(own - 1)])
     assert second.stats.num_cached_tokens == cached
-
-
-def test_an_audit_reads_the_whole_prompt(pair):
-    """It checks the decoding before it, and takes nothing from it."""
-    engine = tiny_engine(pair)
-    [first] = run(engine, DOCUMENT)
-    audit = replace(request("audit", DOCUMENT, NEW), audit_of=tuple(first.token_ids))
-    outputs = list(engine.generate([request("again", DOCUMENT, NEW), audit]))
-    assert {each.request_id: each.stats.num_cached_tokens for each in outputs} == {"again": 0, "audit": 0}
 
 
 def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):

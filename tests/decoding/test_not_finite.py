@@ -62,7 +62,7 @@ KINDS = {
     "greedy": {},
     "schema": {"schema": SCHEMA},
     "choices": {"choices": (LEVEL,)},
-    "audit": {"audit_of": (5, 6, 7)},
+    "leads": {"drafts": False, "keeps_leads": True},
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.run import run
+from specextend.cluster.run import run_job
 from specextend.config import RunConfig
 from specextend.loading import load_engine
 from tests.cluster.conftest import Screen
@@ -29,7 +29,10 @@ class RealJob(Run):
         return [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
 
     def run(self, factory=load_engine, **job):
-        return run(RunConfig.load(CONFIG, self.settings(**job)), self.screen, Interrupt(600.0), factory=factory)
+        config = RunConfig.load(CONFIG, self.settings(**job))
+        return run_job(
+            config, self.screen, Interrupt(600.0), report=lambda *arguments, **options: None, factory=factory
+        )
 
 
 @pytest.fixture

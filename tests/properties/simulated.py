@@ -27,7 +27,6 @@ from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import RunConfig
-from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
@@ -228,7 +227,6 @@ def driver_of(
         committer=Committer(
             output,
             CommitWriter(output, run_id),
-            AuditWriter(output, run_id),
             record,
             lock,
             rows_per_commit,

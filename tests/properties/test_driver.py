@@ -54,7 +54,7 @@ class Night:
             pool = SimulatedPool(self.draw, Clock(), trouble, self.poison, num_places, self.summary_of)
             ends = (Killed, WorkersFailError) if trouble else Killed
             try:
-                self.driver(pool).run()
+                self.driver(pool).drive()
             except ends:
                 continue
             assert pool.most_leases <= LEASES + 1

@@ -51,7 +51,7 @@ def night(
     job = JobOptions(workers=GPUS, max_attempts=max_attempts, stall_s=1e6, document_deadline_s=1e6)
     estimates = {key: TokenEstimate(draw.randint(1, 100), 5) for key in keys}
     driver = driver_of(source, output, job, pool, estimates, interrupt)
-    driver.run()
+    driver.drive()
     progress = read_commits(output)
     assert len(progress.done) + len(progress.errors) == num_documents
     attempts = Counter(row["attempts"] for row in rows_of(folder / "output" / "_run" / "parts"))

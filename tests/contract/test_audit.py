@@ -1,0 +1,132 @@
+"""A finished run is decoded again without a draft: what it says, what it refuses, and what its report has of it."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend import RunConfig
+from tests.job.conftest import CONFIG, TEXT, in_process, specextend, write_corpus
+
+TARGET = Path(RunConfig.load(CONFIG, ["output.path=unused"]).target.model)
+ALL = {"documents": 5, "equal": 5, "near_ties": 0, "different": 0, "failed": 0}
+
+
+def decoded(folder: Path, *settings: str) -> Path:
+    """The output of a run of six rows, the third of which is an error, with a target of its own."""
+    shutil.copytree(TARGET, folder / "target")
+    texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
+    corpus = write_corpus(folder / "in" / "a.parquet", texts, doc=[*"abcdef"])
+    own = ("input.id_column=doc", f"target.model={folder / 'target'}", "job.max_error_fraction=0.5", *settings)
+    given = [part for setting in own for part in ("--set", setting)]
+    places = ["--input", str(corpus), "--output", str(folder / "out")]
+    ended = in_process("summarize.py", "--config", str(CONFIG), *places, *given)
+    assert ended.code == 0, ended.stderr
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, kept_kernels, local_ray):
+    return decoded(tmp_path_factory.mktemp("finished"))
+
+
+@contextmanager
+def changed(path: Path, change: Callable[[Path], object]) -> Iterator[None]:
+    """A file that is changed for a while."""
+    before = path.read_bytes()
+    change(path)
+    yield
+    path.write_bytes(before)
+
+
+def test_a_run_is_equal_and_its_report_has_a_speed_up_from_then_on(finished):
+    """Without an audit there is neither: nothing was compared. A table for people, and JSON for programs."""
+    assert specextend("report", str(finished)).code == 0
+    assert json.loads((finished / "report.json").read_text())["audit"] is None
+    ended = specextend("audit", str(finished), "--json", str(finished.parent / "found.json"))
+    assert (ended.code, ended.stderr) == (0, "")
+    found = json.loads((finished.parent / "found.json").read_text())
+    assert found.items() >= ALL.items()
+    assert (found["batch_size"], found["not_equal"]) == (3, [])
+    assert min(found["speedup"].values()) > 0
+    said = specextend("report", str(finished)).stdout
+    assert json.loads((finished / "report.json").read_text())["audit"] == found
+    assert "speed-up of decoding" in said
+    assert "speed-up of decoding" in ended.stdout
+
+
+def test_a_sample_is_as_small_as_it_is_asked_for(finished):
+    """Long documents take minutes each."""
+    ended = specextend("audit", str(finished), "--rows", "2", "--seed", "1", "--json", "-")
+    found = json.loads(ended.stdout)
+    assert (ended.code, found["documents"], found["batch_size"]) == (0, found["equal"], found["documents"])
+    assert found["documents"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcome", "code"),
+    [((), "different", 3), (("target.dtype=bfloat16", "attention.backend=sdpa"), "near tie", 0)],
+)
+def test_a_text_that_is_not_the_targets_own_is_found(settings, outcome, code, tmp_path, kept_kernels, local_ray):
+    """One that somebody changed stands for a fault in the verification; a token that nearly ties, for rounding."""
+    output = decoded(tmp_path, *settings)
+    shutil.rmtree(output / "_run" / "parts")  # what is left is read where the change is
+    path = output / "summaries" / "part-00000.parquet"
+    table = pq.read_table(path)
+    texts = [f"No{text[2:]}" if number == 2 else text for number, text in enumerate(table["summary"].to_pylist())]
+    place = table.column_names.index("summary")
+    pq.write_table(table.set_column(place, table.field(place), pa.array(texts)), path)
+    ended = specextend("audit", str(output), "--json", "-")
+    found = json.loads(ended.stdout)
+    outcomes = {each["doc_id"]: each["outcome"] for each in found["not_equal"]}
+    assert (ended.code, found["failed"], outcomes["d"]) == (code, 0, outcome)
+    assert {*outcomes.values()} == {outcome}
+    assert code == 0 or [*outcomes] == ["d"]
+
+
+REFUSED = {
+    "_run/manifest.json": (lambda path: path.unlink(), "holds no run"),
+    "../in/a.parquet": (lambda path: write_corpus(path, [TEXT], doc=["a"]), "has changed since"),
+    "../target/model.safetensors": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "has changed since"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_what_cannot_be_compared_is_refused_in_one_line(finished, name):
+    """Other documents or weights give other texts."""
+    change, said = REFUSED[name]
+    with changed(finished / name, change):
+        ended = specextend("audit", str(finished))
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert said in ended.stderr
+
+
+SETTINGS = {
+    "short numbers": ["target.dtype=bfloat16"],
+    "parts": [
+        "prompt.length_policy=parts",
+        "parts.tokens=64",
+        "prompt.max_prompt_tokens=200",
+        "decoding.temperature=1",
+    ],
+    "penalties": ["decoding.repetition_penalty=1.3", "decoding.temperature=0.7", "decoding.top_p=0.9"],
+    "schema": [
+        "output.schema={kind: audit | budget, said: {type: string, maxLength: 9}}",
+        "decoding.max_new_tokens=99",
+    ],
+    "choices": ["output.schema={kind: audit | budget | other}", "decoding.temperature=1.5", "output.column=answer"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=[*SETTINGS])
+def test_whatever_was_asked_for_agrees(tmp_path, kept_kernels, local_ray, settings):
+    """In bfloat16 texts may differ where two tokens nearly tie, which is no fault."""
+    ended = specextend("audit", str(decoded(tmp_path, *settings)), "--json", "-")
+    found = json.loads(ended.stdout)
+    assert (ended.code, found["equal"] + found["near_ties"]) == (0, 5), found
