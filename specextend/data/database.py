@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import duckdb
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from specextend.core import Values, first_line
 
@@ -50,6 +51,10 @@ class Database:
         names = [name for name, *_ in found.description or ()]
         while rows := found.fetchmany(2048):
             yield from (dict(zip(names, row, strict=True)) for row in rows)
+
+    def arrays(self, query: str) -> list[NDArray[Any]]:
+        """Return the columns of the rows that a query finds; none of them may be null."""
+        return [*self._execute(query).fetchnumpy().values()]
 
     def _execute(self, statement: str, values: tuple[Any, ...] = ()) -> duckdb.DuckDBPyConnection:
         try:
