@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -17,13 +18,15 @@ _LIMITS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "256MB",
     "python_enable_replacements": False,
 }
+_FETCHED_ROWS = 2048
 _LOCK = "SET GLOBAL TimeZone = 'UTC'; SET enable_external_access = false; SET lock_configuration = true"
 
 
 class Database:
     """A database that is gone with this object. What does not fit into its memory goes to temporary files.
 
-    Of one thread, and deterministic. Not for texts: rows are handled 2,048 at a time, whatever their size.
+    Of one thread, and deterministic. Not for texts: rows are handled 2,048 at a time, whatever their size. All methods
+    raise OSError if the temporary folder has no room.
     """
 
     def __init__(self) -> None:
@@ -32,13 +35,10 @@ class Database:
         self._connection.execute(_LOCK)
 
     def add(self, given: pa.Table, *statements: str) -> None:
-        """Execute statements in which a table goes by the name `given`.
-
-        Raises OSError if the temporary folder has no room.
-        """
+        """Execute statements in which a table goes by the name `given`."""
         self._connection.register("given", given)
         for statement in statements:
-            self._execute(statement)
+            self.select(statement)
         self._connection.unregister("given")
 
     def select(self, query: str, *values: Any) -> list[Values]:
@@ -47,20 +47,23 @@ class Database:
 
     def stream(self, query: str, *values: Any) -> Iterator[Values]:
         """Yield the rows that a query finds; nothing else may be asked meanwhile."""
-        found = self._execute(query, values)
-        names = [name for name, *_ in found.description or ()]
-        while rows := found.fetchmany(2048):
-            yield from (dict(zip(names, row, strict=True)) for row in rows)
+        with _temporary_room():
+            found = self._connection.execute(query, values)
+            names = [name for name, *_ in found.description or ()]
+            while rows := found.fetchmany(_FETCHED_ROWS):
+                yield from (dict(zip(names, row, strict=True)) for row in rows)
 
     def arrays(self, query: str) -> list[NDArray[Any]]:
         """Return the columns of the rows that a query finds; none of them may be null."""
-        return [*self._execute(query).fetchnumpy().values()]
+        with _temporary_room():
+            return [*self._connection.execute(query).fetchnumpy().values()]
 
-    def _execute(self, statement: str, values: tuple[Any, ...] = ()) -> duckdb.DuckDBPyConnection:
-        try:
-            return self._connection.execute(statement, values)
-        except duckdb.IOException as error:
-            folder = tempfile.gettempdir()
-            raise OSError(
-                f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another"
-            ) from error
+
+@contextmanager
+def _temporary_room() -> Iterator[None]:
+    """Raise OSError with a way out if a `with` block finds no room for temporary files."""
+    try:
+        yield
+    except (duckdb.IOException, duckdb.FatalException, duckdb.OutOfMemoryException) as error:
+        folder = tempfile.gettempdir()
+        raise OSError(f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another") from error
