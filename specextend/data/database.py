@@ -1,11 +1,11 @@
 """DuckDB under tables of many narrow rows: in bounded memory, and without a way to anything but its temporary files."""
 
-import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from uuid import uuid4
 
 import duckdb
 import pyarrow as pa
@@ -30,7 +30,8 @@ class Database:
     """
 
     def __init__(self) -> None:
-        folder = os.path.join(tempfile.gettempdir(), f"specextend-{uuid4().hex}")  # made and removed by DuckDB
+        folder = tempfile.mkdtemp(prefix="specextend-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._connection = duckdb.connect(config={**_LIMITS, "temp_directory": folder})
         self._connection.execute(_LOCK)
 

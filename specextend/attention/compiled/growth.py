@@ -151,9 +151,7 @@ def log_sum(b, element, logits, num_vectors):
         return [b.fadd(total, vir.exp2(b, b.fsub(b.fmul(at(i), factor), peak)))]
 
     [total] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_power)
-    log2 = b.call(
-        vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"), [vir.across(b, total, add)]
-    )
+    log2 = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"), [vir.across(b, total, add)])
     return b.fadd(log2, b.extract_element(peak, ir.Constant(vir.I32, 0)))
 
 
@@ -525,9 +523,7 @@ class Head:
         self._group = group
         self._workspace = torch.empty(attend.num_workers() * products.WORKER_BYTES, dtype=torch.uint8)
 
-    def read(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor
-    ) -> Tensor:
+    def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
         """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
 
         tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
