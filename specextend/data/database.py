@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 
 from specextend.core import Values, first_line
 
-_LIMITS: dict[str, str | bool | int | float | list[str]] = {
-    "threads": 1,
-    "memory_limit": "256MB",
-    "python_enable_replacements": False,
-}
 _FETCHED_ROWS = 2048
 _LOCK = "SET GLOBAL TimeZone = 'UTC'; SET enable_external_access = false; SET lock_configuration = true"
+
+
+def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConnection:
+    """Return a database in memory that opens no file but temporary ones, and loads no extension."""
+    limits = {"memory_limit": memory_limit, "temp_directory": temp_directory, "threads": "1"}
+    connection = duckdb.connect(config={**limits, "python_enable_replacements": "false"})
+    connection.execute(_LOCK)
+    return connection
 
 
 class Database:
@@ -32,8 +35,7 @@ class Database:
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="specextend-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._connection = duckdb.connect(config={**_LIMITS, "temp_directory": folder})
-        self._connection.execute(_LOCK)
+        self._connection = connect(memory_limit="256MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> None:
         """Execute statements in which a table goes by the name `given`."""
