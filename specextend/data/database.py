@@ -35,7 +35,7 @@ class Database:
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="specextend-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._connection = connect(memory_limit="256MB", temp_directory=folder)
+        self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> None:
         """Execute statements in which a table goes by the name `given`."""

@@ -205,7 +205,7 @@ _NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
 _Before = dict[int, dict[str, tuple[int, int]]]
 _KNOWN = """
     CREATE TABLE known AS
-    SELECT file, row, ids.rowid AS place, content, state, list_contains(?::INT[][], [origin, file]) AS is_same
+    SELECT file, row, ids.rowid AS place, content, state, (origin, file) IN (FROM given) AS is_same
     FROM earlier JOIN ids USING (id)
 """
 _STATES = f"""
@@ -236,8 +236,14 @@ def _compare(
                 table,
                 f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given WHERE NOT retryable",
             )
-    same = [[origin, file.number] for origin, each in enumerate(earlier) for file in source.files if each.holds(file)]
-    database.select(_KNOWN, same)
+    same = [
+        {"origin": origin, "file": file.number}
+        for origin, each in enumerate(earlier)
+        for file in source.files
+        if each.holds(file)
+    ]
+    schema = pa.schema([("origin", pa.int32()), ("file", pa.int32())])
+    database.add(pa.Table.from_pylist(same, schema), _KNOWN)
     states = np.full(_size(rows), _NEW, np.int8)
     places, known = database.arrays(_STATES)
     states[places] = known

@@ -255,10 +255,15 @@ def _shares(sums: ReadOnly) -> dict[str, float | None]:
 
 def _spread(figures: RunFigures, name: str) -> Values | None:
     """Return n, median, mean, range and sample standard deviation of the values that are not null."""
-    measures = {"n": "count", "median": "median", "mean": "avg", "min": "min", "max": "max", "sd": "stddev_samp"}
+    measures = {"mean": "avg", "min": "min", "max": "max", "sd": "stddev_samp"}
     named = ", ".join(f"{measure}({name}) AS {key}" for key, measure in measures.items())
-    [row] = figures.select(f"SELECT {named} FROM done")
-    return row if row["n"] else None
+    [row] = figures.select(f"SELECT count({name}) AS n, {named} FROM done")
+    if not row["n"]:
+        return None
+    places = f"LIMIT {2 - row['n'] % 2} OFFSET {(row['n'] - 1) // 2}"  # `median()` would hold all values in memory
+    ordered = f"SELECT {name} AS each FROM done WHERE {name} IS NOT NULL ORDER BY each {places}"
+    [middle] = figures.select(f"SELECT avg(each) AS median FROM ({ordered})")
+    return row | middle
 
 
 def _counts(figures: RunFigures, name: str, rows: str = "done") -> dict[str, int]:
