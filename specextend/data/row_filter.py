@@ -8,15 +8,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from specextend.core import one_line
+from specextend.data.database import connect
 
 _EXAMPLE = """it is a condition of SQL, as in lang = 'en' AND pages > 2 AND "a b" IS NOT NULL"""
-_LIMITS: dict[str, str | bool | int | float | list[str]] = {
-    "threads": 1,
-    "memory_limit": "512MB",
-    "enable_external_access": False,
-    "python_enable_replacements": False,
-}
-_LOCK = "SET GLOBAL TimeZone = 'UTC'; SET lock_configuration = true"
 _PARSE = """
 WITH parsed AS MATERIALIZED (SELECT json_serialize_sql(?) AS tree),
 used AS MATERIALIZED (
@@ -58,10 +52,7 @@ much of little: the database's limit does not count values that wait to be compa
 
 @cache
 def _database() -> duckdb.DuckDBPyConnection:
-    """Return a database in memory that opens no file and loads no extension."""
-    database = duckdb.connect(config=_LIMITS)
-    database.execute(_LOCK)
-    return database
+    return connect("512MB")
 
 
 @cache

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from specextend.core import Checkpoint, ReadOnly, counted
+from specextend.core import Checkpoint, ReadOnly, Values, counted
+from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
@@ -34,6 +36,21 @@ Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
 _DRAWS = 1 << 64
+_REPEATED = """
+    CREATE TABLE repeated AS
+    SELECT id, min(rowid) AS first FROM ids GROUP BY id HAVING count(*) > 1 OR id IS NULL
+"""
+_BAD = """
+    CREATE TABLE bad AS
+    SELECT file, row, ids.id, ids.rowid AS place FROM ids JOIN repeated ON ids.id IS NOT DISTINCT FROM repeated.id
+    WHERE ids.id IS NULL OR ids.rowid > first
+"""
+_FIRST_BAD = """
+    SELECT file, row, id FROM ids
+    WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, place LIMIT 1)
+    ORDER BY rowid LIMIT 2
+"""
+"""The first null, or else the first id that is repeated and where it was before."""
 
 
 def select_rows(
@@ -84,34 +101,37 @@ def _check_ids(source: Source, rows: Rows) -> Source:
     column = source.options.id_column
     if column is None:
         return source
-    every = _ids(source, rows)
-    num_nulls = every.null_count
-    num_repeated = len(every) - len(every.unique()) - max(0, num_nulls - 1)
-    if not num_nulls and not num_repeated:
+    database = _with_ids(source, rows)
+    database.select(_REPEATED)
+    database.select(_BAD)
+    [counts] = database.select("SELECT count(*) AS bad, count(*) - count(id) AS nulls FROM bad")
+    if not counts["bad"]:
         return source
-    codes = pc.fill_null(every.combine_chunks().dictionary_encode().indices, -1).to_numpy()
-    is_bad = np.ones(len(codes), bool)
-    is_bad[np.unique(codes, return_index=True)[1]] = False
-    is_bad |= codes < 0
     if source.options.on_bad_id == "refuse":
-        first = int(np.argmax(codes < 0 if num_nulls else is_bad))
-        same = [_say_place(source, rows, place) for place in np.flatnonzero(codes == codes[first])[:2].tolist()]
-        what = f"nulls in column {column!r} (input.id_column): {num_nulls:,}, the first in {same[0]}; give them ids"
-        if not num_nulls:
-            where = f"{num_repeated:,} repeated, the first is {every[first].as_py()!r} in {' and '.join(same)}"
+        first = database.select(_FIRST_BAD)
+        places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
+        what = f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in {places[0]}"
+        what += "; give them ids"
+        if not counts["nulls"]:
+            where = f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in {' and '.join(places)}"
             what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
         raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
-    found = enumerate(zip(rows, _of_files(is_bad, rows), strict=True))
-    return replace(source, bad_ids={number: each[bad] for number, (each, bad) in found if bad.any()})
+    found = groupby(database.stream("SELECT file, row FROM bad ORDER BY place"), itemgetter("file"))
+    return replace(source, bad_ids={number: np.array([each["row"] for each in bad]) for number, bad in found})
 
 
-def _say_place(source: Source, rows: Rows, place: int) -> str:
-    """Describe the row at a place among all of `rows`."""
-    for file, each in zip(source.files, rows, strict=True):
-        if place < len(each):
-            return f"{file.relative_path} row {each[place]}"
-        place -= len(each)
-    raise AssertionError("no such row")
+def _with_ids(source: Source, rows: Rows) -> Database:
+    """Return a database with the table `ids`: the id of each row of all files, and its place."""
+
+    def read(file: InputFile) -> pa.Table:
+        numbers = np.full(len(rows[file.number]), file.number, np.int32)
+        return pa.table({"file": numbers, "row": rows[file.number], "id": _ids(source, rows, file)})
+
+    database = Database()
+    database.select("CREATE TABLE ids (file INT, row BIGINT, id TEXT)")
+    for table in _of_each_file(source.files, read):
+        database.add(table, "INSERT INTO ids FROM given")
+    return database
 
 
 def _refuse_nothing(rows: Rows, what: str) -> None:
@@ -161,7 +181,8 @@ def _sampled(source: Source, rows: Rows, sample: float) -> Rows:
     """Draw a fraction of the rows, or a number of them: those whose ids have the smallest hashes."""
     if not _size(rows):
         return rows
-    hashes = (blake2b(f"0:{each.as_py()}".encode(), digest_size=8).digest() for each in _ids(source, rows))
+    ids = chain.from_iterable(_of_each_file(source.files, partial(_ids, source, rows)))
+    hashes = (blake2b(f"0:{each.as_py()}".encode(), digest_size=8).digest() for each in ids)
     draws = np.fromiter(map(int.from_bytes, hashes), np.uint64, _size(rows))
     if isinstance(sample, int):
         every = np.sort(draws)
@@ -181,6 +202,21 @@ def _first(rows: Rows, limit: int) -> Rows:
 
 _NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
 """What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
+_Before = dict[int, dict[str, tuple[int, int]]]
+_KNOWN = """
+    CREATE TABLE known AS
+    SELECT file, row, ids.rowid AS place, content, state, (origin, file) IN (FROM given) AS is_same
+    FROM earlier JOIN ids USING (id)
+"""
+_STATES = f"""
+    SELECT place, coalesce(min(state) FILTER (is_same), {_CHANGED}) AS state FROM known GROUP BY place
+"""
+_DOUBTFUL = """
+    SELECT file, row, place, content, min(state) AS state FROM known
+    WHERE place NOT IN (SELECT place FROM known WHERE is_same)
+    GROUP BY ALL ORDER BY file, row
+"""
+"""Rows of files that have been written to since."""
 
 
 def _compare(
@@ -190,51 +226,54 @@ def _compare(
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
-    ids = _ids(source, rows)
-    ends = np.cumsum([len(each) for each in rows])
-    states = np.full(len(ids), _NEW, np.int8)
-    ended = [each.ended_rows() for each in earlier]
-    if not len(ids) or not sum(map(len, ended)):
-        return _of_files(states, rows)
-    table = pa.concat_tables(ended)
-    origins = np.repeat(np.arange(len(ended)), [len(each) for each in ended])
-    at = pc.fill_null(pc.index_in(table["doc_id"], value_set=ids.combine_chunks()), -1).to_numpy()
-    known = np.flatnonzero(at >= 0)
-    at, origins, contents = at[known], origins[known], table["content_sha256"].take(pa.array(known))
-    outcomes = np.where(table["retryable"].is_null().to_numpy()[known], _UNCHANGED, _FAILED)
-    files = np.searchsorted(ends, at, side="right")
-    same = np.array([[each.holds(file) for file in source.files] for each in earlier], bool)
-    states[at] = _CHANGED
-    found = same[origins, files]
-    for outcome in (_FAILED, _UNCHANGED):
-        states[at[found & (outcomes == outcome)]] = outcome
-    in_doubt = np.flatnonzero(states[at] == _CHANGED)
+    database = _with_ids(source, rows)
+    database.select("CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)")
+    for origin, each in enumerate(earlier):
+        for table in each.done():
+            database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
+        for table in each.failed():
+            database.add(
+                table,
+                f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given WHERE NOT retryable",
+            )
+    same = [
+        {"origin": origin, "file": file.number}
+        for origin, each in enumerate(earlier)
+        for file in source.files
+        if each.holds(file)
+    ]
+    schema = pa.schema([("origin", pa.int32()), ("file", pa.int32())])
+    database.add(pa.Table.from_pylist(same, schema), _KNOWN)
+    states = np.full(_size(rows), _NEW, np.int8)
+    places, known = database.arrays(_STATES)
+    states[places] = known
 
-    def unchanged(file: InputFile) -> list[tuple[int, int]]:
-        mine = in_doubt[files[in_doubt] == file.number]
-        begin = int(ends[file.number]) - len(rows[file.number])
-        before: dict[int, dict[str, tuple[int, int]]] = {}
-        told = zip(at[mine].tolist(), outcomes[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True)
-        for place, outcome, content in sorted(told, key=lambda each: -each[1]):
-            before.setdefault(int(rows[file.number][place - begin]), {})[content] = (place, outcome)
+    def unchanged(doubtful: tuple[InputFile, _Before]) -> list[tuple[int, int]]:
+        file, before = doubtful
         found = _contents(source, file.number, before.keys(), checkpoint)
         return [before[row][now] for row, now in found if now in before[row]]
 
-    written = [source.files[number] for number in np.unique(files[in_doubt]).tolist()]
-    for same_as_before in _of_each_file(written, unchanged):
-        for place, outcome in same_as_before:
-            states[place] = outcome
+    doubtful = (
+        (source.files[number], _before(told))
+        for number, told in groupby(database.stream(_DOUBTFUL), itemgetter("file"))
+    )
+    for same_as_before in in_order(unchanged, doubtful, cost=lambda each: each[0].bytes_ahead(), most=MOST_AHEAD_BYTES):
+        for place, state in same_as_before:
+            states[place] = state
     return _of_files(states, rows)
 
 
-def _ids(source: Source, rows: Rows) -> pa.ChunkedArray:
-    """Read the ids of the rows of all files."""
+def _before(told: Iterable[Values]) -> _Before:
+    """Return for each row what earlier runs have made of each of its contents: its place, and a state."""
+    before: _Before = {}
+    for each in told:
+        before.setdefault(each["row"], {})[each["content"]] = (each["place"], each["state"])
+    return before
 
-    def read(file: InputFile) -> pa.ChunkedArray:
-        return source.ids(file.number).take(pa.array(rows[file.number]))
 
-    chunks = [chunk for ids in _of_each_file(source.files, read) for chunk in ids.chunks]
-    return pa.chunked_array(chunks, pa.large_string())
+def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
+    """Read the ids of the rows of a file."""
+    return source.ids(file.number).take(pa.array(rows[file.number]))
 
 
 def _of_files(values: NDArray[Any], rows: Rows) -> list[NDArray[Any]]:
@@ -294,11 +333,6 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
 
-_ENDED_SCHEMA = pa.schema(
-    [("doc_id", pa.large_string()), ("content_sha256", pa.large_string()), ("retryable", pa.bool_())]
-)
-
-
 @dataclass(frozen=True)
 class EarlierOutput:
     """The output of an earlier run whose rows this run could have made."""
@@ -306,14 +340,13 @@ class EarlierOutput:
     location: Location
     manifest: ReadOnly
 
-    def ended_rows(self) -> pa.Table:
-        """Read the rows of its summaries, whose `retryable` is null, and of its errors that would fail again."""
-        done, failed = summaries_folder(self.location), errors_folder(self.location)
-        tables = [
-            *in_order(lambda name: self._read(done.child(name), _ENDED_SCHEMA.names[:2]), list_results(done)),
-            *in_order(lambda name: self._read(failed.child(name), _ENDED_SCHEMA.names), list_results(failed)),
-        ]
-        return pa.concat_tables([_ENDED_SCHEMA.empty_table(), *tables])
+    def done(self) -> Iterator[pa.Table]:
+        """Read ids and contents of its summaries."""
+        return self._read(summaries_folder(self.location), "doc_id", "content_sha256")
+
+    def failed(self) -> Iterator[pa.Table]:
+        """Read ids and contents of its errors, and whether they may be tried again."""
+        return self._read(errors_folder(self.location), "doc_id", "content_sha256", "retryable")
 
     def holds(self, file: InputFile) -> bool:
         """Return True if it was made from this very file: same path, size, footer and time of the last write."""
@@ -322,14 +355,14 @@ class EarlierOutput:
         times = self.manifest.get("modified_ns", {})
         return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
 
-    def _read(self, location: Location, columns: list[str]) -> pa.Table:
-        damaged = damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in")
-        table = read_file(location, lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns), damaged)
-        if "retryable" in columns:
-            table = table.filter(pc.invert(table["retryable"]))
-        else:
-            table = table.append_column("retryable", pa.nulls(len(table), pa.bool_()))
-        return table.cast(_ENDED_SCHEMA)
+    def _read(self, folder: Location, *columns: str) -> Iterator[pa.Table]:
+        def read(name: str) -> pa.Table:
+            damaged = damaged_as(InputError, folder.child(name), "repair it, or leave it out of input.except_done_in")
+            return read_file(
+                folder.child(name), lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns), damaged
+            )
+
+        return in_order(read, list_results(folder))
 
 
 def find_earlier(

@@ -162,11 +162,10 @@ class ModelWork:
     attention_flop_per_pair: int
     """Of a token and one that it attends to, in all layers."""
 
-    def prefill_flop(self, num_tokens: int, num_cached: int = 0) -> int:
-        """Count the floating-point operations of a prompt, of which the first `num_cached` tokens were read before."""
-        products = 2 * ((num_tokens - num_cached) * self.layer_parameters + self.head_parameters)
-        pairs = (num_tokens * (num_tokens + 1) - num_cached * (num_cached + 1)) // 2
-        return products + self.attention_flop_per_pair * pairs
+    def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
+        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one before it."""
+        products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
+        return products + self.attention_flop_per_pair * num_pairs
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:

@@ -28,7 +28,6 @@ from specextend.report.wall_clock import (
     timed_starts,
     timeline_section,
     wall_clock_section,
-    with_times,
 )
 
 SCHEMA_VERSION = 1
@@ -77,13 +76,13 @@ def build_report(
     location = folder or resolve(output)
     source = "parts" if figures or list_commits(location) else "summaries"
     figures = figures or _read(location, checkpoint)
-    done = figures.done
     manifest = read_manifest(location)
-    times = with_times(done)
     records = [ending if ending and ending.run_id == start.run_id else start for start in read_starts(location)]
-    starts = timed_starts(records, times, read_heartbeat(location))
-    described = document_figures(done)
-    tokens = described["tokens"]
+    starts = timed_starts(records, figures, read_heartbeat(location))
+    described = document_figures(figures)
+    tokens, errors = described["tokens"], figures.errors
+    [counted] = figures.select("SELECT count(*) AS done FROM done")
+    done, failed = counted["done"], sum(error["rows"] for error in errors)
     report = {
         "schema_version": SCHEMA_VERSION,
         "as_of": time_text(time.time()),
@@ -91,18 +90,18 @@ def build_report(
         "source": source,
         "run": None if manifest is None else _run(manifest),
         "selection": None if manifest is None else manifest.get("selection"),
-        "rows": _row_counts(manifest, len(done), figures.num_errors),
-        "wall_clock": wall_clock_section(starts, len(times), tokens["prompt"], tokens["output"]),
+        "rows": _row_counts(manifest, done, failed),
+        "wall_clock": wall_clock_section(starts, done, tokens["prompt"], tokens["output"]),
         "starts": [start_section(timed) for timed in starts],
-        "limits": limit_figures(done, records),
+        "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
-        "tail": tail_section(starts, times),
+        "tail": tail_section(starts, figures),
         **described,
         "evidence": figures.evidence,
         "choices": figures.choices,
-        "errors": figures.errors,
+        "errors": errors,
         "audit": read_audit(location),
-        "timeline": timeline_section(starts, times),
+        "timeline": timeline_section(starts, figures),
     }
     report = {name: _finite(value) for name, value in report.items()}
     return report | {"advice": give_advice(report)}

@@ -1,10 +1,10 @@
 """Two runs side by side: their figures, how many of their texts differ, and what of their configuration does."""
 
 import json
-from hashlib import blake2b
 from typing import Any
 
 from specextend.core import ReadOnly, Values, counted
+from specextend.data.database import Database
 from specextend.data.fingerprint import flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
@@ -14,6 +14,14 @@ from specextend.stats import ratio
 
 NUM_EXAMPLES = 5
 """Documents with different texts that are named."""
+_DIFFERENCES = f"""
+    SELECT count(*) FILTER (ours.hash IS NOT NULL AND theirs.hash IS NOT NULL) AS common,
+        count(*) FILTER (ours.hash != theirs.hash) AS differing,
+        count(*) FILTER (theirs.hash IS NULL) AS only_here,
+        count(*) FILTER (ours.hash IS NULL) AS only_there,
+        coalesce(arg_min(ours.doc_id, ours.rowid, {NUM_EXAMPLES}) FILTER (ours.hash != theirs.hash), []) AS examples
+    FROM ours FULL JOIN theirs ON ours.doc_id = theirs.doc_id
+"""
 FIGURES: Figures = {
     **RUN,
     **WALL_CLOCK,
@@ -43,28 +51,15 @@ def compare(output: str, other: str) -> Values:
 
 
 def _compare_texts(here: Location, there: Location) -> Values:
-    """Compare the texts of equal ids, character by character."""
-    ours, theirs = _hashes(here), _hashes(there)
-    common = [doc_id for doc_id in ours if doc_id in theirs]
-    differing = [doc_id for doc_id in common if ours[doc_id] != theirs[doc_id]]
-    return {
-        "common": len(common),
-        "differing": len(differing),
-        "only_here": len(ours) - len(common),
-        "only_there": len(theirs) - len(common),
-        "examples": differing[:NUM_EXAMPLES],
-    }
-
-
-def _hashes(folder: Location) -> dict[str, bytes]:
-    """Return the hash of each document's text by its id: texts themselves may be more than fits into memory."""
-    hashes = {}
-    for is_done, table in read_rows(folder, ("doc_id", "summary"), ()):
-        if is_done:
-            for row in table.to_pylist():
-                text = (row["summary"] or "").encode(errors="surrogatepass")
-                hashes[row["doc_id"]] = blake2b(text, digest_size=16).digest()
-    return hashes
+    """Compare the texts of equal ids, character by character, by their hashes."""
+    database = Database()
+    for name, folder in (("ours", here), ("theirs", there)):
+        database.select(f"CREATE TABLE {name} (doc_id TEXT, hash TEXT)")
+        for is_done, rows in read_rows(folder, ("doc_id", "summary"), ()):
+            if is_done:
+                database.add(rows, f"INSERT INTO {name} SELECT doc_id, sha256(coalesce(summary, '')) FROM given")
+    [counts] = database.select(_DIFFERENCES)
+    return counts
 
 
 def _settings(folder: Location, report: ReadOnly) -> Values:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from specextend.core import Values
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
+from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parquet import CHECKED, is_text, read_file, read_stream, rows_where, stream, write_groups
@@ -43,6 +44,20 @@ POLL_S = 2.0
 _DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
 _EXECUTED = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r])"
 """Beginnings of cells that a spreadsheet takes for a formula, or may once it has removed what is before them."""
+_IDS = ("CREATE TABLE wanted AS FROM given", "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)")
+_CHOSEN = """
+    CREATE TABLE chosen AS
+    SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ? OR doc_id IN (FROM wanted) AS is_wanted
+    FROM ids GROUP BY doc_id ORDER BY answer
+"""
+"""The first row of each id, and the first one with an answer: the newest run comes first."""
+_COUNTS = """
+    SELECT count(answer) FILTER (is_wanted) AS done,
+        count(*) FILTER (is_wanted AND answer IS NULL) AS failed,
+        count(*) FILTER (is_wanted AND newest < answer) AS outdated,
+        count(answer) FILTER (NOT is_wanted) AS gone
+    FROM chosen
+"""
 _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
@@ -233,46 +248,29 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     """Choose the first answer to each id of runs, the newest first. Returns the files, each with a mask of its rows."""
     kinds = [(files, is_answer) for run in runs for files, is_answer in ((run.answers, True), (run.failures, False))]
     files = [(file, is_answer) for each, is_answer in kinds for file in each]
-    every, codes, sizes = _ids([file for file, _ in files])
-    is_answer = np.repeat(np.array([is_answer for _, is_answer in files], bool), sizes)
-    first, first_answer = (_first(codes, mask, len(every)) for mask in (np.ones(len(codes), bool), is_answer))
-    is_answered, is_wanted = first_answer < len(codes), np.ones(len(every), bool)
-    if wanted is not None:
-        is_wanted = pc.is_in(every, value_set=wanted).to_numpy(zero_copy_only=False)
-    mask = np.zeros(len(codes), bool)
-    mask[first_answer[is_answered & is_wanted]] = True
+    database, ends = Database(), [0]
+    everything = pa.array([], pa.large_string())
+    database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
+    for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
+        database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
+        ends.append(ends[-1] + len(ids))
+    database.select(_CHOSEN, wanted is None)
+    [counts] = database.select(_COUNTS)
     lines = (line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest))
-    exported = Exported(
-        done=int(mask.sum()),
-        failed=int((is_wanted & ~is_answered).sum()),
-        outdated=int((is_wanted & is_answered & (first < first_answer)).sum()),
-        gone=int((is_answered & ~is_wanted).sum()),
-        rows=None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest),
-        difference=next(lines, ""),
-    )
-    masks = np.split(mask, np.cumsum(sizes))  # the last one is empty
-    return [(file, mask) for (file, is_answer), mask in zip(files, masks, strict=False) if is_answer], exported
+    rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
+    exported = Exported(**counts, rows=rows, difference=next(lines, ""))
+    chosen = []
+    for (file, is_answer), (begin, end) in zip(files, pairwise(ends), strict=True):
+        mask = np.zeros(end - begin, bool)
+        places = database.select("SELECT answer FROM chosen WHERE is_wanted AND answer BETWEEN ? AND ?", begin, end - 1)
+        mask[[place["answer"] - begin for place in places]] = True
+        chosen += [(file, mask)] if is_answer else []
+    return chosen, exported
 
 
-def _ids(files: Sequence[Location]) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
-    """Read the ids of files. Returns each of them once, its number for each row of all files, and the files' rows."""
-
-    def read(file: Location) -> pa.Array:
-        ids = read_file(
-            file, lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED)["doc_id"], damaged_results(file)
-        )
-        return ids.cast(pa.large_string()).combine_chunks()
-
-    ids = [pa.array([], pa.large_string()), *in_order(read, files)]
-    encoded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
-    return encoded.dictionary, encoded.indices.to_numpy(), np.array([len(each) for each in ids[1:]], np.int64)
-
-
-def _first(codes: NDArray[np.int32], mask: NDArray[np.bool_], num_codes: int) -> NDArray[np.int64]:
-    """Return the first row with each code among those of a mask [num_codes]; len(codes) where there is none."""
-    first, rows = np.full(num_codes, len(codes)), np.flatnonzero(mask)[::-1]
-    first[codes[rows]] = rows  # of rows with one code, the last that is written stays
-    return first
+def _read_ids(file: Location) -> pa.Table:
+    """Read the ids of a file of results."""
+    return read_file(file, lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED), damaged_results(file))
 
 
 def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:

@@ -1,21 +1,18 @@
 """Figures of the documents of a run, and beside the limits of its devices."""
 
-import math
-import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from specextend.core import ReadOnly, Values
+from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
-from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart, without_nan
+from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
 SMALLEST = 512
@@ -23,18 +20,20 @@ SMALLEST = 512
 NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
-_LIMITED = (
-    "worker",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_output_tokens",
-    "num_spec_steps",
-    "num_plain_steps",
-    "num_forwards",
-    "num_requests",
-    "prefill_s",
-    "verify_s",
-)
+_LIMITED = """
+    SELECT worker, count(*) AS documents, sum(prefill_s) AS prefill_s, sum(verify_s) AS verify_s,
+        sum(num_forwards) AS num_forwards, sum(num_requests) AS num_prompts,
+        sum(num_prompt_tokens - num_cached_tokens) AS num_read,
+        sum((num_prompt_tokens * (num_prompt_tokens / num_requests + 1)
+            - num_cached_tokens * (num_cached_tokens / num_requests + 1)) / 2) AS num_pairs,
+        sum((num_spec_steps + num_plain_steps) * (num_prompt_tokens + num_output_tokens / 2) / num_requests) AS num_kept
+    FROM work
+    WHERE num_prompt_tokens + num_cached_tokens + num_output_tokens + num_spec_steps + num_plain_steps + num_forwards
+        + num_requests + prefill_s + verify_s IS NOT NULL AND worker IN (SELECT unnest(?))
+    GROUP BY worker
+"""
+"""Work of the documents of each worker. What was copied from another prompt is none; the requests of a document in
+parts count as if they were equally long, which they are but for the last."""
 _KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
 _LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
 _STEP_COUNTS = (
@@ -47,7 +46,13 @@ _STEP_COUNTS = (
 )
 _TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_dropped_tokens")
 _SUMS = (*_TOKENS, *_STEP_COUNTS, "num_retrievals", "num_memory_retries", "decode_s", "total_s", *PHASES)
-_WEIGHTED = ("coverage_sum", "churn_sum", "num_churns", "tried_again")
+_WEIGHTED = {
+    "coverage_sum": "sum(retrieval_coverage * num_retrievals)",
+    "churn_sum": "sum(retrieval_churn * (num_retrievals - 1))",
+    "num_churns": "sum(num_retrievals - 1) FILTER (retrieval_churn IS NOT NULL)",
+    "tried_again": "count(*) FILTER (attempts > 1)",
+}
+"""Sums that are divided by others. A document with one retrieval has no churn: null, and left out of both sums."""
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
 _OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
@@ -62,21 +67,55 @@ DONE_COLUMNS = tuple(
 """Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_KEPT = [name for name in DONE_COLUMNS if name not in ("evidence", "choices")]
-_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in _KEPT), (RUN_ID, pa.string())])
+_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
+_FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
+_FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
+"""JSON has neither NaN nor infinity, and one such row would spoil every sum."""
+_TABLES = (
+    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices) FROM given",
+    "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL)",
+    "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
+    "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
+    f"""CREATE VIEW work AS SELECT * REPLACE (coalesce(worker, '') AS worker),
+        epoch_ms(started_at) / 1000 AS began, began + total_s AS ended,
+        (2 ** ceil(log2(greatest({SMALLEST}, num_prompt_tokens))))::INT AS bucket
+    FROM done""",
+)
+_ADD_DONE = (
+    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices) REPLACE ({_FINITE}) FROM given",
+    """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
+    FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given) GROUP BY each.field""",
+    """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
+    FROM (
+        SELECT each.field, arg_max(each.value, each.log_prob) AS value, max(each.log_prob) AS log_prob
+        FROM (SELECT row_number() OVER () AS place, unnest(choices) AS each FROM given)
+        WHERE isfinite(each.log_prob) GROUP BY place, each.field
+    )
+    GROUP BY field, value""",
+)
+_ADD_ERRORS = f"INSERT INTO errors SELECT {', '.join(ERROR_COLUMNS)} FROM given"
+_ERRORS = f"""
+    SELECT error_class, coalesce(stage, '') AS stage, retryable, count(*) AS rows,
+        arg_min(coalesce(doc_id, ''), rowid) AS example_doc_id,
+        arg_min(coalesce(message, ''), rowid) AS example_message,
+        arg_min(coalesce(doc_id, ''), rowid, {NUM_IDS}) AS doc_ids
+    FROM errors GROUP BY ALL ORDER BY rows DESC, min(rowid)
+"""
+_HISTOGRAM = """
+    SELECT sum(steps)::BIGINT AS steps FROM (
+        SELECT unnest(acceptance_histogram) AS steps, generate_subscripts(acceptance_histogram, 1) AS depth FROM done
+    ) GROUP BY depth ORDER BY depth
+"""
+_FLAGS = "SELECT unnest(quality_flags) AS flag, doc_id FROM done"
 
 
 class RunFigures:
-    """The columns of a run that its figures need, collected as they are read."""
+    """The columns of a run that its figures need, collected as they are read: in a database, in bounded memory."""
 
     def __init__(self) -> None:
-        self._done: list[pa.Table] = []
-        self._waiting = [_DONE_SCHEMA.empty_table()]
-        self._errors: dict[tuple[str, str, bool], Values] = {}
-        self.evidence: dict[str, dict[str, int]] = {}
-        """By field of an answer: documents with a string there, the strings, and those that the documents hold."""
-        self.choices: dict[str, dict[str, dict[str, float]]] = {}
-        """By field that was scored and its likeliest value: documents, and the sum of its probabilities."""
+        self._database = Database()
+        self._database.add(_DONE_SCHEMA.empty_table(), *_TABLES)
+        self._waiting: list[pa.Table] = []
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
@@ -84,70 +123,57 @@ class RunFigures:
 
     def take(self, is_done: bool, rows: pa.Table) -> None:
         """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
-        if is_done:
-            self._count_evidence(rows["evidence"])
-            self._count_choices(rows["choices"])
-            self._waiting.append(rows.select([*_KEPT, RUN_ID]))
-            if sum(map(len, self._waiting)) >= BATCH_ROWS:
-                self._join()
+        if not is_done:
+            self._database.add(rows, _ADD_ERRORS)
             return
-        for row in rows.to_pylist():
-            kind = {"error_class": row["error_class"], "stage": row["stage"] or "", "retryable": row["retryable"]}
-            example = {"example_doc_id": row["doc_id"] or "", "example_message": row["message"] or ""}
-            known = self._errors.setdefault(tuple(kind.values()), {**kind, "rows": 0, **example, "doc_ids": []})
-            known["rows"] += 1
-            known["doc_ids"] += [example["example_doc_id"]][: NUM_IDS - len(known["doc_ids"])]
+        self._waiting.append(rows)
+        if sum(map(len, self._waiting)) >= BATCH_ROWS:
+            self._insert()
 
-    def _count_evidence(self, column: pa.ChunkedArray) -> None:
-        for strings in column.drop_null().to_pylist():
-            for each in strings:
-                counts = self.evidence.setdefault(each["field"], {"documents": 0, "strings": 0, "found": 0})
-                counts["strings"] += 1
-                counts["found"] += each["begin"] is not None
-            for field in {each["field"] for each in strings}:
-                self.evidence[field]["documents"] += 1
+    def select(self, query: str, *values: Any) -> list[Values]:
+        """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with times and buckets."""
+        self._insert()
+        return self._database.select(query, *values)
 
-    def _count_choices(self, column: pa.ChunkedArray) -> None:
-        for scored in column.drop_null().to_pylist():
-            likeliest: dict[str, Values] = {}
-            for each in scored:
-                if each["log_prob"] > likeliest.get(each["field"], {"log_prob": -math.inf})["log_prob"]:
-                    likeliest[each["field"]] = each
-            for field, each in likeliest.items():
-                values = self.choices.setdefault(field, {})
-                counts = values.setdefault(each["value"], {"documents": 0, "probability_sum": 0.0})
-                counts["documents"] += 1
-                counts["probability_sum"] += math.exp(each["log_prob"])
+    def stream(self, query: str, *values: Any) -> Iterator[Values]:
+        """Yield what `select` returns; nothing else may be asked meanwhile."""
+        self._insert()
+        return self._database.stream(query, *values)
 
     @property
-    def done(self) -> pa.Table:
-        """Return the columns that are kept and RUN_ID of the finished documents; NaN and infinity are null."""
-        self._join()
-        return pa.concat_tables(self._done)
+    def evidence(self) -> dict[str, Values]:
+        """Return by field of an answer: documents with a string there, the strings, and those that documents hold."""
+        sums = ", ".join(f"sum({name})::BIGINT AS {name}" for name in ("documents", "strings", "found"))
+        rows = self.select(f"SELECT field, {sums} FROM evidence GROUP BY field ORDER BY min(rowid)")
+        return {row.pop("field"): row for row in rows}
 
     @property
-    def num_errors(self) -> int:
-        """Count the failed documents."""
-        return sum(error["rows"] for error in self._errors.values())
+    def choices(self) -> dict[str, dict[str, Values]]:
+        """Return by field that was scored and its likeliest value: documents, and the sum of its probabilities."""
+        found: dict[str, dict[str, Values]] = {}
+        sums = "sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum"
+        for row in self.select(f"SELECT field, value, {sums} FROM choices GROUP BY ALL ORDER BY min(rowid)"):
+            found.setdefault(row.pop("field"), {})[row.pop("value")] = row
+        return found
 
     @property
     def errors(self) -> list[Values]:
         """Return the failed documents by class and stage, each with one example, the most frequent first."""
-        return sorted(self._errors.values(), key=lambda error: -error["rows"])
+        return self.select(_ERRORS)
 
-    def _join(self) -> None:
-        """Make one piece of the tables that wait: a commit has few rows, and every piece costs the same."""
+    def _insert(self) -> None:
+        """Add the rows that wait: a commit has few of them, and every statement costs the same."""
         if self._waiting:
-            self._done.append(without_nan(pa.concat_tables(self._waiting).combine_chunks()))
-        self._waiting = []
+            self._database.add(pa.concat_tables(self._waiting), *_ADD_DONE)
+            self._waiting = []
 
 
-def document_figures(documents: pa.Table) -> Values:
-    """Compute the sections of the report that follow from the finished documents (`RunFigures.done`) alone."""
-    work = _with_weights(documents)
-    sums = _sums(work)
+def document_figures(figures: RunFigures) -> Values:
+    """Compute the sections of the report that follow from the finished documents alone."""
+    sums, *buckets = figures.select(_sums_query())
     busy_s = _busy_s(sums)
-    histogram = _histogram(work["acceptance_histogram"])
+    histogram = [row["steps"] for row in figures.select(_HISTOGRAM)]
+    flagged = f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
     return {
         "tokens": {name.removeprefix("num_").removesuffix("_tokens"): sums[name] for name in _TOKENS},
         "acceptance": {
@@ -167,47 +193,25 @@ def document_figures(documents: pa.Table) -> Values:
             "churn": ratio(sums["churn_sum"], sums["num_churns"]),
         },
         "retries": {"documents": sums["tried_again"], "memory": sums["num_memory_retries"]},
-        "per_document": {name: _spread(documents[name]) for name in (*_OF_WORK, *_OF_TEXT)},
-        "buckets": _buckets(work),
-        "finish_reasons": _counts(documents["finish_reason"]),
-        "quality_flags": _counts(pc.list_flatten(documents["quality_flags"])),
-        "flagged": _flagged(documents.select(["doc_id", "quality_flags"])),
-        "workers": _counts(work["worker"]),
-        "slowest": _slowest(work),
+        "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
+        "buckets": [_bucket(each["bucket"], each) for each in buckets],
+        "finish_reasons": _counts(figures, "finish_reason"),
+        "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
+        "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
+        "workers": _counts(figures, "worker"),
+        "slowest": _slowest(figures),
     }
 
 
-def _with_weights(work: pa.Table) -> pa.Table:
-    """Add the columns of _WEIGHTED, whose sums are divided by others.
+def _sums_query() -> str:
+    """Return what adds up the columns over all documents, and then over those of each prompt length.
 
-    A document with one retrieval has no churn: null, and left out of both sums.
+    That is up to a power of two, and the bound belongs to its bucket. Columns without values are 0.
     """
-    retrievals, churn = work["num_retrievals"], work["retrieval_churn"]
-    changes = pc.subtract(retrievals, 1)
-    added = {
-        "coverage_sum": pc.multiply(work["retrieval_coverage"], retrievals),
-        "churn_sum": pc.multiply(churn, changes),
-        "num_churns": pc.if_else(churn.is_valid(), changes, None),
-        "tried_again": pc.cast(pc.greater(work["attempts"], 1), pa.int64()),
-    }
-    for name, column in added.items():
-        work = work.append_column(name, column)
-    return work
-
-
-def _sums(work: pa.Table) -> Values:
-    """Add up the columns over the documents; those without values are 0."""
-    sums = {name: pc.sum(work[name]).as_py() or 0 for name in (*_SUMS, *_WEIGHTED)}
-    return {"documents": len(work), **sums}
-
-
-def _buckets(work: pa.Table) -> list[Values]:
-    """Describe the documents of each prompt length, up to a power of two; the bound belongs to its bucket."""
-    tokens = work["num_prompt_tokens"].fill_null(0).to_numpy()
-    bounds = np.maximum(SMALLEST, 1 << np.frexp(tokens - 1)[1])
-    narrow = work.select([*_SUMS, *_WEIGHTED])
-    of_bound = ((bound, _sums(narrow.filter(pa.array(bounds == bound)))) for bound in np.unique(bounds).tolist())
-    return [_bucket(bound, sums) for bound, sums in of_bound]
+    sums = {name: f"sum({name})" for name in _SUMS} | _WEIGHTED
+    named = ", ".join(f"coalesce({what}, 0) AS {name}" for name, what in sums.items())
+    groups = "GROUP BY GROUPING SETS ((), bucket) ORDER BY bucket NULLS FIRST"
+    return f"SELECT bucket, count(*) AS documents, {named} FROM work {groups}"
 
 
 def _bucket(bound: int, sums: ReadOnly) -> Values:
@@ -249,62 +253,37 @@ def _shares(sums: ReadOnly) -> dict[str, float | None]:
     return {name.removesuffix("_s"): ratio(sums[name], _busy_s(sums)) for name in PHASES}
 
 
-def _histogram(column: pa.ChunkedArray) -> list[int]:
-    """Add lists up entry by entry, the missing entries of shorter ones as 0."""
-    lists = pa.chunked_array([column.drop_null().combine_chunks()])
-    lengths = pc.list_value_length(lists).to_numpy()
-    places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return [int(count) for count in np.bincount(places, weights=pc.list_flatten(lists).to_numpy())]
-
-
-def _spread(column: pa.ChunkedArray) -> Values | None:
+def _spread(figures: RunFigures, name: str) -> Values | None:
     """Return n, median, mean, range and sample standard deviation of the values that are not null."""
-    values = column.drop_null().to_pylist()
-    if not values:
+    measures = {"mean": "avg", "min": "min", "max": "max", "sd": "stddev_samp"}
+    named = ", ".join(f"{measure}({name}) AS {key}" for key, measure in measures.items())
+    [row] = figures.select(f"SELECT count({name}) AS n, {named} FROM done")
+    if not row["n"]:
         return None
-    return {
-        "n": len(values),
-        "median": statistics.median(values),
-        "mean": statistics.fmean(values),
-        "min": min(values),
-        "max": max(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-    }
+    places = f"LIMIT {2 - row['n'] % 2} OFFSET {(row['n'] - 1) // 2}"  # `median()` would hold all values in memory
+    ordered = f"SELECT {name} AS each FROM done WHERE {name} IS NOT NULL ORDER BY each {places}"
+    [middle] = figures.select(f"SELECT avg(each) AS median FROM ({ordered})")
+    return row | middle
 
 
-def _counts(column: pa.ChunkedArray) -> dict[str, int]:
+def _counts(figures: RunFigures, name: str, rows: str = "done") -> dict[str, int]:
     """Count the rows of each value, the most frequent first."""
-    counts = pc.value_counts(column.drop_null()).to_pylist()
-    return {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
+    query = f"SELECT {name} AS value, count(*) AS n FROM {rows} WHERE value IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1"
+    return {row["value"]: row["n"] for row in figures.select(query)}
 
 
-def _flagged(documents: pa.Table) -> dict[str, list[str]]:
-    """Return by quality flag the first NUM_IDS ids, in their order, of the documents that have it."""
-    documents = documents.combine_chunks()
-    flags = pc.list_flatten(documents["quality_flags"])
-    flagged = documents["doc_id"].take(pc.list_parent_indices(documents["quality_flags"]))
-    table = pa.table({"flag": flags, "doc_id": flagged})
-    return {flag: _first_ids(table.filter(pc.equal(flags, flag))) for flag in pc.unique(flags).to_pylist()}
+def _slowest(figures: RunFigures) -> list[Values]:
+    names = ", ".join(dict.fromkeys((*_SLOWEST, "total_s", *PHASES)))
+    return figures.select(
+        f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)), '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
+        FROM done WHERE total_s IS NOT NULL ORDER BY total_s DESC, doc_id LIMIT {NUM_SLOWEST}"""
+    )
 
 
-def _first_ids(rows: pa.Table) -> list[str]:
-    """Return the NUM_IDS first ids, in their order."""
-    chosen = pc.select_k_unstable(rows, NUM_IDS, [("doc_id", "ascending")])
-    return list(rows["doc_id"].take(chosen).to_pylist())
-
-
-def _slowest(work: pa.Table) -> list[Values]:
-    chosen = pc.select_k_unstable(work, NUM_SLOWEST, [("total_s", "descending"), ("doc_id", "ascending")])
-    rows = work.select(list(dict.fromkeys((*_SLOWEST, "total_s", *PHASES, "started_at")))).take(chosen).to_pylist()
-    for row in rows:
-        row["started_at"] = row["started_at"] and row["started_at"].isoformat(timespec="milliseconds")
-    return [row for row in rows if row["total_s"] is not None]
-
-
-def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> Values | None:
+def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None:
     """Compute the shares of their devices' limits that workers reached: matrix rate in prefill, bandwidth in steps.
 
-    documents: finished ones (`RunFigures.done`). None if the limits of no document's worker are known.
+    None if the limits of no document's worker are known.
     """
     limits = {
         worker.name: (worker.device, worker.limits)
@@ -312,42 +291,21 @@ def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> Values | None
         for worker in start.workers or ()
         if worker.name is not None and worker.limits is not None and worker.limits.keys() >= _LIMITS
     }
-    documents = documents.select(_LIMITED).drop_null()
-    documents = documents.filter(pc.is_in(documents["worker"], pa.array([*limits], pa.string())))
-    if not len(documents):
-        return None
     sums: Counter[str] = Counter()
-    for name in pc.unique(documents["worker"]).to_pylist():
-        known = limits[name][1]
-        kinds = [kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS]
-        sums.update(_seconds(documents.filter(pc.equal(documents["worker"], name)), *kinds))
+    for row in figures.select(_LIMITED, [*limits]):
+        known = limits[row.pop("worker")][1]
+        machine, work = (kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS)
+        flop = work.prefill_flop(row["num_read"], row["num_prompts"], row["num_pairs"])
+        num_bytes = row["num_forwards"] * work.weight_bytes + row["num_kept"] * work.kv_bytes_per_token
+        limit_s = {"prefill_limit_s": flop / machine.flop_per_s, "verify_limit_s": num_bytes / machine.read_bytes_per_s}
+        sums.update(row | limit_s)
+    if not sums:
+        return None
     devices = Counter((device, values["read_bytes_per_s"], values["flop_per_s"]) for device, values in limits.values())
     names = ("device", "read_bytes_per_s", "flop_per_s", "workers")
     return {
-        "documents": len(documents),
+        "documents": sums["documents"],
         "prefill_share": ratio(sums["prefill_limit_s"], sums["prefill_s"]),
         "verify_share": ratio(sums["verify_limit_s"], sums["verify_s"]),
         "devices": [dict(zip(names, (*device, count), strict=True)) for device, count in devices.most_common()],
-    }
-
-
-def _seconds(documents: pa.Table, machine: MachineLimits, work: ModelWork) -> dict[str, float]:
-    """Return the seconds that a worker's documents took, and those that they would have taken at the limits.
-
-    What was copied from another prompt is no work. The requests of a document in parts count as if they were equally
-    long, which they are but for the last.
-    """
-    column = {name: documents[name].to_numpy() for name in _LIMITED if name != "worker"}
-    requests = column["num_requests"]
-    prompts, copied, outputs = (column[f"num_{name}_tokens"] / requests for name in ("prompt", "cached", "output"))
-    read = zip(requests, prompts, copied, strict=True)
-    flop = sum(count * work.prefill_flop(size, known) for count, size, known in read)
-    steps = column["num_spec_steps"] + column["num_plain_steps"]
-    cached = float(np.sum(steps * (prompts + outputs / 2)))
-    num_bytes = float(column["num_forwards"].sum()) * work.weight_bytes + cached * work.kv_bytes_per_token
-    return {
-        "prefill_s": float(column["prefill_s"].sum()),
-        "verify_s": float(column["verify_s"].sum()),
-        "prefill_limit_s": flop / machine.flop_per_s,
-        "verify_limit_s": num_bytes / machine.read_bytes_per_s,
     }

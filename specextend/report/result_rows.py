@@ -73,14 +73,6 @@ def damaged_results(file: Location) -> Damaged:
     return damaged_as(ValueError, file, "run its job again to write it anew")
 
 
-def without_nan(rows: pa.Table) -> pa.Table:
-    """Replace NaN and infinity by null: JSON has neither, and one such row would spoil every sum."""
-    for index, column in enumerate(rows.columns):
-        if pa.types.is_floating(column.type):
-            rows = rows.set_column(index, rows.field(index), pc.if_else(pc.is_finite(column), column, None))
-    return rows
-
-
 def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:
     """Return columns of the finished documents with these ids. Raises ValueError as `read_rows` does."""
     wanted = pa.array(doc_ids, pa.string())

@@ -9,17 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import RELEASED, Heartbeat, Start, WorkerRecord, parse_time, time_text
+from specextend.report.figures import RunFigures
 from specextend.report.result_rows import RUN_ID
-from specextend.stats import PHASES, ratio
+from specextend.stats import ratio
 
 BUSY = {
     "prefill": ("prefill_s", "draft_prefill_s"),
@@ -44,6 +43,7 @@ MOST_SEATS = 64
 IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 HOUR_S = 3600.0
+_TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
 T = TypeVar("T")
 
 
@@ -93,23 +93,14 @@ class TimedStart:
         return None if hours is None or gpus is None else hours * gpus
 
 
-def with_times(documents: pa.Table) -> pa.Table:
-    """Select what the wall clock needs of finished documents, and add `begin` and `end` in seconds since the epoch."""
-    begins = pc.divide(pc.cast(documents["started_at"], pa.int64()), 1000.0)
-    ends = pc.add(begins, documents["total_s"])
-    workers = documents["worker"].fill_null("")
-    table = documents.select([RUN_ID, *PHASES])
-    return table.append_column("worker", workers).append_column("begin", begins).append_column("end", ends)
-
-
-def timed_starts(starts: Iterable[Start], documents: pa.Table, heartbeat: Heartbeat | None) -> list[TimedStart]:
+def timed_starts(starts: Iterable[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> list[TimedStart]:
     """Find when each start began and ended, and what its workers did.
 
-    documents: from `with_times`. heartbeat: of the driver whose lock is in the folder.
+    heartbeat: of the driver whose lock is in the folder.
     """
     starts = list(starts)
     signs = [start.took_over for start in starts] + [heartbeat]
-    works = _works(documents)
+    works = _works(figures)
     timed = []
     for start in starts:
         own = None if works is None else works.get(start.run_id, {})
@@ -122,16 +113,15 @@ def timed_starts(starts: Iterable[Start], documents: pa.Table, heartbeat: Heartb
     return timed
 
 
-def _works(documents: pa.Table) -> dict[str, dict[str, Work]] | None:
+def _works(figures: RunFigures) -> dict[str, dict[str, Work]] | None:
     """Return the work of each worker by run id; None if the start of a document is not known."""
-    if documents[RUN_ID].null_count:
-        return None
-    sums = [("end", "max"), ([], "count_all"), *((phase, "sum") for phase in PHASES)]
-    grouped = documents.group_by([RUN_ID, "worker"], use_threads=False).aggregate(sums)
+    busy = ", ".join(f"{' + '.join(f'coalesce(sum({phase}), 0)' for phase in BUSY[kind])} AS {kind}" for kind in BUSY)
+    grouped = f"SELECT run_id, worker, count(*) AS n, max(ended) AS last, {busy} FROM work GROUP BY ALL ORDER BY worker"
     works: defaultdict[str, dict[str, Work]] = defaultdict(dict)
-    for row in grouped.sort_by("worker").to_pylist():
-        busy = {kind: sum(row[f"{phase}_sum"] or 0.0 for phase in phases) for kind, phases in BUSY.items()}
-        works[row[RUN_ID]][row["worker"]] = Work(row["count_all"], busy, row["end_max"])
+    for row in figures.select(grouped):
+        if row[RUN_ID] is None:
+            return None
+        works[row[RUN_ID]][row["worker"]] = Work(row["n"], {kind: row[kind] for kind in BUSY}, row["last"])
     return works
 
 
@@ -263,37 +253,30 @@ def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
     }
 
 
-def tail_section(starts: Sequence[TimedStart], documents: pa.Table) -> Values | None:
+def tail_section(starts: Sequence[TimedStart], figures: RunFigures) -> Values | None:
     """Describe the end of the last start with documents, if it came to their end; None if it is not recorded."""
     finished = [timed for timed in starts if timed.documents]
     if not finished or is_stopped(finished[-1].start):
         return None
     timed = finished[-1]
-    own = _documents_of(timed, documents)
-    if not len(own):
+    run_id, ended = timed.start.run_id, "FROM work WHERE run_id = ? AND ended IS NOT NULL"
+    [own] = figures.select(f"SELECT count(*) AS n, min(began) AS first, max(ended) AS last {ended}", run_id)
+    if not own["n"]:
         return None
-    ends = np.sort(own["end"].to_numpy())
-    last = float(ends[-1])
-    num_last = math.ceil(len(ends) / 100)
-    before = float(ends[-num_last - 1]) if num_last < len(ends) else pc.min(own["begin"]).as_py()
+    last, num_last = own["last"], math.ceil(own["n"] / 100)
+    before = figures.select(f"SELECT ended {ended} ORDER BY ended DESC LIMIT 1 OFFSET {num_last}", run_id)
     idle = np.array(sorted(_idle_seconds(timed, last)))
     long = idle[idle > IDLE_SHARE * (timed.seconds or math.inf)]
     return {
-        "run_id": timed.start.run_id,
-        "documents": len(ends),
+        "run_id": run_id,
+        "documents": own["n"],
         "last_percent_documents": num_last,
-        "last_percent_s": last - before,
+        "last_percent_s": last - (before[0]["ended"] if before else own["first"]),
         "last_worker_alone_s": float(idle[1]) if len(idle) > 1 else 0.0,
         "workers": len(idle),
         "idle_workers": len(long),
         "idle_median_s": float(np.median(long)) if len(long) else 0.0,
     }
-
-
-def _documents_of(timed: TimedStart, documents: pa.Table) -> pa.Table:
-    """Select the documents of a start whose times are recorded."""
-    is_own = pc.equal(documents[RUN_ID], timed.start.run_id)
-    return documents.select(["worker", "begin", "end"]).filter(pc.and_(is_own, documents["end"].is_valid()))
 
 
 def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
@@ -309,21 +292,18 @@ def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
     return [max(0.0, last - end) for end in ends.values()]
 
 
-def timeline_section(starts: Sequence[TimedStart], documents: pa.Table) -> list[Values]:
+def timeline_section(starts: Sequence[TimedStart], figures: RunFigures) -> list[Values]:
     """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
     shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
-    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, documents)) is not None]
+    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, figures)) is not None]
 
 
-def _timeline(timed: TimedStart, documents: pa.Table) -> Values | None:
+def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
     begin, seconds = timed.begin, timed.seconds
     if begin is None or not seconds:
         return None
-    listed = _documents_of(timed, documents).sort_by("begin").group_by("worker", use_threads=False)
-    spans = {
-        row["worker"]: _spans(row["begin_list"], row["end_list"], begin, seconds)
-        for row in listed.aggregate([("begin", "list"), ("end", "list")]).to_pylist()
-    }
+    listed = figures.stream(_TIMES, timed.start.run_id)
+    spans = {worker: _spans(times, begin, seconds) for worker, times in groupby(listed, itemgetter("worker"))}
     works = timed.works or {}
     records = [asdict(worker) for worker in timed.start.workers or ()]
     recorded = {record["name"] for record in records}
@@ -356,12 +336,12 @@ def _line(record: ReadOnly, work: Work | None, spans: Mapping[str, list[Any]], b
     }
 
 
-def _spans(begins: list[float], ends: list[float], begin: float, seconds: float) -> list[tuple[float, float, int]]:
+def _spans(times: Iterable[ReadOnly], begin: float, seconds: float) -> list[tuple[float, float, int]]:
     """Return (begin, end, documents) of the times at work; documents too short to be seen apart share a span."""
     least = seconds / RESOLUTION
     spans: list[tuple[float, float, int]] = []
-    for since, until in zip(begins, ends, strict=True):
-        since, until = since - begin, until - begin
+    for time in times:
+        since, until = time["began"] - begin, time["ended"] - begin
         if spans:
             first, last, count = spans[-1]
             if since < last or (since - last <= least and last - first < least):

@@ -38,4 +38,4 @@ def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 50, dtype=torch.long), logits_to_keep=1)
     masked = work.attention_flop_per_pair * (50 * 50 - 50 * 51 // 2)
-    assert counter.get_total_flops() == pytest.approx(work.prefill_flop(50) + masked, rel=0.01)
+    assert counter.get_total_flops() == pytest.approx(work.prefill_flop(50, 1, 50 * 51 / 2) + masked, rel=0.01)
