@@ -4,6 +4,7 @@ import copy
 import functools
 import random
 import string
+from datetime import date, datetime
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specextend.data.inputs import DocumentError
-from specextend.data.instructions import around_document
+from specextend.data.instructions import Instruction, around_document
 from specextend.data.prompts import CLOCK, THINKING, Example, PromptOptions, Prompts, with_time
 
 DEFAULT_PAIR = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
@@ -126,6 +127,22 @@ def test_a_document_cannot_forge_control_tokens(chat_tokenizer):
         assert sum(token_id in control for token_id in token_ids) == 3
         data = text if instruction is None else text.join(instruction)
         assert data in chat_tokenizer.decode(token_ids)
+
+
+def test_what_filters_make_of_a_list_is_written_as_a_list():
+    """`{{ tags | map('upper') ~ '.' }}` was the place of a generator in memory: every worker sent another prompt."""
+    tags = {"tags": ["a", "b"]}
+    for each in ("tags | map('upper') ~ ''", "tags | map('upper') | string", "'%s' | format(tags | map('upper'))"):
+        assert Instruction("", f"{{{{ {each} }}}}").around(tags)[0].strip() == "['A', 'B']"
+
+
+@pytest.mark.parametrize("each", ["day.today()", "time.now()", "time['now']()", "time.astimezone()", "time.timestamp()"])
+def test_a_date_does_not_tell_the_time_of_the_machine(each):
+    """`{{ published.today() }}` gave other prompts after midnight, and in another zone, under one fingerprint."""
+    row = {"day": date(2020, 1, 2), "time": datetime(2020, 1, 2, 8)}
+    with pytest.raises(DocumentError, match="differs from one machine or day to the next"):
+        Instruction("", f"{{{{ {each} }}}}").around(row)
+    assert Instruction("", "{{ day.strftime('%d.%m.') }} {{ time.hour }}").around(row)[0].strip() == "02.01. 8"
 
 
 def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer):
