@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from specextend.core import Values, counted, first_line, without_collections
+from specextend.core import Values, counted, first_line, one_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -42,6 +42,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+MOST_LAYERS = 1000
+"""Far more than any model has; of a mistake transformers would build each one."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Types of weights; integers and 8-bit floats need scales that no config names."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -286,7 +288,7 @@ def _reading(what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001  they raise anything
-        raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
+        raise ModelError(f"{what} that transformers cannot read: {one_line(error)}") from None
 
 
 def _check_raw_config(raw: Values, model: str) -> None:
@@ -299,6 +301,11 @@ def _check_raw_config(raw: Values, model: str) -> None:
         raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
     if "transformers_weights" in raw:
         raise ModelError(f"{model} names its weights in config.json (transformers_weights), which is not served")
+    for key, value in raw.items():
+        if "_implementation" in key and "/" in str(value):
+            raise ModelError(f"{model} names code to fetch ({key}: {value}); remove it from its config.json")
+    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > MOST_LAYERS:
+        raise ModelError(f"{model} has {layers:,} layers (num_hidden_layers), of which {MOST_LAYERS:,} are served")
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "unknown")
         raise ModelError(

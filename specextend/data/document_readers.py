@@ -85,6 +85,8 @@ def read_table(
     failures: list[Failure] = []
     pending = f"{PENDING}{secrets.token_hex(8)}.parquet"
     num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
+    if not num_rows and not failures:
+        raise UnreadableError("no text", "has no rows")
     return Reading(pending=pending if num_rows else None, failures=tuple(failures))
 
 

@@ -136,9 +136,11 @@ def test_what_filters_make_of_a_list_is_written_as_a_list():
         assert Instruction("", f"{{{{ {each} }}}}").around(tags)[0].strip() == "['A', 'B']"
 
 
-@pytest.mark.parametrize("each", ["day.today()", "time.now()", "time['now']()", "time.astimezone()", "time.timestamp()"])
+@pytest.mark.parametrize(
+    "each", ["day.today()", "time.now()", "time['now']()", "time.astimezone()", "time.timestamp()"]
+)
 def test_a_date_does_not_tell_the_time_of_the_machine(each):
-    """`{{ published.today() }}` gave other prompts after midnight, and in another zone, under one fingerprint."""
+    """`{{ published.today() }}` gave other prompts after midnight and in another zone, under one fingerprint."""
     row = {"day": date(2020, 1, 2), "time": datetime(2020, 1, 2, 8)}
     with pytest.raises(DocumentError, match="differs from one machine or day to the next"):
         Instruction("", f"{{{{ {each} }}}}").around(row)
