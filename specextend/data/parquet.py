@@ -85,6 +85,13 @@ def write_table(location: Location, table: pa.Table) -> None:
     write_bytes(location, sink.getvalue())
 
 
+def as_stored(schema: pa.Schema) -> pa.Schema:
+    """Return what a schema is once it has been written: Parquet has no seconds, for example."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), sink)
+    return pq.read_schema(pa.BufferReader(sink.getvalue()))
+
+
 def open_parquet(
     source: Location | pa.NativeFile, compact: Sequence[str] = (), int96_unit: str = "us"
 ) -> pq.ParquetFile:
