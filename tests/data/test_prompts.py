@@ -205,6 +205,8 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
         ("{{ messages[-1].content[:900] }}", "must render all of it once"),
         ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
+        ("{{ ['a', 'b'] | random }} {{ messages[0].content }}", "draws at random"),
+        ("{{ messages[0].content }} {{ messages | map('upper') }}", "a place in memory"),
     ],
 )
 def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer, template, message, monkeypatch):
