@@ -133,12 +133,12 @@ class OutputLock:
         with exclusive(self.output) as is_exclusive:
             found = _read(self.output)
             if is_exclusive is None:
-                if self._is_dead(found or b""):
-                    holder = parse_lock(found or b"") or UNKNOWN
-                    raise LockHeldError(f"{self.output.path} is held by {holder}, which stands still: end it")
-                return False
+                found = found or b""
             if found is not None and not self._is_dead(found):
                 return False
+            if is_exclusive is None:
+                holder = parse_lock(found or b"") or UNKNOWN
+                raise LockHeldError(f"{self.output.path} is held by {holder}, which stands still: end it")
             self.predecessor = None if found is None else parse_lock(found)
             self._write()
         if not is_exclusive:

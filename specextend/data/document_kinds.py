@@ -315,8 +315,6 @@ def _plain_word(part: bytes) -> bytes:
                 ElementTree.SubElement(node, f"{space}t").text = formula
             case "r" | "tc" if _is_hidden(node):
                 node.clear()
-            case "r" if (chosen := node.find("{*}fldChar/{*}ffData/{*}ddList")) is not None:
-                ElementTree.SubElement(node, f"{space}t").text = _chosen(chosen)
             case "cr":
                 node.tag = f"{space}br"
             case "ptab":
@@ -344,13 +342,6 @@ def _is_hidden(node: ElementTree.Element) -> bool:
     """Return True for a run that is hidden, and a cell of a table that is deleted."""
     sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
     return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
-
-
-def _chosen(options: ElementTree.Element) -> str:
-    """Return what is chosen in a list of a form."""
-    result = options.find("{*}result")
-    number = 0 if result is None else int(next(iter(result.attrib.values())))
-    return next(iter(options.findall("{*}listEntry")[number].attrib.values()))
 
 
 def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:

@@ -588,12 +588,6 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
         ("<w:del><w:r><w:t>old</w:t></w:r></w:del><w:moveFrom><w:r><w:t>old</w:t></w:r></w:moveFrom>", ""),
         ("<w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>", ""),
         ('<w:r><w:sym w:font="Arial" w:char="20AC"/><w:ptab/><w:t>5</w:t></w:r>', "\u20ac 5"),
-        (
-            '<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="no"/>'
-            '<w:listEntry w:val="yes"/></w:ddList></w:ffData></w:fldChar></w:r><w:r><w:instrText>FORMDROPDOWN'
-            '</w:instrText></w:r><w:r><w:fldChar w:fldCharType="end"/></w:r>',
-            "yes",
-        ),
         ("<w:fldSimple><w:r><w:t>3</w:t><w:cr/><w:t>4</w:t></w:r></w:fldSimple>", "3\n4"),
         (
             "<m:oMathPara><m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num><m:den><m:r><m:t>c</m:t></m:r></m:den>"
