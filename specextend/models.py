@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,13 @@ _GGUF_ROPE = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 """Fields of GGUF files, and what they are called in a config."""
+_GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
+"""Fields that change what a model computes, and that transformers passes over."""
+_GGUF_SPLITS = (
+    *("default", "gpt-2", "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
+    *("qwen2", "deepseek-r1-qwen", "megrez"),
+)
+"""Ways to split text that transformers knows by name; it splits any other as GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +427,12 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
     model.config.rope_parameters |= _gguf_rope(fields, tensors.pop("rope_freqs.weight", None), model.config, str(file))
+    for name, value in fields.items():
+        if value and _GGUF_PASSED_OVER.search(name):
+            raise ModelError(f"{file} has {name} {value}, which is not carried over; take the model as safetensors")
+    split = fields.get("ggml.pre", "default")
+    if fields.get("ggml.model") == "gpt2" and split not in _GGUF_SPLITS:
+        raise ModelError(f"{file} splits text as {split}, which is not carried over; take the model as safetensors")
     kind = fields["architecture"]
     [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)

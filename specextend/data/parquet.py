@@ -23,6 +23,8 @@ _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
+_HASH_BYTES = 64
+"""Bytes of a fixed size up to which they are an id, not text."""
 _GROUP_ROWS = 4096
 """Rows of a row group that is written, unless they are many bytes."""
 
@@ -279,7 +281,8 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
     if wanted != "VARCHAR" or not is_bytes(kind):
         cast = f"CAST({name} AS {wanted})"
     else:
-        cast = f"{'hex' if pa.types.is_fixed_size_binary(kind) else 'decode'}({name})"
+        is_hash = pa.types.is_fixed_size_binary(kind) and kind.byte_width <= _HASH_BYTES
+        cast = f"{'hex' if is_hash else 'decode'}({name})"
     return f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS {name}) FROM ..."
 
 
