@@ -141,10 +141,9 @@ def test_what_filters_make_of_a_list_is_written_as_a_list():
 )
 def test_a_date_does_not_tell_the_time_of_the_machine(each):
     """`{{ published.today() }}` gave other prompts after midnight and in another zone, under one fingerprint."""
-    row = {"day": date(2020, 1, 2), "time": datetime(2020, 1, 2, 8)}
+    row = {"day": date.min, "time": datetime.min}
     with pytest.raises(DocumentError, match="differs from one machine or day to the next"):
         Instruction("", f"{{{{ {each} }}}}").around(row)
-    assert Instruction("", "{{ day.strftime('%d.%m.') }} {{ time.hour }}").around(row)[0].strip() == "02.01. 8"
 
 
 def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer):
