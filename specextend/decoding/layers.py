@@ -12,7 +12,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -103,16 +103,21 @@ class FusedLayer(nn.Module):
         return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
 
 
-def joined_in_one_call(layers: Sequence[Any], scale: float, num_copied: int = 0) -> Any:
+def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
     """Return a `compiled.decoder.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
     products = [each for layer in layers for each in (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)]
-    if not all(isinstance(product, CompiledLinear) for product in products):
+    if not are_compiled(products):
         return None
     if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places
         return None
     from specextend.attention.compiled.decoder import Decoder, can_compile
 
-    return Decoder(layers, scale, num_copied) if can_compile(layers[0].head_dim) else None
+    return Decoder(layers, scale) if can_compile(layers[0].head_dim) else None
+
+
+def are_compiled(linears: Iterable[nn.Module]) -> bool:
+    """Return True if the compiled kernel multiplies with all of some layers."""
+    return all(isinstance(each, CompiledLinear) for each in linears)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -33,6 +33,23 @@ def histories(text: Tensor) -> Tensor:
     return text[:-1].unfold(0, HISTORY, 1).flip(1)
 
 
+class Roots(NamedTuple):
+    """What trees of B sequences grow from."""
+
+    token_ids: Tensor
+    """[B] int64"""
+    hidden: Tensor
+    """[B, C], the network's output at them."""
+    texts: Tensor
+    """[B, 3] int64, the last decided tokens, the root last; not read by a network that reads no history."""
+    places: Tensor
+    """[2, B] int64: the first working row, and how many rows are visible."""
+
+
+Grown = tuple[DraftTrees, int]
+"""Trees, and how many levels they have."""
+
+
 class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
@@ -60,6 +77,9 @@ class DraftNetwork(Protocol):
         output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3] holds the three
         tokens before each token, nearest first; None if the network does not read them.
         """
+
+    def grow(self, roots: Roots, options: TreeOptions, num_nodes: int, least_gain: float) -> Grown | None:
+        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -219,7 +239,7 @@ class CausalDrafter(Drafter):
         if not self._graphs.enabled:
             self._gain.begin()
             trees = self._grow(slots, self._locate(slots), num_nodes)
-            self._gain.end(1 + self._num_expanded)
+            self._gain.end(self._num_levels)
             return trees
         token_ids, parents, depths, log_probs = self._graphs.run(
             "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
@@ -282,13 +302,19 @@ class CausalDrafter(Drafter):
         token_ids, hidden, texts = (
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        self._num_expanded = 0
+        if not self._graphs.enabled:
+            roots = Roots(token_ids, hidden, texts, table.T[[1, 3]])
+            grown = self.network.grow(roots, self._options, num_nodes or self._options.most_nodes, self._gain.least)
+            if grown is not None:
+                self._num_levels = grown[1]
+                return grown[0]
+        self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
             nonlocal frontier
-            self._num_expanded = depth
+            self._num_levels = 1 + depth
             parents, history = frontier.parents(indices)
             output = self._forward(slots, places, token_ids, parents, mask, depth, history)
             if history is not None:

@@ -17,9 +17,11 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import Norm, joined_in_one_call, linear, pack
+from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.layers import Norm, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
-from specextend.drafters.causal import HISTORY, histories, last_tokens
+from specextend.decoding.tree import DraftTrees
+from specextend.drafters.causal import HISTORY, Grown, Roots, histories, last_tokens
 from specextend.model_files import TensorInfo
 
 Found = dict[str, tuple[Path, str, TensorInfo]]
@@ -222,13 +224,8 @@ class EagleNetwork:
         inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
         self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
         self.num_staging_rows = 0  # prefill fills the full cache directly
-        self._decoder = self._in_one_call() if head.is_ours and target.runs_in_one_call else None
-        """What runs the layer in one call, as the target's are."""
-        if self._decoder is not None:
-            angles = torch.arange(working.stored.shape[3])[:, None].float() * self._inv_freq
-            both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
-            self._angles = both.to(dtype)
-            """[2, R, D], the cosines and the sines of each position, the first half of the sines negative"""
+        self._whole = self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
+        """What runs the head in one call, as the target's layers are."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
@@ -250,13 +247,11 @@ class EagleNetwork:
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
+        if self._whole is not None and plan.mask is None:
+            tokens = token_ids.unsqueeze(2)
+            tokens = tokens if history is None else torch.cat([tokens, history], 2)
+            return self._whole.read(tokens, hidden, positions, plan, self.cache.working.stored)
         embedded = self._embedded(token_ids, history)
-        if self._decoder is not None and len(plan.spans) == 1:
-            cos, sin = self._angles.index_select(1, positions.flatten())
-            copied = self._linears[_COPIES.replace(".", "/")](embedded).flatten(0, 1) if self.reads_history else None
-            fused = self._fused(embedded, hidden)
-            output, _ = self._decoder.run(fused.flatten(0, 1), cos, sin, plan, self.cache.working.stored, (), copied)
-            return self._norm("norm", output.view_as(fused))
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
         query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._head.num_heads], -2)
@@ -267,6 +262,19 @@ class EagleNetwork:
         gate, up = gate_up(self._norm("layer.post_attention_layernorm", residual)).chunk(2, -1)
         output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
+
+    def grow(self, roots: Roots, options: TreeOptions, num_nodes: int, least_gain: float) -> Grown | None:
+        """Grow trees in one call, or return None where that cannot be."""
+        if self._whole is None:
+            return None
+        trees, num_levels = self._whole.grow(
+            *roots,
+            self.cache.working.stored,
+            num_nodes=num_nodes,
+            num_levels=options.depth,
+            least_gain=least_gain,
+        )
+        return DraftTrees(*trees, [trees[0].shape[1]] * len(trees[0])), num_levels
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -295,24 +303,44 @@ class EagleNetwork:
         own = embedded[..., : self._head.hidden_size]
         return self._linears["fc"](torch.cat([own, self._norm("feature_norm", hidden)], -1))
 
-    def _in_one_call(self) -> Any:
-        """Return what runs the layer in one call, or None where it cannot be."""
-
-        def norm(name: str) -> Norm:
-            weight = self._norms[f"layer.{name}.weight"]
-            return Norm(SimpleNamespace(weight=weight, variance_epsilon=self._head.layer_eps))
-
+    def _in_one_call(self, target: CachedModel) -> Any:
+        """Return what runs the head in one call, or None where it cannot be."""
+        own, names = self._linears, {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
+        linears = {name: own[place] for name, place in names.items() if place in own}
+        linears.setdefault("lm_head", target.model.lm_head)
         layer = SimpleNamespace(
             head_dim=self._head.head_dim,
             head_norms=None,
-            input_norm=norm("input_layernorm"),
-            post_norm=norm("post_attention_layernorm"),
-            qkv=self._linears["layer/self_attn/q_proj+k_proj+v_proj"],
-            o_proj=self._linears["layer/self_attn/o_proj"],
-            gate_up=self._linears["layer/mlp/gate_proj+up_proj"],
-            down_proj=self._linears["layer/mlp/down_proj"],
+            input_norm=self._layer_norm("input_layernorm"),
+            post_norm=self._layer_norm("post_attention_layernorm"),
+            qkv=own["layer/self_attn/q_proj+k_proj+v_proj"],
+            o_proj=own["layer/self_attn/o_proj"],
+            gate_up=own["layer/mlp/gate_proj+up_proj"],
+            down_proj=own["layer/mlp/down_proj"],
         )
-        return joined_in_one_call([layer], self._scale, self._head.copy_heads)
+        if joined_in_one_call([layer], self._scale) is None or not are_compiled(linears.values()):
+            return None
+        from specextend.attention.compiled.growth import Head
+
+        angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
+        both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
+        places = {"embedding_norm": "embedding_norm", "feature_norm": "feature_norm", "last_norm": "norm"}
+        return Head(
+            layer,
+            self._scale,
+            linears,
+            {name: self._norms[f"{place}.weight"] for name, place in places.items()},
+            self._embedding.detach(),
+            torch.arange(linears["lm_head"].packed.shape[0] * 64) if self.vocabulary is None else self.vocabulary,
+            both.to(target.dtype),
+            eps=self._head.head_eps,
+            num_copied=self._head.copy_heads,
+            group=self._head.num_heads // self._head.num_kv_heads,
+        )
+
+    def _layer_norm(self, name: str) -> Norm:
+        weight = self._norms[f"layer.{name}.weight"]
+        return Norm(SimpleNamespace(weight=weight, variance_epsilon=self._head.layer_eps))
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""

@@ -171,8 +171,8 @@ def num_workers() -> int:
     return torch.get_num_threads() if _thread_pool() else 1
 
 
-def run_on(num_threads: int, entry: Any, record: bytes) -> None:
-    """Call numba's `entry` with the address of `record` on each of `num_threads`, at most `num_workers()`."""
+def run_on(num_threads: int, entry: Any, record: bytes | ctypes.c_void_p) -> None:
+    """Call numba's `entry` with `record`, or its address, on each of `num_threads`, at most `num_workers()`."""
     if num_threads == 1:
         entry.ctypes(record)
     else:

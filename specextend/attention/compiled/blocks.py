@@ -16,6 +16,7 @@ weighted sum of the values. That score is its largest so far, or at most `MARGIN
 """
 
 import math
+from functools import partial
 
 from llvmlite import ir
 from numba.core import types
@@ -126,7 +127,10 @@ def smaller(b, x, y):
 
 @emitted()
 def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
-    """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it."""
+    """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it.
+
+    Where products are those of tiles, a row of the next block is asked for with each, as `lay_values` does.
+    """
     last, lanes, numbers = b.sub(num_keys, number(1)), REGISTER_LANES, 1 if element == types.float32 else 2
     rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
     num_vectors = b.udiv(head_dim, number(lanes * numbers))
@@ -138,6 +142,9 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
         for lane in range(lanes):
             row = smaller(b, address(b, first, lane), last)
             rows.append(load(b, address(b, source, b.mul(row, stride)), ir.VectorType(vir.I32, lanes)))
+            if is_tiled(element):
+                later = address(b, first, lane + BLOCK)
+                vir.prefetch(b, address(b, source, b.mul(later, stride)), 2)
         place = address(b, target, times(b, column, lanes * rows_each * BLOCK * 4), times(b, first, 4))
         for unit, values in enumerate(vir.transposed(b, rows)):
             for half, units in enumerate(widened(b, values) if rows_each == 2 else [values]):
@@ -159,7 +166,15 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
     def interleave(pair):
         numbers = [smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1))) for i in range(2)]
         rows = [address(b, values, b.mul(row, stride)) for row in numbers]
-        emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, number(2)), address(b, target, b.mul(pair, width)))
+        count = b.udiv(num_vectors, number(2))
+        emit_pairs(b, rows[0], rows[1], count, address(b, target, b.mul(pair, width)))
+        if is_tiled(element):
+            for row in rows:
+                later = address(b, row, times(b, stride, BLOCK))
+                vir.repeat(b, count, [], partial(fetch_line, later))
+
+    def fetch_line(later, i):
+        vir.prefetch(b, address(b, later, times(b, i, VECTOR_BYTES)), 2)
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)

@@ -291,6 +291,13 @@ def _fields_of_products(chain: Mapping[str, tuple[Any, ...]], num_rows: int, wor
     return values
 
 
+def describe_weight(product, linear):
+    """Fill the fields of a `products.RECORD` that say what a layer's weight is."""
+    product["weight"], product["scales"] = linear.packed.data_ptr(), linear.scales.data_ptr()
+    product["bias"], product["is_int8"] = linear.bias.data_ptr(), linear.packed.dtype == torch.int8
+    product["num_blocks"], product["num_pairs"] = products.sizes(linear.packed)
+
+
 class Decoder:
     """The layers of a model, with their addresses."""
 
@@ -301,7 +308,7 @@ class Decoder:
 
         num_copied: key heads whose rows `run` is given, behind those of the layers' own.
         """
-        self._layers, self._scale, self._num_copied = layers, scale, num_copied
+        self._layers, self._scale = layers, scale
         self._workspace = torch.empty(0, dtype=torch.uint8)
         calls = np.zeros(len(layers), RECORD)
         for layer, call in zip(layers, calls, strict=True):
@@ -311,13 +318,11 @@ class Decoder:
             if norms is not None:
                 own["query_norm"], own["key_norm"] = norms.query.data_ptr(), norms.key.data_ptr()
             for name in _PRODUCTS:
-                linear = getattr(layer, name)
-                product = call[name]
-                product["weight"], product["scales"] = linear.packed.data_ptr(), linear.scales.data_ptr()
-                product["bias"], product["is_int8"] = linear.bias.data_ptr(), linear.packed.dtype == torch.int8
-                product["num_blocks"], product["num_pairs"] = products.sizes(linear.packed)
+                describe_weight(call[name], getattr(layer, name))
         calls["gate_up"]["is_gated"] = 1
         calls["attention"]["scale"], calls["attention"]["exponent_scale"] = scale, scale / math.log(2)
+        self.calls = calls
+        """A `RECORD` of each layer, without what a call decides."""
         self._words = calls.view(np.int64).reshape(len(layers), -1)
         self._widths = [int(calls[name]["num_blocks"][0]) * products.BLOCK for name in ("qkv", "gate_up")]
 
@@ -329,16 +334,14 @@ class Decoder:
         plan: AttentionPlan,
         stored: Tensor,
         kept: Collection[int],
-        copied: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the cache [L, 2, K, S, D].
 
-        copied: [R, heads * D], for all layers: queries, keys and values of the heads that are copied. Returns the
-        output, and those of the layers `kept`. Everything is contiguous and bf16.
+        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
         [span], num_rows, num_layers, batch = plan.spans, len(x), len(self._words), len(plan.lengths)
         num_keys, head_dim = stored.shape[2], stored.shape[4]
-        group = self._widths[0] // head_dim // (num_keys - self._num_copied) - 2
+        group = self._widths[0] // head_dim // num_keys - 2
         normed = products.empty_rows(x, *x.shape)
         middle, out = torch.empty_like(x), torch.empty_like(x)
         gated = products.empty_rows(x, num_rows, self._widths[1] // 2)
@@ -355,7 +358,7 @@ class Decoder:
             return projected[index].view(batch, plan.num_new, -1, head_dim)[:, :, : mixed.shape[2]]
 
         plan.queries.update({index: queries_of(index) for index in plan.keep_layers})
-        queries = queries_of(0) if copied is None else torch.empty_like(mixed)
+        queries = queries_of(0)
         shares = attend.share(batch, num_keys, plan.num_new * group, max(span.lengths))
         described = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, None, span, self._scale, shares)
         finished = torch.zeros(num_layers, 2 + shares.num_groups, dtype=torch.int64)
@@ -372,9 +375,8 @@ class Decoder:
             "down_proj": (gated_at, middle_at, results),
         }
         values = _fields_of_products(chain, num_rows, self._workspace)
-        values["attention.q"] = given if copied is None else queries.data_ptr()
+        values["attention.q"] = given
         values["attention.counters"] = finished.data_ptr() + np.arange(num_layers) * finished.stride(0) * 8
-        values["own.copied"] = 0 if copied is None else copied.data_ptr()
         own = {"cos": cos, "sin": sin, "rows": rows, "counters": counters}
         values |= {f"own.{name}": tensor.data_ptr() for name, tensor in own.items()}
         record = self._record(described, stored.stride(0) * stored.element_size(), values)

@@ -269,7 +269,7 @@ def attend_split(element, call, item, scratch, states, first, last):
                 seen = place_own(element, call, item, scratch, block, row)
             else:
                 seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
-            if not tiles.HAS_TILES:  # a processor that has them foresees what is read, and waits for what is asked for
+            if not tiles.HAS_TILES:  # with them, rows are asked for one by one: so many at once would be waited for
                 ahead = BLOCK + row // tile_rows * share
                 blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
                 blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
