@@ -188,7 +188,11 @@ def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
 
 def weight_files(folder: Path, model: str) -> list[Path]:
     """List the safetensors files of a folder that are loaded. Raises ModelError if one is missing, or not told."""
-    return [folder / name for name in _choose_files([path.name for path in folder.iterdir()], folder, model)]
+    files = [folder / name for name in _choose_files([path.name for path in folder.iterdir()], folder, model)]
+    for file in files:
+        if not file.is_file():  # to open a pipe would never return
+            raise ModelError(f"{file} is no file; put the weights there")
+    return files
 
 
 def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specextend.core import Values, counted, first_line, without_collections
+from specextend.core import Values, counted, first_line, one_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -43,6 +44,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+MOST_LAYERS = 1000
+"""Far more than any model has; of a mistake transformers would build each one."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Types of weights; integers and 8-bit floats need scales that no config names."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -59,6 +62,13 @@ _GGUF_ROPE = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 """Fields of GGUF files, and what they are called in a config."""
+_GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
+"""Fields that change what a model computes, and that transformers passes over."""
+_GGUF_SPLITS = (
+    *("default", "gpt-2", "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
+    *("qwen2", "deepseek-r1-qwen", "megrez"),
+)
+"""Ways to split text that transformers knows by name; it splits any other as GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +269,7 @@ def _reading(what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001  they raise anything
-        raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
+        raise ModelError(f"{what} that transformers cannot read: {one_line(error)}") from None
 
 
 def _check_raw_config(raw: Values, model: str) -> None:
@@ -272,6 +282,11 @@ def _check_raw_config(raw: Values, model: str) -> None:
         raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
     if "transformers_weights" in raw:
         raise ModelError(f"{model} names its weights in config.json (transformers_weights), which is not served")
+    for key, value in raw.items():
+        if "_implementation" in key and "/" in str(value):
+            raise ModelError(f"{model} names code to fetch ({key}: {value}); remove it from its config.json")
+    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > MOST_LAYERS:
+        raise ModelError(f"{model} has {layers:,} layers (num_hidden_layers), of which {MOST_LAYERS:,} are served")
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "unknown")
         raise ModelError(
@@ -385,6 +400,12 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
     model.config.rope_parameters |= _gguf_rope(fields, tensors.pop("rope_freqs.weight", None), model.config, str(file))
+    for name, value in fields.items():
+        if value and _GGUF_PASSED_OVER.search(name):
+            raise ModelError(f"{file} has {name} {value}, which is not carried over; take the model as safetensors")
+    split = fields.get("ggml.pre", "default")
+    if fields.get("ggml.model") == "gpt2" and split not in _GGUF_SPLITS:
+        raise ModelError(f"{file} splits text as {split}, which is not carried over; take the model as safetensors")
     kind = fields["architecture"]
     [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)

@@ -29,6 +29,9 @@ CHECK_EVERY_S = 1.0
 UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
 _RELEASES = 3
 """Tries to remove a lock of ours."""
+BUSY_S = 2.0
+"""Seconds for which a lock is tried that another process examines, which takes it milliseconds."""
+_EVERY_S = 0.01
 LAST_S = 10.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
@@ -129,8 +132,13 @@ class OutputLock:
             os.makedirs(records_folder(self.output).path, exist_ok=True)
         with exclusive(self.output) as is_exclusive:
             found = _read(self.output)
+            if is_exclusive is None:
+                found = found or b""
             if found is not None and not self._is_dead(found):
                 return False
+            if is_exclusive is None:
+                holder = parse_lock(found or b"") or UNKNOWN
+                raise LockHeldError(f"{self.output.path} is held by {holder}, which stands still: end it")
             self.predecessor = None if found is None else parse_lock(found)
             self._write()
         if not is_exclusive:
@@ -161,7 +169,9 @@ class OutputLock:
 
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
-        with self._mutex, exclusive(self.output):
+        with self._mutex, exclusive(self.output) as is_exclusive:
+            if is_exclusive is None:
+                raise BlockingIOError("another process examines it and does not go on")
             if self._lost is not None or self._released.is_set():
                 return
             if (data := _read(self.output)) is None:
@@ -257,22 +267,34 @@ def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Checkp
 
 
 @contextmanager
-def exclusive(output: Location) -> Iterator[bool]:
-    """Keep other processes out while a lock is examined and taken; yields False if the file system cannot."""
+def exclusive(output: Location) -> Iterator[bool | None]:
+    """Keep other processes out while a lock is examined and taken.
+
+    Yields False if the file system cannot, and None if another process stays: one that is suspended would for ever.
+    """
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):
         yield False
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        is_exclusive = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:  # some network file systems refuse it on folders
-            is_exclusive = False
-        yield is_exclusive
+        yield _locked(handle)
     finally:
         os.close(handle)
+
+
+def _locked(handle: int) -> bool | None:
+    """Lock a folder for this process; return what `exclusive` yields."""
+    until = time.monotonic() + BUSY_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_EVERY_S)
+        except OSError:  # some network file systems refuse it on folders
+            return False
+    return None
 
 
 def _pid_namespace() -> str:

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -41,7 +42,11 @@ _PACKAGES = {
     "docx": ("mammoth", "selectolax"),
     **dict.fromkeys(("html", "xhtml"), ("selectolax", "webencodings")),
 }
-_BLOCKS = "p,div,br,hr,li,dt,dd,tr,h1,h2,h3,h4,h5,h6,pre,blockquote,section,article,header,footer,table,ul,ol"
+_BLOCKS = (
+    "p,div,br,hr,li,dt,dd,tr,h1,h2,h3,h4,h5,h6,pre,blockquote,section,article,header,footer,table,ul,ol,dl,main,nav,"
+    "aside,figure,figcaption,details,summary,dialog,menu,search,hgroup,address,center,form,fieldset,legend,caption,"
+    "option,optgroup,textarea,button,iframe,noframes,listing,xmp,plaintext"
+)
 """Elements of HTML that begin and end a line."""
 _LINE = "\x1e"
 """Stands for the end of a line in HTML, where that of the source is white space."""
@@ -74,6 +79,10 @@ _BOMS = {
 }
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = "is not UTF-8; name its encoding, as in --encoding cp1252"
+_SHIFT = re.compile("\0|\x1b\\$")
+"""What UTF-8 has not: UTF-16 that is read as such, and the beginning of text in ISO-2022, whose bytes are all ASCII."""
+_SPACED = re.compile(r'[ \t]+"([^"]|"")*"?')
+"""What a cell would hold whose quotes stand after a space, so that they do not count."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
 """How Excel names what separates the cells, in a line before the header."""
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
@@ -308,6 +317,11 @@ def _plain_word(part: bytes) -> bytes:
                 node.clear()
             case "cr":
                 node.tag = f"{space}br"
+            case "ptab":
+                node.tag = f"{space}tab"
+            case "sym" if (code := int(node.get(f"{space}char", "0"), 16)) < 0xE000:  # of no font of symbols
+                node.tag = f"{space}t"
+                node.text = chr(code)
             case "altChunk":
                 message = "has parts in other formats; open it in a word processor and save it as DOCX"
                 raise UnreadableError("damaged", message)
@@ -415,11 +429,11 @@ def _html_text(html: str, *, main_only: bool = False) -> tuple[str, str]:
     for node in tree.css(_BOILERPLATE) if main_only else ():
         if not node.css_first(_MAIN):
             node.decompose()
-    for node in tree.css("pre"):
-        node.replace_with(node.text().replace("\n", _LINE).join((_LINE, _LINE)))
     for node in tree.css(_BLOCKS):
         node.insert_before(_LINE)
         node.insert_after(_LINE)
+    for node in tree.css("pre"):
+        node.replace_with(node.text().replace("\n", _LINE))
     for node in tree.css("td,th"):
         node.insert_after(" ")
     lines = (" ".join(line.split()) for line in (tree.body.text() if tree.body else "").split(_LINE))
@@ -428,8 +442,8 @@ def _html_text(html: str, *, main_only: bool = False) -> tuple[str, str]:
 
 def _read_markdown(data: bytes, options: DocumentOptions) -> tuple[str, str]:
     text = decode(data, options.encoding)
-    heading = re.search(r"^#\s+(.+?)\s*#*$", text, re.MULTILINE)
-    return heading[1] if heading else "", text
+    heading = re.search(r"^#[ \t]+(.+)", text, re.MULTILINE)
+    return heading[1].rstrip().rstrip("#") if heading else "", text
 
 
 def _read_text(data: bytes, options: DocumentOptions) -> tuple[str, str]:
@@ -455,7 +469,7 @@ def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
     for name in (own,) if own else ("utf-8", encoding or "utf-8"):
         with suppress(UnicodeDecodeError):
             text = data.decode(name)
-            if "\0" not in text:
+            if not _SHIFT.search(text):
                 return text
     raise UnreadableError("encoding", f"is not {own}, as it says; save it as UTF-8" if own else _NOT_UTF8)
 
@@ -504,7 +518,7 @@ def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, 
 def json_value(text: str) -> Any:
     """Return a JSON value whose characters are whole. Raises UnreadableError."""
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise UnreadableError("bad row", f"is not JSON: {one_line(error)}") from error
     if "\\u" in text and _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False)):
@@ -518,6 +532,14 @@ def _object(fields: list[tuple[str, Any]]) -> Values:
     if len(values) < len(fields):
         raise ValueError(f"two of the fields {', '.join(values)} have one name")
     return values
+
+
+def _number(text: str) -> float:
+    """Return a number of JSON. Raises ValueError for one that is larger than any floating-point number."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is larger than a number can be; write it as text")
+    return value
 
 
 def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, Any]]:
@@ -549,6 +571,9 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, A
                 _check_header(Counter(header))
             elif any(map(_HALF_CHARACTER.search, cells)):
                 yield number, UnreadableError("encoding", _NOT_UTF8)
+            elif any(map(_SPACED.fullmatch, cells)):
+                message = "has a space before a quote, so that nobody knows where its cell ends; remove it"
+                yield number, UnreadableError("bad row", message)
             elif len(cells) != len(header):
                 message = f"has {len(cells)} cells, and the header {len(header)}"
                 yield number, UnreadableError("bad row", message)

@@ -19,7 +19,7 @@ from typing import Any
 from specextend.core import Values, one_line
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
-from specextend.data.storage import Location, is_readable
+from specextend.data.storage import Location, is_away, is_readable
 
 PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
@@ -51,7 +51,8 @@ class Reading:
     failures: tuple[Failure, ...] = ()
 
 
-def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> Reading:
+def _read_file(file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False) -> Reading:
+    """Return what a file holds; one that cannot be read is read once more before anything is said of it."""
     try:
         with file.location.filesystem.open_input_stream(file.location.path) as stream:
             if file.kind in ("jsonl", "csv"):
@@ -62,7 +63,9 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions) -> 
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
     except OSError as error:
-        reason = "damaged" if is_readable(file.location) else "unreachable"
+        if not is_again:
+            return _read_file(file, folder, options, is_again=True)
+        reason = "unreachable" if is_away(error) or not is_readable(file.location) else "damaged"
         return _failed(file, reason, f"cannot be read: {one_line(error)}")
     except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
         return _failed(file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}")
@@ -85,6 +88,8 @@ def read_table(
     failures: list[Failure] = []
     pending = f"{PENDING}{secrets.token_hex(8)}.parquet"
     num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
+    if not num_rows and not failures:
+        raise UnreadableError("no text", "has no rows")
     return Reading(pending=pending if num_rows else None, failures=tuple(failures))
 
 

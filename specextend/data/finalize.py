@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from specextend.core import Checkpoint, counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
-from specextend.data.parquet import DAMAGED, open_parquet, rows_where, stream, write_groups
+from specextend.data.parquet import DAMAGED, as_stored, open_parquet, rows_where, stream, write_groups
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
 from specextend.data.sorted_rows import SortedRows, Tables
@@ -234,18 +234,21 @@ class _Ending:
         )
 
     def _holds(self, folder: Location, number: int, schema: pa.Schema) -> bool:
-        """Return True if a file of the folder holds the columns and results that the digest names."""
+        """Return True if a file of the folder holds the columns and results that the digest names.
+
+        Its pages have checksums; its footer, and the headers of pages, have none.
+        """
         if result_name(number) not in self._there[folder.path]:
             return False
         location = folder.child(result_name(number))
         try:
             with open_parquet(location) as parquet:
-                found = parquet.schema_arrow.metadata or {}
-                for _ in stream(parquet, parquet.schema_arrow.names):
-                    pass  # its pages are held against their checksums
+                found = parquet.schema_arrow
+                num_rows = sum(map(len, stream(parquet, found.names)))
+                is_whole = num_rows == parquet.metadata.num_rows and found.equals(as_stored(schema))
         except DAMAGED:  # if its store is away, writing it again says so
             return False
-        return found.get(_DIGEST) == schema.metadata[_DIGEST]
+        return is_whole and found.metadata.get(_DIGEST) == schema.metadata[_DIGEST]
 
 
 def _error_rows(table: pa.Table) -> pa.Table:

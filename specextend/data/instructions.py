@@ -3,6 +3,8 @@
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from datetime import date
+from functools import wraps
 from typing import Any, NoReturn
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
@@ -35,27 +37,43 @@ class _Method:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Fields of a struct come before its methods, and fields of a struct that is null are null."""
+    """Fields of a struct come before its methods, and fields of a struct that is null are null.
+
+    What differs from one machine or day to the next cannot be asked.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if obj is None:
             return None
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
+        if isinstance(obj, date) and attribute in _HERE_AND_NOW:
+            raise TypeError(f"{attribute} differs from one machine or day to the next; compute it in the input")
         value = super().getattr(obj, attribute)
         return _Method(value) if callable(value) and not isinstance(value, Undefined) else value
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return None if obj is None else super().getitem(obj, argument)
+        if obj is None or isinstance(argument, str):
+            return self.getattr(obj, argument)
+        return super().getitem(obj, argument)
 
 
 def _written(value: Any) -> Any:
     """Return a value as a template writes it: null is nothing. Raises TypeError for a macro, a loop or a method."""
     if callable(value) and not isinstance(value, Undefined):
         raise TypeError(f"a {type(value).__name__.strip('_').lower()} is no text")
-    if isinstance(value, Iterator):
-        return [*value]
     return "" if value is None else value
+
+
+def _listed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that gives a list where it gave an iterator, whose text is a place in memory."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return [*found] if isinstance(found, Iterator) else found
+
+    return call
 
 
 _SENTINEL = f"\u2063{secrets.token_hex(16)}\u2063"
@@ -63,6 +81,9 @@ _SENTINEL = f"\u2063{secrets.token_hex(16)}\u2063"
 _ENVIRONMENT = _Environment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_written)
 _ENVIRONMENT.globals.clear()  # a name is a column, even if jinja has something of that name
 del _ENVIRONMENT.filters["random"]
+_ENVIRONMENT.filters |= {name: _listed(each) for name, each in _ENVIRONMENT.filters.items()}
+_HERE_AND_NOW = ("now", "today", "utcnow", "astimezone", "timestamp", "fromtimestamp")
+"""Methods of times that ask the clock or the zone of the machine."""
 _WORDS = ("self", "none", "true", "false")
 """What a template cannot read of a row: jinja takes these names for its own."""
 _AROUND_DOCUMENT = (nodes.Output, nodes.If, nodes.For, nodes.With)
@@ -117,7 +138,7 @@ class Instruction:
         row = mended(values, decodes=True)
         try:
             text = self._template.render(row, **{DOCUMENT: _SENTINEL})
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise _bad(printable(first_line(error))) from error
         return _split(text)
 

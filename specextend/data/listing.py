@@ -262,6 +262,8 @@ def _local_files(
         if entry.is_file():
             stat, is_linked = entry.stat(), real_path != os.path.join(real[0], name)
             yield FoundFile(name, stat.st_size, stat.st_mtime_ns, real_path, is_linked)
+        elif is_link and not os.path.exists(entry.path):  # whoever reads it learns that it is out of reach
+            yield FoundFile(name, 0, 0, real_path, is_linked=True)
         elif recursive and entry.is_dir() and real_path not in real:
             yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive, is_hidden)
 

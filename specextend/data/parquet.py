@@ -23,6 +23,8 @@ _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
+_HASH_BYTES = 64
+"""Bytes of a fixed size up to which they are an id, not text."""
 _GROUP_ROWS = 4096
 """Rows of a row group that is written, unless they are many bytes."""
 
@@ -83,6 +85,13 @@ def write_table(location: Location, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **SEALED)
     write_bytes(location, sink.getvalue())
+
+
+def as_stored(schema: pa.Schema) -> pa.Schema:
+    """Return what a schema is once it has been written: Parquet has no seconds, for example."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), sink)
+    return pq.read_schema(pa.BufferReader(sink.getvalue()))
 
 
 def open_parquet(
@@ -272,7 +281,8 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
     if wanted != "VARCHAR" or not is_bytes(kind):
         cast = f"CAST({name} AS {wanted})"
     else:
-        cast = f"{'hex' if pa.types.is_fixed_size_binary(kind) else 'decode'}({name})"
+        is_hash = pa.types.is_fixed_size_binary(kind) and kind.byte_width <= _HASH_BYTES
+        cast = f"{'hex' if is_hash else 'decode'}({name})"
     return f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS {name}) FROM ..."
 
 

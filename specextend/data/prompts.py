@@ -48,6 +48,8 @@ THINKING = (
 """What models that think write around it; a template may write the first for them, or both, to have none."""
 CLOCK = "strftime_now"
 """What chat templates ask for the time; `prompt.template_options` may say which time they are told."""
+_CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>")
+"""What a chat template must not ask of jinja2, nor write."""
 _PROBE = "\u20630" * 50_000
 """A long document that looks like no text, to see what a chat template does with one."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
@@ -170,6 +172,8 @@ class Prompts:
             rendered = self._rendered(_PROBE)
         if (count := rendered.count(_PROBE)) != 1:
             raise ValueError(f"the chat template renders a document {count} times, but must render all of it once")
+        if _CHANCE.search(rendered):
+            raise ValueError("the chat template writes a place in memory, which is another one in each process")
         self.begins_thinking = rendered.rstrip().endswith(tuple(self._names.get(begin, begin) for begin, _ in THINKING))
         """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
         self.num_template_tokens = self._measure(None)
@@ -397,6 +401,8 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callabl
         return partial(_plain, options)
     from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
+    if found := _CHANCE.search(source):
+        raise ValueError(f"the chat template draws at random ({found[0]}), so that each process has another prompt")
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for example in options.examples:
         messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]

@@ -27,8 +27,9 @@ refused AS (
     UNION ALL
     SELECT function_name || '()' FROM duckdb_functions()
     WHERE function_name IN (SELECT unnest(functions) FROM used) AND CASE function_type
-        WHEN 'scalar' THEN stability != 'CONSISTENT' OR function_name IN ('array_resize', 'format', 'generate_series',
-            'list_resize', 'lpad', 'printf', 'range', 'repeat', 'rpad')
+        WHEN 'scalar' THEN stability != 'CONSISTENT' OR function_name IN ('age', 'array_resize', 'current_localtime',
+            'current_localtimestamp', 'format', 'generate_series', 'list_resize', 'lpad', 'printf', 'range', 'repeat',
+            'rpad')
         WHEN 'table' THEN function_name = 'unnest'
         ELSE NOT regexp_full_match(
             function_name, '(array|list|map)_.*|date_add|days_in_month|fdiv|fmod|nullif|split_part')

@@ -1,6 +1,7 @@
 """The output folder of a run: where each file is, the records of the run's starts, and the record of its end."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,12 +67,18 @@ def run_folders(output: Location) -> list[Location]:
 
 
 def check_kinds(output: Location) -> None:
-    """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none."""
+    """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none.
+
+    A symbolic link to a folder is none: what lies elsewhere would be written to, and lose its temporary files.
+    """
     if not output.is_local:
         return
     folders = run_folders(output)[1:]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "html")]
+    for place in folders:
+        if os.path.islink(place.path):
+            raise ValueError(f"{place.path} is a symbolic link; put a folder there, or give another output.path")
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
         for info in output.filesystem.get_file_info([place.path for place in places]):
             if info.type == wrong:

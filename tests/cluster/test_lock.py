@@ -1,4 +1,6 @@
+import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -218,6 +220,24 @@ def test_a_lock_that_cannot_be_read_for_a_moment_is_neither_lost_nor_left(tmp_pa
     faulty.fault, faulty.num_faults = FAULTS["EIO"], num_faults
     held.release()
     assert read_lock(faulty.at(tmp_path)) is None
+
+
+def test_a_driver_that_stands_still_while_it_writes_its_lock_blocks_nobody_in_silence(output, now, monkeypatch):
+    """Suspended inside a heartbeat it kept its successor waiting in `flock` for 23 minutes, without a word."""
+    monkeypatch.setattr(lock, "BUSY_S", 0.05)
+    write_holder(output, elsewhere(now.wall))
+    handle = os.open(output.child("_run").path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    waiting = now.lock(output)
+    assert not waiting.try_take()
+    assert f"is held by {elsewhere(0)}; waiting up to 60 s" in waiting.watched
+    with pytest.raises(OSError, match="does not go on"):
+        waiting.beat()
+    now.pass_by(61)
+    with pytest.raises(LockHeldError, match="which stands still: end it"):
+        waiting.try_take()
+    os.close(handle)
+    assert waiting.try_take()
 
 
 RACER = """

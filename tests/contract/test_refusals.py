@@ -161,6 +161,17 @@ def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus,
         assert f"{path} must be a {kind} of the run" in ended.stderr
 
 
+@pytest.mark.parametrize("name", ["errors", "_run/parts"])
+def test_a_link_to_a_folder_elsewhere_is_refused(call, corpus, tmp_path, name):
+    """Whoever may write to an output could have the run write, and delete temporary files, where he may not."""
+    link = tmp_path / "out" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path)
+    ended = call(*on(corpus, tmp_path / "out"))
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert f"{link} is a symbolic link" in ended.stderr
+
+
 def test_an_output_inside_the_input_is_refused(call, corpus):
     """The next run would summarise summaries."""
     output = corpus.parent / "out"

@@ -60,9 +60,11 @@ def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
     [row] = answers(table, prompt__instruction=template)
     [expected] = answers({"text": [TEXT]}, prompt__instruction="t5 " * len(names) + "t8 T9")
     assert row["summary"] == expected["summary"]
-    for wrong in ("st.keys", "st.land.upper", "st.keys ~ ''", "[st.keys]", "'%s' | format(st.get)", "1 if st.keys"):
-        [row] = answers(table, prompt__instruction=f"{{{{ {wrong} }}}}")
-        assert row["error_class"] == "BadInstruction", wrong
+    wrong = ["st.keys", "st.land.upper", "st.keys ~ ''", "[st.keys]", "'%s' | format(st.get)", "1 if st.keys"]
+    wrong += ["'' ~ st['keys']", "[st.land] | map(attribute='title') | join", "st | xmlattr | attr('upper')"]
+    for each in wrong:
+        [row] = answers(table, prompt__instruction=f"{{{{ {each} }}}}")
+        assert row["error_class"] == "BadInstruction", each
         assert " at 0x" not in row["message"]
 
 

@@ -376,7 +376,9 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
-    """A quote that was never closed swallowed the rest of its file, and of two columns one was lost."""
+    """A quote that was never closed swallowed the rest of its file, and of two columns one was lost; later, quotes
+    after a space were text, 1e400 was infinity, and a table without rows was neither there nor named.
+    """
     good = {
         "cr.csv": b"id,text\r1,fine\r",
         "semicolon.csv": b'id;text, body;text\r\n1;"no; this";fine\r\n',
@@ -399,6 +401,9 @@ def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
         "twice.jsonl:1": (b'{"text": "x", "text": "y"}', "bad row"),
         "nul.jsonl:1": (b'{"text": "a\\u0000b"}', "bad row"),
         "nul.csv:2": (b"text\na\0b\n", "bad row"),
+        "spaced.csv:2": (b'id,text\n1, "x"\n', "bad row"),
+        "large.jsonl:1": (b'{"text": "x", "n": 1e400}', "bad row"),
+        "empty.csv": (b"id,text\n", "no text"),
     }
     for name, data in good.items():
         (folder / name).write_bytes(data)
@@ -476,6 +481,37 @@ def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder, prepare):
     assert rows(folder, "text") == ["fine", "fine"]
 
 
+def test_text_of_which_each_byte_is_ascii_may_be_in_another_encoding(folder, prepare):
+    """ISO-2022 was taken for UTF-8, whatever was said: `$BF|K\\` instead of Japanese, with exit 0."""
+    (folder / "shift.txt").write_bytes("\u65e5\u672c".encode("iso2022_jp"))
+    prepare()
+    assert failures(folder) == {"shift.txt": "encoding"}
+    prepare(encoding="iso2022_jp")
+    assert rows(folder, "text") == ["\u65e5\u672c"]
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d", "a\nb\nc\nd"),
+        ("<select><option>a</option><option>b</option></select><textarea>c</textarea><nav>d", "a\nb\nc\nd"),
+        ("<pre>a<br>b\n<div>c</div>d</pre>", "a\nb\nc\nd"),
+    ],
+)
+def test_words_of_two_blocks_are_two_words(folder, prepare, page, text):
+    """Elements that nobody had listed were glued to what follows: `CaptionThe text`."""
+    (folder / "a.html").write_text(page)
+    prepare()
+    assert rows(folder, "text") == [text]
+
+
+def test_a_heading_takes_time_in_proportion_to_its_length(folder, prepare):
+    """One with 120,000 spaces took minutes, and its file was too slow."""
+    (folder / "a.md").write_text("# a" + " " * 400_000 + "b ##")
+    prepare()
+    assert rows(folder, "title") == ["a b"]
+
+
 HELVETICA = b"/Type1/BaseFont/Helvetica"
 UNKNOWN = (
     b"/Type0/BaseFont/X/Encoding/Identity-H/DescendantFonts[<</Type/Font/Subtype/CIDFontType2/BaseFont/X"
@@ -549,6 +585,7 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
         ),
         ("<w:del><w:r><w:t>old</w:t></w:r></w:del><w:moveFrom><w:r><w:t>old</w:t></w:r></w:moveFrom>", ""),
         ("<w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>", ""),
+        ('<w:r><w:sym w:font="Arial" w:char="20AC"/><w:ptab/><w:t>5</w:t></w:r>', "\u20ac 5"),
         ("<w:fldSimple><w:r><w:t>3</w:t><w:cr/><w:t>4</w:t></w:r></w:fldSimple>", "3\n4"),
         (
             "<m:oMathPara><m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num><m:den><m:r><m:t>c</m:t></m:r></m:den>"

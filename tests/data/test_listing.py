@@ -2,7 +2,7 @@
 
 import pytest
 
-from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
 
@@ -58,7 +58,6 @@ def test_what_symbolic_links_lead_to_is_read_once(tmp_path, write, pattern):
         (folder / link).symlink_to(target)
     (folder / "2026-11-22" / "up").symlink_to(folder)
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    (folder / "dangling.parquet").symlink_to("nowhere")
     source = open_source(InputOptions(path=f"{folder}{pattern}"))
     names = ["2026-11-22/a.parquet", "2026-11-23/a.parquet", "linked/b.parquet"]
     assert [file.relative_path for file in source.files] == names
@@ -72,6 +71,14 @@ def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path, write):
         (tmp_path / "in" / link).symlink_to("..data/a.parquet")
     listing = list_input(str(tmp_path / "in"))
     assert (listing.relative_paths, listing.num_repeated) == (("a.parquet",), 1)
+
+
+def test_a_link_to_nothing_is_out_of_reach_and_not_left_out(tmp_path, write):
+    """The disk that it leads to was not mounted: the run was complete without those documents, with exit 0."""
+    write("in/a.parquet", {"text": ["x"]})
+    (tmp_path / "in" / "gone.parquet").symlink_to("nowhere")
+    with pytest.raises(InputUnreachableError, match=r"gone\.parquet cannot be reached"):
+        open_source(InputOptions(path=str(tmp_path / "in")))
 
 
 def test_missing_input_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import functools
 import random
 import string
+from datetime import date, datetime
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specextend.data.inputs import DocumentError
-from specextend.data.instructions import around_document
+from specextend.data.instructions import Instruction, around_document
 from specextend.data.prompts import CLOCK, THINKING, Example, PromptOptions, Prompts, with_time
 
 DEFAULT_PAIR = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
@@ -128,6 +129,23 @@ def test_a_document_cannot_forge_control_tokens(chat_tokenizer):
         assert data in chat_tokenizer.decode(token_ids)
 
 
+def test_what_filters_make_of_a_list_is_written_as_a_list():
+    """`{{ tags | map('upper') ~ '.' }}` was the place of a generator in memory: every worker sent another prompt."""
+    tags = {"tags": ["a", "b"]}
+    for each in ("tags | map('upper') ~ ''", "tags | map('upper') | string", "'%s' | format(tags | map('upper'))"):
+        assert Instruction("", f"{{{{ {each} }}}}").around(tags)[0].strip() == "['A', 'B']"
+
+
+@pytest.mark.parametrize(
+    "each", ["day.today()", "time.now()", "time['now']()", "time.astimezone()", "time.timestamp()"]
+)
+def test_a_date_does_not_tell_the_time_of_the_machine(each):
+    """`{{ published.today() }}` gave other prompts after midnight and in another zone, under one fingerprint."""
+    row = {"day": date.min, "time": datetime.min}
+    with pytest.raises(DocumentError, match="differs from one machine or day to the next"):
+        Instruction("", f"{{{{ {each} }}}}").around(row)
+
+
 def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer):
     """The same words give the same prompt, whether they come from the configuration or from the data."""
     own = ("Do:", "Text: {{ document }}\nSummarise it.", "{{ document }}")
@@ -186,6 +204,8 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
         ("{{ messages[-1].content[:900] }}", "must render all of it once"),
         ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
+        ("{{ ['a', 'b'] | random }} {{ messages[0].content }}", "draws at random"),
+        ("{{ messages[0].content }} {{ messages | map('upper') }}", "a place in memory"),
     ],
 )
 def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer, template, message, monkeypatch):

@@ -198,12 +198,14 @@ def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
         ({"add": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)}, "(rope.scale_linear)"),
         ({"add": divided(low_freq_factor=2.0)}, "(rope_freqs.weight)"),
         ({"add": lambda writer: writer.add_tensor("blk.0.attn_q.bias", BIAS)}, "blk.0.attn_q.bias is missing or has"),
+        ({"add": lambda writer: writer.add_sliding_window(64)}, "attention.sliding_window 64, which is not carried"),
+        ({"add": lambda writer: writer.add_tokenizer_pre("smollm")}, "splits text as smollm, which is not carried"),
         ({"leave_out": "blk.1.ffn_up.weight"}, "blk.1.ffn_up.weight is missing or has no place"),
     ],
-    ids=["longrope", "a factor", "an old key", "another Llama 3", "a bias", "no weight"],
+    ids=["longrope", "a factor", "an old key", "another Llama 3", "a bias", "window", "split", "no weight"],
 )
 def test_what_a_gguf_file_holds_and_no_folder_says_is_refused(convert, tmp_path, capsys, changes, said):
-    """Biases were dropped and missing weights drawn at random."""
+    """Biases were dropped and missing weights drawn at random; windows, scales and splits were passed over."""
     assert convert(**changes) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert said in line

@@ -1,6 +1,7 @@
 """Which models are served, what is said of the others, and what is read from their files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -120,8 +121,10 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
         ),
+        ({"num_hidden_layers": 3_000_000}, "3,000,000 layers (num_hidden_layers), of which 1,000 are served"),
+        ({"_attn_implementation": "someone/code"}, "names code to fetch (_attn_implementation: someone/code)"),
     ],
-    ids=["architecture", "activation", "gptq", "compressed-tensors", "rope"],
+    ids=["architecture", "activation", "gptq", "compressed-tensors", "rope", "layers", "code"],
 )
 def test_what_is_not_served_is_refused_by_name(write_model, edit_json, values, message):
     """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""
@@ -146,6 +149,14 @@ def test_weights_that_are_not_whole_are_refused(write_model, change):
     file = folder / "model.safetensors"
     file.write_bytes(change(file.read_bytes()))
     assert "model.safetensors is not a whole safetensors file" in refusal(folder, check_model)
+
+
+def test_a_pipe_in_the_place_of_weights_is_refused(write_model):
+    """To open one waits for ever for somebody who writes to it."""
+    file = write_model() / "model.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{file} is no file" in refusal(file.parent, check_model)
 
 
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
