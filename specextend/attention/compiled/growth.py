@@ -12,11 +12,9 @@ size, `P` nodes of a pool, `M` nodes so far that were rows.
 """
 
 import ctypes
-import hashlib
 import math
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -26,7 +24,7 @@ from llvmlite import ir
 from numba.core import types
 from torch import Tensor
 
-from specextend.attention.compiled import attend, blocks, decoder, items, products, tiles
+from specextend.attention.compiled import attend, decoder, items, products, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import add, add_to, copy_row, times
 from specextend.attention.compiled.decoder import LINE, ROWS, load_wide, normalise, wait_for
@@ -46,15 +44,11 @@ NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 _PRODUCTS = ("fuse", "copy", "lm_head")
 _CHAIN = {
-    "fuse": ("joined", "", "fuse"),
+    "fuse": ("joined", "", "x"),
     "copy": ("embedded", "", "copy"),
-    "qkv": ("normed", "", "qkv"),
-    "o_proj": ("mixed", "fuse", "middle"),
-    "gate_up": ("normed", "", "gate_up"),
-    "down_proj": ("gate_up", "middle", "output"),
+    **decoder.CHAIN,
     "lm_head": ("hidden", "", "lm_head"),
 }
-"""Of each product, the tensors that it reads, adds and writes."""
 _BITS, _PAIRS = np.uint32(0), products.ELEMENT(0)
 
 
@@ -435,9 +429,7 @@ def work(element, call):
 @cache
 def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    files = decoder.__file__, blocks.__file__, items.__file__, products.__file__, tiles.__file__, vir.__file__
-    sources = [Path(file).read_bytes() for file in (__file__, *files)]
-    version = (attend.ELEMENTS[torch.bfloat16](0), hashlib.sha256(b"".join(sources)).hexdigest())
+    version = (attend.ELEMENTS[torch.bfloat16](0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
     def entry(call):
@@ -559,12 +551,12 @@ class Head:
         [record] = records
         own, layer, batch = record["own"], record["layer"], len(span.starts)
         num_rows, head_dim = batch * width, stored.shape[4]
-        chained = {name: record[name] if name in _PRODUCTS else layer[name] for name in _CHAIN}
-        widths = {name: int(product["num_blocks"]) * products.BLOCK for name, product in chained.items()}
-        size, num_heads = widths["fuse"], stored.shape[2] * self._group
+        linked = {name: record[name] if name in _PRODUCTS else layer[name] for name in _CHAIN}
+        widths = {_CHAIN[name][2]: int(product["num_blocks"]) * products.BLOCK for name, product in linked.items()}
+        size, num_heads = widths["x"], stored.shape[2] * self._group
         widths |= {"embedded": size * int(own["num_read"]), "joined": 2 * size, "gate_up": widths["gate_up"] // 2}
-        widths |= dict.fromkeys(("normed", "middle", "output", "hidden"), size)
-        widths |= {"turned": num_heads * head_dim, "mixed": num_heads * head_dim, "cos": head_dim, "sin": head_dim}
+        widths |= dict.fromkeys(("normed", "hidden"), size)
+        widths |= dict.fromkeys(("turned", "mixed"), num_heads * head_dim) | dict.fromkeys(("cos", "sin"), head_dim)
         made = {name: products.empty_rows(stored, num_rows, width) for name, width in widths.items()}
         if roots is not None:
             made["hidden"][: len(roots)] = roots
@@ -576,15 +568,11 @@ class Head:
         layer["attention"] = (*call, finished.data_ptr())
         counters = torch.zeros(1 + 2 * NUM_PHASES * (1 + int(own["num_levels"])), LINE // 8, dtype=torch.int64)
         at = {name: tensor.data_ptr() for name, tensor in made.items()}
-        for name, places in _CHAIN.items():
-            product = chained[name]
-            for field, place in zip(("x", "residual", "out"), places, strict=True):
-                product[field] = at.get(place, 0)
-            product["num_rows"] = num_rows if roots is None else batch
-            product["workspace"] = self._workspace.data_ptr()
+        num_begun = num_rows if roots is None else batch
+        decoder.link(linked, _CHAIN, at, num_begun, self._workspace.data_ptr())
         layer["own"]["cos"], layer["own"]["sin"], layer["own"]["rows"] = at["cos"], at["sin"], rows.data_ptr()
         layer["own"]["copied"] = at["copy"]
-        own["num_rows"], own["num_sequences"] = num_rows if roots is None else batch, batch
+        own["num_rows"], own["num_sequences"] = num_begun, batch
         own["counters"] = counters.data_ptr()
         for name, tensor in kept.items():
             own[name] = tensor.data_ptr()
