@@ -33,23 +33,6 @@ def histories(text: Tensor) -> Tensor:
     return text[:-1].unfold(0, HISTORY, 1).flip(1)
 
 
-class Roots(NamedTuple):
-    """What trees of B sequences grow from."""
-
-    token_ids: Tensor
-    """[B] int64"""
-    hidden: Tensor
-    """[B, C], the network's output at them."""
-    texts: Tensor
-    """[B, 3] int64, the last decided tokens, the root last; not read by a network that reads no history."""
-    places: Tensor
-    """[B, 2] int64: the first working row, and how many rows are visible."""
-
-
-Grown = tuple[DraftTrees, int]
-"""Trees, and how many levels they have."""
-
-
 class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
@@ -78,8 +61,12 @@ class DraftNetwork(Protocol):
         tokens before each token, nearest first; None if the network does not read them.
         """
 
-    def grow(self, roots: Roots, options: TreeOptions, num_nodes: int, least_gain: float) -> Grown | None:
-        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and `logits`."""
+    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> DraftTrees | None:
+        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and `logits`.
+
+        roots: token ids [B], the network's outputs at them [B, C], the last three tokens [B, 3], the root last, and
+        places [B, 2], the first working row and how many rows are visible.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -301,11 +288,15 @@ class CausalDrafter(Drafter):
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
         if not self._graphs.enabled:
-            roots = Roots(token_ids, hidden, texts, table[:, [1, 3]])
-            grown = self.network.grow(roots, self._options, num_nodes or self._options.most_nodes, self._gain.least)
-            if grown is not None:
-                self._num_levels = grown[1]
-                return grown[0]
+            trees = self.network.grow(
+                *(token_ids, hidden, texts, table[:, [1, 3]]),
+                num_nodes=num_nodes or self._options.most_nodes,
+                num_levels=self._options.depth,
+                least_gain=self._gain.least,
+            )
+            if trees is not None:
+                self._num_levels = int(trees.depths.max())
+                return trees
         self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)

@@ -17,11 +17,10 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.layers import Norm, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees, prune
-from specextend.drafters.causal import HISTORY, Grown, Roots, histories, last_tokens
+from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
 
 Found = dict[str, tuple[Path, str, TensorInfo]]
@@ -263,20 +262,14 @@ class EagleNetwork:
         output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
 
-    def grow(self, roots: Roots, options: TreeOptions, num_nodes: int, least_gain: float) -> Grown | None:
+    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> DraftTrees | None:
         """Grow trees in one call, or return None where that cannot be."""
         if self._whole is None:
             return None
-        nodes, log_probs = self._whole.grow(
-            *roots,
-            self.cache.working.stored,
-            num_nodes=num_nodes,
-            num_levels=options.depth,
-            least_gain=least_gain,
-        )
-        token_ids, parents, depths = nodes
+        sizes, stored = (num_nodes, num_levels), self.cache.working.stored
+        (token_ids, parents, depths), log_probs = self._whole.grow(*roots, stored, *sizes, least_gain)
         trees = DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids))
-        return prune(trees, 1 + num_nodes), int(depths.max())
+        return prune(trees, 1 + num_nodes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -307,15 +300,20 @@ class EagleNetwork:
 
     def _in_one_call(self, target: CachedModel) -> Any:
         """Return what runs the head in one call, or None where it cannot be."""
+        eps = self._head.layer_eps
         own, names = self._linears, {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
         linears = {name: own[place] for name, place in names.items() if place in own}
         if "lm_head" not in linears:
             linears["lm_head"] = target.model.lm_head
+        norms = [
+            Norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
+            for name in ("input", "post_attention")
+        ]
         layer = SimpleNamespace(
             head_dim=self._head.head_dim,
             head_norms=None,
-            input_norm=self._layer_norm("input_layernorm"),
-            post_norm=self._layer_norm("post_attention_layernorm"),
+            input_norm=norms[0],
+            post_norm=norms[1],
             qkv=own["layer/self_attn/q_proj+k_proj+v_proj"],
             o_proj=own["layer/self_attn/o_proj"],
             gate_up=own["layer/mlp/gate_proj+up_proj"],
@@ -343,10 +341,6 @@ class EagleNetwork:
             num_copied=self._head.copy_heads,
             group=self._head.num_heads // self._head.num_kv_heads,
         )
-
-    def _layer_norm(self, name: str) -> Norm:
-        weight = self._norms[f"layer.{name}.weight"]
-        return Norm(SimpleNamespace(weight=weight, variance_epsilon=self._head.layer_eps))
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""

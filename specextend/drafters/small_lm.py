@@ -8,9 +8,7 @@ from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import DraftCache
-from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.drafters.causal import Roots
 
 
 class ModelNetwork:
@@ -58,7 +56,7 @@ class ModelNetwork:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)
 
-    def grow(self, roots: Roots, options: TreeOptions, num_nodes: int, least_gain: float) -> None:
+    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> None:
         """Grow nothing: trees grow level by level."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -287,18 +287,15 @@ class Decoder:
 
     instructions = tiles.INSTRUCTIONS
 
-    def __init__(self, layers: Sequence[Any], scale: float, num_copied=0):
-        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies.
-
-        num_copied: key heads whose rows `run` is given, behind those of the layers' own.
-        """
+    def __init__(self, layers: Sequence[Any], scale: float):
+        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies."""
         self._layers, self._scale = layers, scale
         self._workspace = torch.empty(0, dtype=torch.uint8)
         calls = np.zeros(len(layers), RECORD)
         for layer, call in zip(layers, calls, strict=True):
             own, norms = call["own"], layer.head_norms
             own["input_norm"], own["post_norm"] = (x.weight.data_ptr() for x in (layer.input_norm, layer.post_norm))
-            own["eps"], own["num_layers"], own["num_copied"] = layer.input_norm.eps, len(layers), num_copied
+            own["eps"], own["num_layers"] = layer.input_norm.eps, len(layers)
             if norms is not None:
                 own["query_norm"], own["key_norm"] = norms.query.data_ptr(), norms.key.data_ptr()
             for name in _PRODUCTS:

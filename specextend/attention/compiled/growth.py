@@ -464,7 +464,8 @@ class Head:
         self._vocabulary, self._scale = vocabulary, scale
         self._records = np.zeros(1, RECORD)
         [record] = self._records
-        record["layer"] = decoder.Decoder([layer], scale, num_copied).calls[0]
+        record["layer"] = decoder.Decoder([layer], scale).calls[0]
+        record["layer"]["own"]["num_copied"] = num_copied
         for name, linear in linears.items():
             decoder.describe_weight(record[name], linear)
         own = record["own"]
@@ -498,7 +499,6 @@ class Head:
         texts: Tensor,
         places: Tensor,
         stored: Tensor,
-        *,
         num_nodes: int,
         num_levels: int,
         least_gain: float,
