@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ _IDS = ("CREATE TABLE wanted AS FROM given", "CREATE TABLE ids (doc_id TEXT, is_
 _CHOSEN = """
     CREATE TABLE chosen AS
     SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ? OR doc_id IN (FROM wanted) AS is_wanted
-    FROM ids GROUP BY doc_id ORDER BY answer
+    FROM ids GROUP BY doc_id
 """
 """The first row of each id, and the first one with an answer: the newest run comes first."""
 _COUNTS = """
@@ -246,26 +246,26 @@ def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
 
 def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[_Mask], Exported]:
     """Choose the first answer to each id of runs, the newest first. Returns the files, each with a mask of its rows."""
-    kinds = [(files, is_answer) for run in runs for files, is_answer in ((run.answers, True), (run.failures, False))]
-    files = [(file, is_answer) for each, is_answer in kinds for file in each]
-    database, ends = Database(), [0]
+    files: list[tuple[Location, bool]] = []
+    for run in runs:
+        files += [(file, True) for file in run.answers]
+        files += [(file, False) for file in run.failures]
+    database, sizes = Database(), []
     everything = pa.array([], pa.large_string())
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
     for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
         database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
-        ends.append(ends[-1] + len(ids))
+        sizes.append(len(ids))
     database.select(_CHOSEN, wanted is None)
     [counts] = database.select(_COUNTS)
     lines = (line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest))
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     exported = Exported(**counts, rows=rows, difference=next(lines, ""))
-    chosen = []
-    for (file, is_answer), (begin, end) in zip(files, pairwise(ends), strict=True):
-        mask = np.zeros(end - begin, bool)
-        places = database.select("SELECT answer FROM chosen WHERE is_wanted AND answer BETWEEN ? AND ?", begin, end - 1)
-        mask[[place["answer"] - begin for place in places]] = True
-        chosen += [(file, mask)] if is_answer else []
-    return chosen, exported
+    mask = np.zeros(sum(sizes), bool)
+    for row in database.stream("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL"):
+        mask[row["answer"]] = True
+    masks = np.split(mask, np.cumsum(sizes))
+    return [(file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer], exported
 
 
 def _read_ids(file: Location) -> pa.Table:
