@@ -227,7 +227,7 @@ class Origin(NamedTuple):
     folder: str
 
 
-def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[Values, dict[str, Origin]]:
+def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
     """Return the values of configurations and overrides, later ones above earlier ones, and the origin of each key.
 
     Raises ConfigError.
@@ -240,7 +240,6 @@ def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[Values, dict[
         for section, options in values.items():
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
-    overrides = list(overrides)
     given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
     _drop_other_draft(merged, given.get("draft.kind"))
     for override in overrides:

@@ -43,9 +43,8 @@ def _each(kernel: _Kernel) -> Attend:
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
             query = q[b : b + 1]
             results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
-        if len(results) == 1:
-            return results[0]
-        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+        out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
+        return out, lse
 
     attend.__name__ = kernel.__name__  # step costs are kept for each
     return attend
