@@ -227,12 +227,10 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
 
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
-    schemas = [SUMMARY_SCHEMA] if not any(run.answers for run in runs) else []
-    for run in runs:
-        found = (read_file(file, pq.read_schema, damaged_results(file)) for file in run.answers[:1])
-        schemas += [schema.remove_metadata() for schema in found]
+    firsts = [run.answers[0] for run in runs if run.answers]
+    schemas = [read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts]
     try:
-        return pa.unify_schemas(schemas)
+        return pa.unify_schemas(schemas or [SUMMARY_SCHEMA])
     except pa.ArrowException as error:
         raise ValueError(f"the runs differ in their columns ({error}); export them one by one") from error
 

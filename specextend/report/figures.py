@@ -310,10 +310,12 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     if not sums:
         return None
     devices = Counter((device, values["read_bytes_per_s"], values["flop_per_s"]) for device, values in limits.values())
-    names = ("device", "read_bytes_per_s", "flop_per_s", "workers")
     return {
         "documents": sums["documents"],
         "prefill_share": ratio(sums["prefill_limit_s"], sums["prefill_s"]),
         "verify_share": ratio(sums["verify_limit_s"], sums["verify_s"]),
-        "devices": [dict(zip(names, (*device, count), strict=True)) for device, count in devices.most_common()],
+        "devices": [
+            {"device": device, "read_bytes_per_s": read, "flop_per_s": flop, "workers": count}
+            for (device, read, flop), count in devices.most_common()
+        ],
     }

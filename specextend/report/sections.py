@@ -361,7 +361,7 @@ def _choices(report: ReadOnly) -> Section:
             percent(ratio(of["documents"], done)),
             percent(ratio(of["probability_sum"], of["documents"])),
         )
-        for field, values in report.get("choices", {}).items()
+        for field, values in report["choices"].items()
         for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[:_MOST_VALUES]
     ]
     about = (
