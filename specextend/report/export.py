@@ -24,7 +24,16 @@ from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_s
 from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import CHECKED, is_text, read_file, read_stream, rows_where, stream, write_groups
+from specextend.data.parquet import (
+    CHECKED,
+    is_text,
+    plain_text,
+    read_file,
+    read_stream,
+    rows_where,
+    stream,
+    write_groups,
+)
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -334,12 +343,10 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))
     if is_text(kind):
-        text = column.cast(pa.large_binary()).cast(pa.large_string(), safe=False)
         try:
-            text.validate(full=True)
+            return plain_text(column)
         except pa.ArrowInvalid:
             return _as_text(column.cast(pa.large_binary()), lambda value: value.decode(errors="replace"))
-        return text
     if pa.types.is_duration(kind):
         return _as_text(column.cast(pa.int64()), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds
