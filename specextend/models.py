@@ -65,8 +65,19 @@ _GGUF_ROPE = {
 _GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
 """Fields that change what a model computes, and that transformers passes over."""
 _GGUF_SPLITS = (
-    *("default", "gpt-2", "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
-    *("qwen2", "deepseek-r1-qwen", "megrez"),
+    "default",
+    "gpt-2",
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "pixtral",
+    "dbrx",
+    "smaug-bpe",
+    "tekken",
+    "qwen2",
+    "deepseek-r1-qwen",
+    "megrez",
 )
 """Ways to split text that transformers knows by name; it splits any other as GPT-2's."""
 

@@ -68,15 +68,20 @@ def train(
 class _Shown:
     """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line every half minute."""
 
-    def __init__(self) -> None:
-        self._stage, self._first, self._begun, self._shown = "", 0, 0.0, 0.0
+    _stage = ""
+    _first = 0
+    _begun = 0.0
+    _shown = 0.0
 
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
         from specextend.cluster.progress import describe_duration
 
         now, is_last = time.monotonic(), done == total
         if stage != self._stage:
-            self._stage, self._first, self._begun, self._shown = stage, done, now, -math.inf
+            self._stage = stage
+            self._first = done
+            self._begun = now
+            self._shown = -math.inf
         line = f"{stage} {done}/{total}{detail}"
         if done > self._first:
             left_s = (now - self._begun) / (done - self._first) * (total - done)

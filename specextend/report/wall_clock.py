@@ -20,12 +20,15 @@ from specextend.report.figures import RunFigures
 from specextend.report.result_rows import RUN_ID
 from specextend.stats import ratio
 
-BUSY = {
-    "prefill": ("prefill_s", "draft_prefill_s"),
-    "decode": ("draft_s", "verify_s", "retrieval_s"),
-    "other": ("other_s",),
-}
-"""Kinds of time at work on documents that are done, each with the phases that it joins."""
+BUSY = ("prefill", "decode", "other")
+"""Kinds of time at work on documents that are done."""
+_WORKS = """
+    SELECT run_id, worker, count(*) AS n, max(ended) AS last,
+        coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
+        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s), 0) AS decode,
+        coalesce(sum(other_s), 0) AS other
+    FROM work GROUP BY ALL ORDER BY worker
+"""
 KINDS = (*BUSY, "waiting", "lost", "loading", "dead")
 """What a worker's time is spent on.
 
@@ -116,10 +119,8 @@ def timed_starts(starts: Iterable[Start], figures: RunFigures, heartbeat: Heartb
 
 def _works(figures: RunFigures) -> dict[str, dict[str, Work]] | None:
     """Return the work of each worker by run id; None if the start of a document is not known."""
-    busy = ", ".join(f"{' + '.join(f'coalesce(sum({phase}), 0)' for phase in BUSY[kind])} AS {kind}" for kind in BUSY)
-    grouped = f"SELECT run_id, worker, count(*) AS n, max(ended) AS last, {busy} FROM work GROUP BY ALL ORDER BY worker"
     works: defaultdict[str, dict[str, Work]] = defaultdict(dict)
-    for row in figures.select(grouped):
+    for row in figures.select(_WORKS):
         if row[RUN_ID] is None:
             return None
         works[row[RUN_ID]][row["worker"]] = Work(row["n"], {kind: row[kind] for kind in BUSY}, row["last"])
