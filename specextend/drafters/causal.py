@@ -43,7 +43,7 @@ class Roots(NamedTuple):
     texts: Tensor
     """[B, 3] int64, the last decided tokens, the root last; not read by a network that reads no history."""
     places: Tensor
-    """[2, B] int64: the first working row, and how many rows are visible."""
+    """[B, 2] int64: the first working row, and how many rows are visible."""
 
 
 Grown = tuple[DraftTrees, int]
@@ -301,7 +301,7 @@ class CausalDrafter(Drafter):
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
         if not self._graphs.enabled:
-            roots = Roots(token_ids, hidden, texts, table.T[[1, 3]])
+            roots = Roots(token_ids, hidden, texts, table[:, [1, 3]])
             grown = self.network.grow(roots, self._options, num_nodes or self._options.most_nodes, self._gain.least)
             if grown is not None:
                 self._num_levels = grown[1]

@@ -20,7 +20,7 @@ from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.layers import Norm, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import DraftTrees, prune
 from specextend.drafters.causal import HISTORY, Grown, Roots, histories, last_tokens
 from specextend.model_files import TensorInfo
 
@@ -267,14 +267,16 @@ class EagleNetwork:
         """Grow trees in one call, or return None where that cannot be."""
         if self._whole is None:
             return None
-        trees, num_levels = self._whole.grow(
+        nodes, log_probs = self._whole.grow(
             *roots,
             self.cache.working.stored,
             num_nodes=num_nodes,
             num_levels=options.depth,
             least_gain=least_gain,
         )
-        return DraftTrees(*trees, [trees[0].shape[1]] * len(trees[0])), num_levels
+        token_ids, parents, depths = nodes
+        trees = DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids))
+        return prune(trees, 1 + num_nodes), int(depths.max())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -335,7 +337,7 @@ class EagleNetwork:
             linears,
             {name: self._norms[f"{place}.weight"] for name, place in places.items()},
             self._embedding.detach(),
-            torch.arange(linears["lm_head"].packed.shape[0] * 64) if self.vocabulary is None else self.vocabulary,
+            torch.arange(self._head.vocab_size) if self.vocabulary is None else self.vocabulary,
             both.to(target.dtype),
             eps=self._head.head_eps,
             num_copied=self._head.copy_heads,

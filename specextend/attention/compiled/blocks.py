@@ -341,23 +341,13 @@ def product(
 
 
 @emitted()
-def hide_behind(b, element, scores, limit):
-    """Set the scores from `limit` on to -inf."""
-    limits = vir.splat(b, b.trunc(limit, vir.I32))
-    for first in range(0, BLOCK, LANES):
-        where = address(b, scores, 4 * first)
-        visible = b.icmp_signed("<", vir.units(range(first, first + LANES)), limits)
+def hide_outside(b, element, scores, first, last):
+    """Set the scores before `first`, and those from `last` on, to -inf."""
+    firsts, lasts = (vir.splat(b, b.trunc(limit, vir.I32)) for limit in (first, last))
+    for place in range(0, BLOCK, LANES):
+        where, places = address(b, scores, 4 * place), vir.units(range(place, place + LANES))
+        visible = b.and_(b.icmp_signed(">=", places, firsts), b.icmp_signed("<", places, lasts))
         store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
-
-
-@emitted()
-def hide_before(b, element, scores, limit):
-    """Set the scores before `limit` to -inf."""
-    limits = vir.splat(b, b.trunc(limit, vir.I32))
-    for first in range(0, BLOCK, LANES):
-        where = address(b, scores, 4 * first)
-        hidden = b.icmp_signed("<", vir.units(range(first, first + LANES)), limits)
-        store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
 
 
 def joined(b, vectors, join):

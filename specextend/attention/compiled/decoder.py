@@ -12,11 +12,9 @@ Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size,
 `K` key heads, `S` cache rows, `D` head size.
 """
 
-import hashlib
-import math
+import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -245,9 +243,7 @@ def work(element, layers):
 @cache
 def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of the address of a `RECORD` for each layer."""
-    files = __file__, blocks.__file__, items.__file__, products.__file__, tiles.__file__, vir.__file__
-    sources = [Path(file).read_bytes() for file in files]
-    version = (attend.ELEMENTS[torch.bfloat16](0), hashlib.sha256(b"".join(sources)).hexdigest())
+    version = (attend.ELEMENTS[torch.bfloat16](0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
     def entry(call):
@@ -261,27 +257,22 @@ def can_compile(head_dim):
     return attend.serves(head_dim, torch.bfloat16) and attend.can_make(kernel)
 
 
-_PARTS: list[tuple[str, Any]] = [
-    ("own", LayerCall),
-    ("attention", items.KernelCall),
-    *((name, products.LinearCall) for name in _PRODUCTS),
-]
-_FIELDS = (f"{part}.{name}" for part, call in _PARTS for name in call._fields)
-_PLACE = {name: place for place, name in enumerate(_FIELDS)}
-"""Of each field of a `RECORD`, in words of eight bytes."""
-_CHAINED = ("x", "residual", "out")
-"""Addresses by which a product follows another."""
-_DESCRIBED = slice(_PLACE["attention.q"], _PLACE["attention.scale"])
-"""What `attend.describe` gives, but for what the model decides."""
+CHAIN = {
+    "qkv": ("normed", "", "qkv"),
+    "o_proj": ("mixed", "x", "middle"),
+    "gate_up": ("normed", "", "gate_up"),
+    "down_proj": ("gate_up", "middle", "output"),
+}
+"""Of each product of a layer, the tensors that it reads, adds and writes."""
 
 
-def _fields_of_products(chain: Mapping[str, tuple[Any, ...]], num_rows: int, workspace: Tensor) -> dict[str, Any]:
-    """Return the fields of a call's products, of which `chain` has the values of `_CHAINED`."""
-    values: dict[str, Any] = {}
+def link(calls: Any, chain: Mapping[str, tuple[str, ...]], at: Mapping[str, Any], num_rows: int, workspace: int):
+    """Fill the fields by which products follow each other; `at` are addresses, one or one for each layer."""
     for name, places in chain.items():
-        values |= {f"{name}.{field}": place for field, place in zip(_CHAINED, places, strict=True)}
-        values |= {f"{name}.num_rows": num_rows, f"{name}.workspace": workspace.data_ptr()}
-    return values
+        product = calls[name]
+        for field, place in zip(("x", "residual", "out"), places, strict=True):
+            product[field] = at.get(place, 0)
+        product["num_rows"], product["workspace"] = num_rows, workspace
 
 
 def describe_weight(product, linear):
@@ -313,10 +304,8 @@ class Decoder:
             for name in _PRODUCTS:
                 describe_weight(call[name], getattr(layer, name))
         calls["gate_up"]["is_gated"] = 1
-        calls["attention"]["scale"], calls["attention"]["exponent_scale"] = scale, scale / math.log(2)
         self.calls = calls
         """A `RECORD` of each layer, without what a call decides."""
-        self._words = calls.view(np.int64).reshape(len(layers), -1)
         self._widths = [int(calls[name]["num_blocks"][0]) * products.BLOCK for name in ("qkv", "gate_up")]
 
     def run(
@@ -332,7 +321,7 @@ class Decoder:
 
         Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
-        [span], num_rows, num_layers, batch = plan.spans, len(x), len(self._words), len(plan.lengths)
+        [span], num_rows, num_layers, batch = plan.spans, len(x), len(self.calls), len(plan.lengths)
         num_keys, head_dim = stored.shape[2], stored.shape[4]
         group = self._widths[0] // head_dim // num_keys - 2
         normed = products.empty_rows(x, *x.shape)
@@ -359,29 +348,18 @@ class Decoder:
         if len(self._workspace) < (num_bytes := shares.num_workers * products.WORKER_BYTES):
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
 
-        results, given = ([each.data_ptr() for each in several] for several in (outputs, projected))
-        normed_at, middle_at, gated_at = normed.data_ptr(), middle.data_ptr(), gated.data_ptr()
-        chain = {
-            "qkv": (normed_at, 0, given),
-            "o_proj": (mixed.data_ptr(), [x.data_ptr(), *results[:-1]], middle_at),
-            "gate_up": (normed_at, 0, gated_at),
-            "down_proj": (gated_at, middle_at, results),
-        }
-        values = _fields_of_products(chain, num_rows, self._workspace)
-        values["attention.q"] = given
-        values["attention.counters"] = finished.data_ptr() + np.arange(num_layers) * finished.stride(0) * 8
-        own = {"cos": cos, "sin": sin, "rows": rows, "counters": counters}
-        values |= {f"own.{name}": tensor.data_ptr() for name, tensor in own.items()}
-        record = self._record(described, stored.stride(0) * stored.element_size(), values)
-        attend.run_on(shares.num_workers, kernel(), record)
+        results = [each.data_ptr() for each in outputs]
+        made = {"normed": normed, "middle": middle, "gate_up": gated, "mixed": mixed}
+        at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
+        at |= {"qkv": [each.data_ptr() for each in projected], "output": results, "x": [x.data_ptr(), *results[:-1]]}
+        calls, steps = self.calls.copy(), np.arange(num_layers)
+        link(calls, CHAIN, at, num_rows, self._workspace.data_ptr())
+        calls["attention"] = (*described, finished.data_ptr())
+        calls["attention"]["q"] = at["qkv"]
+        calls["attention"]["counters"] += steps * finished.stride(0) * 8
+        for name in ("k", "v"):
+            calls["attention"][name] += steps * stored.stride(0) * stored.element_size()
+        for name, tensor in {"cos": cos, "sin": sin, "rows": rows, "counters": counters}.items():
+            calls["own"][name] = tensor.data_ptr()
+        attend.run_on(shares.num_workers, kernel(), ctypes.c_void_p(calls.ctypes.data))
         return outputs[-1], [outputs[index] for index in kept]
-
-    def _record(self, described: Sequence[float], layer_bytes: int, values: Mapping[str, Any]) -> bytes:
-        """Fill the records of a call: what attention is given in the first layer, and fields for each layer or all."""
-        words, steps = self._words.copy(), np.arange(len(self._words))
-        words[:, _DESCRIBED] = described[: _DESCRIBED.stop - _DESCRIBED.start]
-        for name in ("attention.k", "attention.v"):
-            words[:, _PLACE[name]] += steps * layer_bytes
-        for name, value in values.items():
-            words[:, _PLACE[name]] = value
-        return words.tobytes()

@@ -12,11 +12,9 @@ size, `P` nodes of a pool, `M` nodes so far that were rows.
 """
 
 import ctypes
-import hashlib
 import math
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -26,7 +24,7 @@ from llvmlite import ir
 from numba.core import types
 from torch import Tensor
 
-from specextend.attention.compiled import attend, blocks, decoder, items, products, tiles
+from specextend.attention.compiled import attend, decoder, items, products, tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.blocks import add, add_to, copy_row, times
 from specextend.attention.compiled.decoder import LINE, ROWS, load_wide, normalise, wait_for
@@ -36,21 +34,21 @@ from specextend.attention.plan import AttentionPlan, KeySpan
 PREPARE, EMBED, FUSE, COPY, LAYER = range(5)
 NORM, LOGITS, RANK = range(LAYER + decoder.NUM_PHASES, LAYER + decoder.NUM_PHASES + 3)
 NUM_PHASES = RANK + 1
-TOKEN, PARENT, DEPTH, ROW, PLACE, IS_BEST = range(6)
-"""Columns of a pool: a node's row in its level, its place among all nodes that were rows, 1 if it is a best one."""
+TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
+"""Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
+POSITION, SOURCE, NODE, CURSOR, READ = range(5)
+"""Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the tokens it reads."""
+START, VISIBLE, ENDED, TEXT = range(4)
+"""Columns of sequences: first row in the cache, rows that are visible, 1 once it has ended, the last three tokens."""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 _PRODUCTS = ("fuse", "copy", "lm_head")
 _CHAIN = {
-    "fuse": ("joined", "", "fuse"),
+    "fuse": ("joined", "", "x"),
     "copy": ("embedded", "", "copy"),
-    "qkv": ("normed", "", "qkv"),
-    "o_proj": ("mixed", "fuse", "middle"),
-    "gate_up": ("normed", "", "gate_up"),
-    "down_proj": ("gate_up", "middle", "output"),
+    **decoder.CHAIN,
     "lm_head": ("hidden", "", "lm_head"),
 }
-"""Of each product, the tensors that it reads, adds and writes."""
 _BITS, _PAIRS = np.uint32(0), products.ELEMENT(0)
 
 
@@ -68,36 +66,22 @@ class HeadCall(NamedTuple):
     """[V] int64 token ids."""
     num_read: int
     """Tokens that a row reads: its own, and those before it."""
-    tokens: int
-    """[R, num_read] int64"""
-    positions: int
-    """[R] int64"""
+    rows: int
+    """[R, 8] int64"""
+    sequences: int
+    """[B, 6] int64"""
     sources: int
     """Rows of C: the features of the target, or the head's own outputs."""
-    source_of: int
-    """[R] int64, the one of each row."""
-    nodes: int
-    """[R] int64, each row's node in the pool of its sequence."""
-    places: int
-    """[3, B] int64: first row in the cache, rows that are visible, and 1 once a sequence has ended."""
-    texts: int
-    """[B, 3] int64: the last decided tokens, the root last."""
     pool: int
     """[B, P, 6] int64"""
     log_probs: int
     """[B, P] fp32, of paths"""
     expected: int
     """[B] fp32, path probabilities of the best nodes so far, the root's among them."""
-    cursors: int
-    """[R] int64, children of each row that the pool has."""
     best_tokens: int
     """[R, num_best] int64"""
     best: int
     """[R, num_best] fp32, log probabilities after the row."""
-    trees: int
-    """[3, B, 1 + num_nodes] int64: token ids, parents, depths."""
-    tree_log_probs: int
-    """[B, 1 + num_nodes] fp32"""
     num_sequences: int
     num_nodes: int
     num_best: int
@@ -134,6 +118,18 @@ def integers(element, where, shape):
 def numbers(element, where, shape):
     """Return the fp32 array at an address."""
     return numba.carray(pointer(element, where), shape, np.float32)
+
+
+@numba.njit
+def rows_of(element, own):
+    """Return the rows [R, 8] of a level."""
+    return integers(element, own.rows, (own.num_rows, 8))
+
+
+@numba.njit
+def sequences_of(element, own):
+    """Return the sequences [B, 6]."""
+    return integers(element, own.sequences, (own.num_sequences, 6))
 
 
 @emitted(types.float32)
@@ -199,31 +195,26 @@ def rank_row(element, call, row):
 
 
 @numba.njit
-def add_children(element, call, sequence, pool, log_probs):
+def add_children(element, own, sequence, pool, log_probs):
     """Append the likeliest children of a sequence's rows to its pool."""
-    own = call.own
-    width = own.num_rows // own.num_sequences
-    first, has_ended = sequence * width, integers(element, own.places, (3, own.num_sequences))[2, sequence]
-    cursors = integers(element, own.cursors, own.num_rows)
+    rows, width = rows_of(element, own), own.num_rows // own.num_sequences
     tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
     best = numbers(element, own.best, (own.num_rows, own.num_best))
-    cursors[first : first + width] = 0
-    count = own.num_pooled
-    parents = integers(element, own.nodes, own.num_rows)
-    for number in range(count, count + min(own.num_nodes, width * own.num_best)):
+    for number in range(own.num_pooled, own.num_pooled + min(own.num_nodes, width * own.num_best)):
         chosen, most = -1, -np.inf
-        for row in range(first, first + width):
-            if cursors[row] < own.num_best:
-                value = best[row, cursors[row]] + log_probs[parents[row]]
-                if has_ended != 0 or not value > NEVER:
+        for row in range(sequence * width, (sequence + 1) * width):
+            if rows[row, CURSOR] < own.num_best:
+                value = best[row, rows[row, CURSOR]] + log_probs[rows[row, NODE]]
+                if sequences_of(element, own)[sequence, ENDED] != 0 or not value > NEVER:
                     value = NEVER
                 if value > most:
                     chosen, most = row, value
-        node = pool[number]
-        node[TOKEN], node[PARENT] = tokens[chosen, cursors[chosen]], parents[chosen]
-        node[DEPTH] = pool[parents[chosen], DEPTH] + 1
+        parent = rows[chosen, NODE]
+        pool[number, TOKEN] = tokens[chosen, rows[chosen, CURSOR]]
+        pool[number, PARENT] = parent
+        pool[number, DEPTH] = pool[parent, DEPTH] + 1
         log_probs[number] = most
-        cursors[chosen] += 1
+        rows[chosen, CURSOR] += 1
 
 
 @numba.njit
@@ -250,102 +241,69 @@ def pool_of(element, own, sequence):
 
 
 @numba.njit
-def choose_rows(element, call, first, last):
-    """Let the best of the newest nodes, which are those from `first` to `last`, be the rows of the next level."""
-    own = call.own
+def choose_rows(element, own, first):
+    """Let the best of the newest nodes, those from `first` on, be the rows of the next level; return how many."""
     width = 0
     for sequence in range(own.num_sequences):
-        width = max(width, pool_of(element, own, sequence)[0][first:last, IS_BEST].sum())
+        width = max(width, pool_of(element, own, sequence)[0][first : own.num_pooled, IS_BEST].sum())
     own.num_rows = own.num_sequences * width
-    nodes = integers(element, own.nodes, own.num_rows)
+    rows, row = rows_of(element, own), 0
     for sequence in range(own.num_sequences):
-        pool, row = pool_of(element, own, sequence)[0], sequence * width
+        pool = pool_of(element, own, sequence)[0]
         for wanted in (1, 0):  # where a sequence has fewer, others make up the number
-            for number in range(first, last):
+            for number in range(first, own.num_pooled):
                 if pool[number, IS_BEST] == wanted and row < (sequence + 1) * width:
-                    nodes[row] = number
+                    rows[row, NODE] = number
                     row += 1
     return width
 
 
 @numba.njit
 def describe_rows(element, call, width):
-    """Describe the rows of a level, which are nodes: tokens, sources, positions, places, mask."""
-    own, layer = call.own, call.layer
-    before, masked = own.num_expanded, own.num_expanded + width
-    own.num_expanded = masked
-    nodes = integers(element, own.nodes, own.num_rows)
-    cache_rows = integers(element, layer.own.rows, own.num_rows)
-    positions = integers(element, own.positions, own.num_rows)
-    sources = integers(element, own.source_of, own.num_rows)
-    tokens = integers(element, own.tokens, (own.num_rows, own.num_read))
-    places = integers(element, own.places, (3, own.num_sequences))
-    spans = integers(element, layer.attention.places, (3, own.num_sequences))
-    mask = numba.carray(pointer(element, layer.attention.mask), (own.num_rows, masked), np.uint8)
-    texts = integers(element, own.texts, (own.num_sequences, 3))
+    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places, mask."""
+    own, attention = call.own, call.layer.attention
+    before, rows, sequences = own.num_expanded, rows_of(element, own), sequences_of(element, own)
+    own.num_expanded += width
+    cache_rows = integers(element, call.layer.own.rows, own.num_rows)
+    spans = integers(element, attention.places, (3, own.num_sequences))
+    mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
     mask[:] = 0
-    for row in range(own.num_rows):
-        sequence = row // width
-        pool = pool_of(element, own, sequence)[0]
-        place, node = row - sequence * width, nodes[row]
-        start, visible = places[0, sequence], places[1, sequence]
-        pool[node, ROW], pool[node, PLACE] = row, before + place
-        sources[row] = pool[pool[node, PARENT], ROW]
-        cache_rows[row] = start + visible + before + place
-        positions[row] = visible + pool[node, DEPTH] - 1
-        spans[1, sequence], spans[2, sequence] = visible + masked, visible
-        each, back = node, 2
-        for i in range(own.num_read):
-            tokens[row, i] = pool[each, TOKEN] if each > 0 else texts[sequence, back]
-            back -= int(each == 0)
-            each = pool[each, PARENT] if each > 0 else 0
-        each = node
-        while each > 0:
-            mask[row, pool[each, PLACE]] = 1
-            each = pool[each, PARENT]
+    for number in range(own.num_rows):
+        sequence, place = divmod(number, width)
+        row, known, pool = rows[number], sequences[sequence], pool_of(element, own, sequence)[0]
+        node = pool[row[NODE]]
+        node[ROW], node[PLACE] = number, before + place
+        row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
+        row[POSITION] = known[VISIBLE] + node[DEPTH] - 1
+        cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
+        spans[1, sequence], spans[2, sequence] = known[VISIBLE] + own.num_expanded, known[VISIBLE]
+        each = row[NODE]
+        for i in range(max(own.num_read, node[DEPTH])):
+            back = i - node[DEPTH]  # tokens behind the root
+            if i < own.num_read:
+                row[READ + i] = pool[each, TOKEN] if back <= 0 else known[TEXT + 2 - back]
+            if back < 0:
+                mask[number, pool[each, PLACE]] = 1
+                each = pool[each, PARENT]
 
 
 @numba.njit
-def write_trees(element, call):
-    """Write the root and the best nodes of each pool, in its order."""
-    own = call.own
-    size = own.num_nodes + 1
-    trees = integers(element, own.trees, (3, own.num_sequences, size))
-    probabilities = numbers(element, own.tree_log_probs, (own.num_sequences, size))
-    for sequence in range(own.num_sequences):
-        pool, log_probs = pool_of(element, own, sequence)
-        place = 0
-        for number in range(own.num_pooled):
-            if pool[number, IS_BEST] == 0:
-                continue
-            parent = pool[number, PARENT]
-            pool[number, ROW] = place
-            trees[0, sequence, place] = pool[number, TOKEN]
-            trees[1, sequence, place] = pool[parent, ROW] if number > 0 else -1
-            trees[2, sequence, place] = pool[number, DEPTH]
-            probabilities[sequence, place] = log_probs[number]
-            place += 1
-
-
-@numba.njit
-def add_level(element, call, level):
+def add_level(element, own, level):
     """Append the children of the last level; return how many rows of each sequence the next one has."""
-    own = call.own
-    first = own.num_pooled
-    last = first + min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
+    first, sequences = own.num_pooled, sequences_of(element, own)
+    added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
     expected = numbers(element, own.expected, own.num_sequences)
-    ended = integers(element, own.places, (3, own.num_sequences))[2]
     for sequence in range(own.num_sequences):
         pool, log_probs = pool_of(element, own, sequence)
-        add_children(element, call, sequence, pool, log_probs)
-        total = mark_best(pool, log_probs, last, own.num_nodes + 1)
+        add_children(element, own, sequence, pool, log_probs)
+        total = mark_best(pool, log_probs, first + added, own.num_nodes + 1)
         if level > 1 and total - expected[sequence] < own.least_gain:
-            ended[sequence] = 1
+            sequences[sequence, ENDED] = 1
         expected[sequence] = total
-    own.num_pooled = last
-    if level == own.num_levels or ended.sum() == own.num_sequences:
+    own.num_pooled += added
+    if level == own.num_levels or sequences[:, ENDED].sum() == own.num_sequences:
         return 0
-    return choose_rows(element, call, first, last)
+    return choose_rows(element, own, first)
 
 
 @numba.njit
@@ -368,36 +326,35 @@ def set_rows(element, call, width):
 
 
 @numba.njit
+def count_items(call, phase):
+    """Return the number of items of a phase."""
+    if phase == FUSE:
+        return products.num_items(call.fuse)
+    if phase == COPY:
+        return products.num_items(call.copy)
+    if phase == LOGITS:
+        return products.num_items(call.lm_head)
+    if phase == RANK:
+        return call.own.num_rows
+    if LAYER <= phase < NORM:
+        return decoder.count_items(call.layer, phase - LAYER)
+    return (call.own.num_rows + ROWS - 1) // ROWS
+
+
+@numba.njit
 def prepare(element, call, counter, level):
     """Prepare a level, of which one worker does this alone; `counter` is that of its first phase."""
-    own, is_run = call.own, True
-    is_ranked = own.num_levels > 0
+    own = call.own
     if level > 0:
-        width = add_level(element, call, level)
+        width = add_level(element, own, level)
         if width == 0:
-            write_trees(element, call)
             own.is_done = 1
             return
         describe_rows(element, call, width)
         set_rows(element, call, width)
-    elif is_ranked:
-        is_run = False
-    num_groups = (own.num_rows + ROWS - 1) // ROWS
-    for phase in range(1, NUM_PHASES):
-        count = 0
-        if is_run and phase < LOGITS:
-            count = num_groups
-            if phase == FUSE:
-                count = products.num_items(call.fuse)
-            elif phase == COPY:
-                count = products.num_items(call.copy)
-            elif LAYER <= phase < NORM:
-                count = decoder.count_items(call.layer, phase - LAYER)
-        elif is_ranked and phase == LOGITS:
-            count = products.num_items(call.lm_head)
-        elif is_ranked and phase == RANK:
-            count = own.num_rows
-        integers(element, counter + 2 * phase * LINE, 2)[1] = count
+    for phase in range(EMBED, NUM_PHASES):
+        is_asked = own.num_levels > 0 if phase >= LOGITS else level > 0 or own.num_levels == 0
+        integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, phase) if is_asked else 0
 
 
 @numba.njit
@@ -406,18 +363,16 @@ def embed_rows(element, call, number):
     own = call.own
     row_bytes, num_vectors = 4 * call.layer.qkv.num_pairs, 2 * call.layer.qkv.num_pairs // LANES
     head_bytes = 2 * call.layer.attention.head_dim
-    tokens = integers(element, own.tokens, (own.num_rows, own.num_read))
-    sources = integers(element, own.source_of, own.num_rows)
-    positions = integers(element, own.positions, own.num_rows)
-    for row in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
-        out, joined = call.copy.x + row * own.num_read * row_bytes, call.fuse.x + 2 * row * row_bytes
+    for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
+        row = rows_of(element, own)[place]
+        out, joined = call.copy.x + place * own.num_read * row_bytes, call.fuse.x + 2 * place * row_bytes
         for i in range(own.num_read):
-            embedding = own.embedding + tokens[row, i] * row_bytes
+            embedding = own.embedding + row[READ + i] * row_bytes
             normalise(element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes)
         copy_row(_BITS, out, row_bytes // VECTOR_BYTES, joined)
-        source = own.sources + sources[row] * row_bytes
+        source = own.sources + row[SOURCE] * row_bytes
         normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
-        turn, angle = row * head_bytes, positions[row] * head_bytes
+        turn, angle = place * head_bytes, row[POSITION] * head_bytes
         copy_row(_BITS, own.cosines + angle, head_bytes // VECTOR_BYTES, call.layer.own.cos + turn)
         copy_row(_BITS, own.sines + angle, head_bytes // VECTOR_BYTES, call.layer.own.sin + turn)
 
@@ -474,9 +429,7 @@ def work(element, call):
 @cache
 def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    modules = blocks, decoder, items, products, tiles, vir
-    sources = [Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in modules))]
-    version = (attend.ELEMENTS[torch.bfloat16](0), hashlib.sha256(b"".join(sources)).hexdigest())
+    version = (attend.ELEMENTS[torch.bfloat16](0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
     def entry(call):
@@ -529,11 +482,13 @@ class Head:
         tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
         T, C] before each row; positions [B, T].
         """
-        batch, width = positions.shape
-        kept = {"tokens": tokens, "sources": features, "positions": positions, "source_of": torch.arange(batch * width)}
-        kept = {name: tensor.contiguous() for name, tensor in kept.items()}
-        rows = plan.new_rows(tokens.device).contiguous()
-        hidden = self._run(self._records.copy(), width, plan.spans[0], stored, rows, kept, None)
+        batch, width, num_read = tokens.shape
+        rows = torch.zeros(batch * width, 8, dtype=torch.int64)
+        rows[:, POSITION], rows[:, SOURCE] = positions.flatten(), torch.arange(batch * width)
+        rows[:, READ : READ + num_read] = tokens.flatten(0, 1)
+        kept = {"rows": rows, "sources": features.contiguous()}
+        written = plan.new_rows(tokens.device).contiguous()
+        hidden = self._run(self._records.copy(), width, plan.spans[0], stored, written, kept, None)
         return hidden.view(batch, width, -1)
 
     def grow(
@@ -547,35 +502,37 @@ class Head:
         num_nodes: int,
         num_levels: int,
         least_gain: float,
-    ) -> tuple[tuple[Tensor, ...], int]:
+    ) -> tuple[Tensor, Tensor]:
         """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs hidden [B, C].
 
-        texts [B, 3]: the last tokens, the root last. places [2, B]: first row in the cache, and rows that are visible.
-        Returns token ids, parents and depths [B, N] int64, log_probs [B, N] fp32, and how many levels there are.
+        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
+        Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
         """
         batch, most_rows = len(roots), max(1, num_nodes * (num_levels - 1))
         num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
+        rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, TOKEN], pool[:, 0, ROW] = roots, torch.arange(batch)
-        num_rows, size = batch * num_nodes, 1 + num_nodes
-        whole = {"tokens": (num_rows, 4), "positions": num_rows, "source_of": num_rows, "cursors": num_rows}
-        whole |= {"best_tokens": (num_rows, num_best), "trees": (3, batch, size)}
-        kept = {name: torch.empty(shape, dtype=torch.int64) for name, shape in whole.items()}
-        kept |= {"places": torch.cat([places, torch.zeros_like(places[:1])]), "texts": texts.contiguous()}
-        kept |= {"pool": pool, "log_probs": torch.zeros(batch, most_pooled), "expected": torch.empty(batch)}
-        kept |= {"nodes": torch.zeros_like(kept["cursors"]), "best": torch.empty(num_rows, num_best)}
-        kept["tree_log_probs"] = torch.empty(batch, size)
+        pool[:, 0, TOKEN], pool[:, 0, PARENT], pool[:, 0, ROW] = roots, -1, torch.arange(batch)
+        log_probs = torch.zeros(batch, most_pooled)
+        kept = {
+            "rows": rows,
+            "sequences": torch.cat([places, torch.zeros_like(places[:, :1]), texts], 1),
+            "pool": pool,
+            "log_probs": log_probs,
+            "expected": torch.empty(batch),
+            "best": torch.empty(len(rows), num_best),
+            "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
+        }
         records = self._records.copy()
         own = records[0]["own"]
         own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
         own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
         mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
-        starts, visible = places.tolist()
+        starts, visible = places.T.tolist()
         span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
-        self._run(records, num_nodes, span, stored, torch.empty_like(kept["cursors"]), kept, hidden)
-        size = min(size, int(own["num_pooled"]))
-        trees = (*kept["trees"][:, :, :size], kept["tree_log_probs"][:, :size])
-        return trees, int(pool[0, int(own["num_pooled"]) - 1, DEPTH])
+        self._run(records, num_nodes, span, stored, torch.empty_like(rows[:, 0]), kept, hidden)
+        count = int(own["num_pooled"])
+        return pool[:, :count, :PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
 
     def _run(
         self,
@@ -594,12 +551,12 @@ class Head:
         [record] = records
         own, layer, batch = record["own"], record["layer"], len(span.starts)
         num_rows, head_dim = batch * width, stored.shape[4]
-        chained = {name: record[name] if name in _PRODUCTS else layer[name] for name in _CHAIN}
-        widths = {name: int(product["num_blocks"]) * products.BLOCK for name, product in chained.items()}
-        size, num_heads = widths["fuse"], stored.shape[2] * self._group
+        linked = {name: record[name] if name in _PRODUCTS else layer[name] for name in _CHAIN}
+        widths = {_CHAIN[name][2]: int(product["num_blocks"]) * products.BLOCK for name, product in linked.items()}
+        size, num_heads = widths["x"], stored.shape[2] * self._group
         widths |= {"embedded": size * int(own["num_read"]), "joined": 2 * size, "gate_up": widths["gate_up"] // 2}
-        widths |= dict.fromkeys(("normed", "middle", "output", "hidden"), size)
-        widths |= {"turned": num_heads * head_dim, "mixed": num_heads * head_dim, "cos": head_dim, "sin": head_dim}
+        widths |= dict.fromkeys(("normed", "hidden"), size)
+        widths |= dict.fromkeys(("turned", "mixed"), num_heads * head_dim) | dict.fromkeys(("cos", "sin"), head_dim)
         made = {name: products.empty_rows(stored, num_rows, width) for name, width in widths.items()}
         if roots is not None:
             made["hidden"][: len(roots)] = roots
@@ -611,15 +568,11 @@ class Head:
         layer["attention"] = (*call, finished.data_ptr())
         counters = torch.zeros(1 + 2 * NUM_PHASES * (1 + int(own["num_levels"])), LINE // 8, dtype=torch.int64)
         at = {name: tensor.data_ptr() for name, tensor in made.items()}
-        for name, places in _CHAIN.items():
-            product = chained[name]
-            for field, place in zip(("x", "residual", "out"), places, strict=True):
-                product[field] = at.get(place, 0)
-            product["num_rows"] = num_rows if roots is None else batch
-            product["workspace"] = self._workspace.data_ptr()
+        num_begun = num_rows if roots is None else batch
+        decoder.link(linked, _CHAIN, at, num_begun, self._workspace.data_ptr())
         layer["own"]["cos"], layer["own"]["sin"], layer["own"]["rows"] = at["cos"], at["sin"], rows.data_ptr()
         layer["own"]["copied"] = at["copy"]
-        own["num_rows"], own["num_sequences"] = num_rows if roots is None else batch, batch
+        own["num_rows"], own["num_sequences"] = num_begun, batch
         own["counters"] = counters.data_ptr()
         for name, tensor in kept.items():
             own[name] = tensor.data_ptr()

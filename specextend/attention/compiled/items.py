@@ -4,11 +4,9 @@ Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and
 are added up in order. `element` is an argument that is only a type, as in `blocks`.
 """
 
-import hashlib
 import math
 import struct
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
@@ -184,10 +182,8 @@ def hide(element, call, item, scores, block, row, num_rows, seen):
     if before <= 0 and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
-        where, visible = scores + i * BLOCK * 4, num_visible(call, item, row + i) - block
-        blocks.hide_behind(element, where, min(seen, visible))
-        if before > 0:
-            blocks.hide_before(element, where, visible - call.window)
+        visible = num_visible(call, item, row + i) - block
+        blocks.hide_outside(element, scores + i * BLOCK * 4, visible - call.window, min(seen, visible))
 
 
 @numba.njit
@@ -381,8 +377,7 @@ def work(element, call):
 @cache
 def kernel(element: type):
     """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, tiles.__file__, vir.__file__)]
-    version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
+    version = (element(0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
     def entry(call):

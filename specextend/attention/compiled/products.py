@@ -13,10 +13,8 @@ numba is the extra `cpu`: import this module only where it is installed.
 Shapes: `T` rows, `I` inputs, `O` outputs.
 """
 
-import hashlib
 import struct
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -26,7 +24,7 @@ from llvmlite import ir
 from numba.core import types
 from torch import Tensor
 
-from specextend.attention.compiled import blocks, items, tiles
+from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.attend import can_make, num_workers, run_on
 from specextend.attention.compiled.blocks import TILE, add_to, copy_row, load_units, times
@@ -256,9 +254,7 @@ def work(element, call):
 @cache
 def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    files = __file__, blocks.__file__, items.__file__, tiles.__file__, vir.__file__
-    sources = [Path(file).read_bytes() for file in files]
-    version = (ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
+    version = (ELEMENT(0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
     def entry(call):

@@ -7,9 +7,11 @@ processor's registers are shorter.
 Needs numba, which is optional: import this only where the extra `cpu` is installed.
 """
 
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -25,6 +27,10 @@ LANES = 16
 VECTOR_BYTES = 4 * LANES
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.py"))
+VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+"""Of all kernels: numba, which keeps what it has compiled, looks at the file of a kernel alone."""
 
 EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073375, 0.00967151296, 0.00132647266)
 """Coefficients of 2^x on [-0.5, 0.5]: exact at 0, relative error 1e-7 elsewhere."""
