@@ -80,7 +80,7 @@ def load_engine(config: Configs) -> Engine:
     adaptive = None
     if config.decoding.mode == "specextend":
         costs = load_step_costs(target, config.tree, tree_attention, config.decoding.batch_size, graphs)
-        adaptive = costs and Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+        adaptive = None if costs is None else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),

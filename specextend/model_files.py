@@ -313,8 +313,7 @@ def _sha256(path: Path) -> bytes:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Show no progress bars and no warnings; errors are raised, not logged."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         are_shown = not are_progress_bars_disabled()
         disable_progress_bars()
         try:

@@ -112,7 +112,7 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
                 stream.write(json.dumps(response, ensure_ascii=False) + "\n")
             written += len(table)
             errors += 0 if is_done else len(table)
-    return written, errors, manifest and num_input_rows(manifest)
+    return written, errors, None if manifest is None else num_input_rows(manifest)
 
 
 def _response(row: Values, model: str) -> Values:
