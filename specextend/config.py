@@ -138,11 +138,17 @@ class RunConfig(BaseModel):
     report: ReportOptions = Field(default_factory=ReportOptions)
 
     @model_validator(mode="after")
-    def _needs_a_draft(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
                 f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
                 "(autoregressive needs none, draft.kind ngram no model)"
+            )
+        least = self.tree.depth + 2
+        if self.cache.policy == "retrieval" and self.cache.recent < least:
+            raise ValueError(
+                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always sees what it "
+                f"continues; got {self.cache.recent}"
             )
         return self
 
@@ -164,16 +170,6 @@ class RunConfig(BaseModel):
         deeper, never reach past the last token that a request asks for.
         """
         return context_length - self.tree.depth - 1
-
-    @model_validator(mode="after")
-    def _shows_the_root(self) -> Self:
-        least = self.tree.depth + 2
-        if self.cache.policy == "retrieval" and self.cache.recent < least:
-            raise ValueError(
-                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always sees what it "
-                f"continues; got {self.cache.recent}"
-            )
-        return self
 
     @classmethod
     def load(
@@ -227,7 +223,7 @@ class Origin(NamedTuple):
     folder: str
 
 
-def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[Values, dict[str, Origin]]:
+def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
     """Return the values of configurations and overrides, later ones above earlier ones, and the origin of each key.
 
     Raises ConfigError.
@@ -240,7 +236,6 @@ def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[Values, dict[
         for section, options in values.items():
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
-    overrides = list(overrides)
     given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
     _drop_other_draft(merged, given.get("draft.kind"))
     for override in overrides:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from specextend.config import RunConfig
@@ -133,22 +133,24 @@ def check_requests(config: RunConfig, prompts: Prompts) -> None:
         PartPrompts(prompts).check(config.decoding.max_new_tokens, merges=merges)
 
 
+@dataclass(slots=True)
 class _InParts:
     """A document that is summarised in parts."""
 
-    def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str):
-        self._config, self._prompts, self._row, self._name = config, prompts, row, name
-        self._parts = PartPrompts(prompts)
-        self._limit = max_new_tokens_of(config, row)
-        self._stats = DecodingStats()
-        self._num_requests = 0
-        self._reasoning: str | None = None
+    config: RunConfig
+    prompts: Prompts
+    row: Row
+    name: str
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    num_requests: int = 0
+    reasoning: str | None = None
 
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
-        row = self._row
-        parts = self._parts.parts(row.document.text, self._limit, row.instruction)
-        schema = self._config.output.json_schema
+        part_prompts = PartPrompts(self.prompts)
+        limit = max_new_tokens_of(self.config, self.row)
+        parts = part_prompts.parts(self.row.document.text, limit, self.row.instruction)
+        schema = self.config.output.json_schema
         by_rules = has_rules(schema)
         step = self._round([part.prompt for part in parts], is_last=by_rules)
         outcomes = yield step
@@ -157,31 +159,31 @@ class _InParts:
             which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
             summary = self._counted(outcome, which)
             if by_rules:
-                summary = _whole(self._config, summary, f"{which}: ")
+                summary = _whole(self.config, summary, f"{which}: ")
             part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
-            last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self._stats)
+            last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self.stats)
             return self._summary(step[-1], last, part_rows)
         while True:
-            prompts = self._parts.merges(texts, self._limit, row.instruction)
+            prompts = part_prompts.merges(texts, limit, self.row.instruction)
             is_last = len(prompts) == 1
             step = self._round(prompts, is_last=is_last)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if is_last:
                 [request], [last] = step, merged
-                whole = _whole(self._config, replace(last, stats=self._stats))
+                whole = _whole(self.config, replace(last, stats=self.stats))
                 return self._summary(request, whole, part_rows)
             texts = [completion.text for completion in merged]
 
     def _summary(self, request: Request, whole: Completion, part_rows: list[Values]) -> Summary:
         prompt = Prompt(request.prompt_token_ids, 0, "parts")
-        return Summary(whole, prompt, part_rows, self._num_requests, self._reasoning)
+        return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning)
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
-        first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
+        first, self.num_requests = self.num_requests, self.num_requests + len(prompts)
         return tuple(
-            document_request(self._config, self._row, prompt, f"{self._name}:{number}", is_last=is_last)
+            document_request(self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last)
             for number, prompt in enumerate(prompts, first)
         )
 
@@ -192,8 +194,8 @@ class _InParts:
         """
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
-        self._stats.add(outcome.stats)
-        answer, self._reasoning = self._prompts.told_apart(outcome.text, outcome.token_ids)
+        self.stats.add(outcome.stats)
+        answer, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
         return replace(outcome, text=answer)
 
 

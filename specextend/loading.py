@@ -69,22 +69,18 @@ def load_engine(config: Configs) -> Engine:
     proof = confirm(proof, target)
     target.trials += proof.trials
     graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
-    attention = config.attention
-    if attention.backend == "auto" and proof.kernels.steps == "triton":
-        attention = replace(attention, backend="triton")
-    config = config.model_copy(update={"attention": attention})
+    if config.attention.backend == "auto" and proof.kernels.steps == "triton":
+        config = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
     tree_attention = _tree_attention(config, target)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full")
     if config.active_draft is not None:
         drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
-    costs = None
+    adaptive = None
     if config.decoding.mode == "specextend":
         costs = load_step_costs(target, config.tree, tree_attention, config.decoding.batch_size, graphs)
-    adaptive = None
-    if costs is not None and config.tree.nodes == "auto":
-        adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+        adaptive = None if costs is None else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),

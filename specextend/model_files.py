@@ -199,7 +199,10 @@ def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
     """Choose among a model's files those that the folder's index names, or `model.safetensors`, or the only one."""
     files = [name for name in names if Path(name).match(_WEIGHTS) and "/" not in name]
     if not files:
-        raise ModelError(_lacks_weights(model, folder))
+        found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
+        if pickled := _pickled_files(folder):
+            found = f"only a pickle ({pickled[0].name}), {_convert_pickles(pickled, folder / _ONE_FILE)}"
+        raise ModelError(f"{model} must have weights as safetensors; it has {found}")
     if indexed := indexed_names(folder):
         if missing := [name for name in indexed if name not in files]:
             raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
@@ -211,13 +214,6 @@ def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
             f"{model} has several weight files and no {INDEX}, which says whether they are all: add it, or leave one"
         )
     return files
-
-
-def _lacks_weights(model: str, folder: Path) -> str:
-    found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
-    if pickled := _pickled_files(folder):
-        found = f"only a pickle ({pickled[0].name}), {_convert_pickles(pickled, folder / _ONE_FILE)}"
-    return f"{model} must have weights as safetensors; it has {found}"
 
 
 def indexed_names(folder: Path) -> list[str]:
@@ -317,8 +313,7 @@ def _sha256(path: Path) -> bytes:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Show no progress bars and no warnings; errors are raised, not logged."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         are_shown = not are_progress_bars_disabled()
         disable_progress_bars()
         try:

@@ -65,8 +65,19 @@ _GGUF_ROPE = {
 _GGUF_PASSED_OVER = re.compile(r"(_|\.)scale$|softcapping$|sliding_window$|clamp_kqv$|alibi")
 """Fields that change what a model computes, and that transformers passes over."""
 _GGUF_SPLITS = (
-    *("default", "gpt-2", "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken"),
-    *("qwen2", "deepseek-r1-qwen", "megrez"),
+    "default",
+    "gpt-2",
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "pixtral",
+    "dbrx",
+    "smaug-bpe",
+    "tekken",
+    "qwen2",
+    "deepseek-r1-qwen",
+    "megrez",
 )
 """Ways to split text that transformers knows by name; it splits any other as GPT-2's."""
 
@@ -452,8 +463,7 @@ def _quiet() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)

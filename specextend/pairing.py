@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -123,24 +123,13 @@ def load_drafter(
         network = _load_eagle(draft, target, lm_head, rows)
     else:
         network = _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
-    drafter = _causal_drafter(config, cache, network, graphs)
-    return NgramDrafter(config.tree, target.device, drafter, _clock(config)) if draft.ngram else drafter
-
-
-def _clock(config: RunConfig) -> Callable[[], float] | None:
-    """Return the clock by which drafting ends where it does not pay; None for trees of one size: counts repeat."""
-    return perf_counter if config.tree.nodes == "auto" else None
-
-
-def _causal_drafter(
-    config: RunConfig, cache: CacheOptions, network: DraftNetwork, graphs: Graphs | None
-) -> CausalDrafter:
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
         tree_attention = "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
-    slots, clock = config.decoding.batch_size, _clock(config)
-    return CausalDrafter(network, config.tree, tree_attention, visible, slots, graphs, clock)
+    clock = perf_counter if config.tree.nodes == "auto" else None  # with trees of one size counts repeat
+    drafter = CausalDrafter(network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock)
+    return NgramDrafter(config.tree, target.device, drafter, clock) if draft.ngram else drafter
 
 
 def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> int:

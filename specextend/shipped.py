@@ -58,7 +58,7 @@ def code_commit() -> str | None:
         installed = {}
     if "vcs_info" in installed:
         return str(installed["vcs_info"]["commit_id"])
-    folder = Path(__file__).parents[1]
+    folder = _PACKAGE.parent
     if not (folder / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Literal, get_args
 
 Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
@@ -10,8 +11,8 @@ Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieva
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
-    """Return `numerator / denominator`; None if the denominator is 0."""
+def ratio(numerator: float, denominator: float | None) -> float | None:
+    """Return `numerator / denominator`; None if the denominator is 0 or None."""
     return numerator / denominator if denominator else None
 
 
@@ -107,8 +108,6 @@ class DecodingStats:
         for name in (spec.name for spec in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, list):
-                size = max(len(mine), len(theirs))
-                padded = [values + [0] * (size - len(values)) for values in (mine, theirs)]
-                setattr(self, name, [a + b for a, b in zip(*padded, strict=True)])
+                setattr(self, name, [*map(sum, zip_longest(mine, theirs, fillvalue=0))])
             else:
                 setattr(self, name, mine + theirs)

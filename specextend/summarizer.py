@@ -30,6 +30,9 @@ from specextend.document_requests import (
 from specextend.inbox import in_order
 from specextend.loading import load_engine
 
+_Timed = tuple[Completion | DocumentError, float]
+"""The outcome of a request, and when it came."""
+
 
 class Summarizer:
     """Summarises documents. Loads its models once, when it is made; one process needs one.
@@ -106,9 +109,9 @@ class RowDecoder:
                     document.advance([outcomes[request.request_id] for request in document.requests])
         return documents
 
-    def _outcomes(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
+    def _outcomes(self, requests: Sequence[Request]) -> dict[str, _Timed]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
-        outcomes: dict[str, tuple[Completion | DocumentError, float]] = {}
+        outcomes: dict[str, _Timed] = {}
 
         def on_error(request_id: str, error: Exception) -> None:
             if is_device_error(error):
@@ -146,7 +149,7 @@ class DecodedRow:
         """Return what is to be decoded for it; nothing once it is done or has failed."""
         return self.state if isinstance(self.state, tuple) else ()
 
-    def advance(self, outcomes: Sequence[tuple[Completion | DocumentError, float]] | None) -> None:
+    def advance(self, outcomes: Sequence[_Timed] | None) -> None:
         """Take the outcomes of its requests in, with the times at which they came; None at first."""
         for outcome, at in outcomes or ():
             self.ended = max(self.ended, at)

@@ -32,8 +32,6 @@ BACKENDS = ("reference", "sdpa", "compiled", "flash", "triton")
 _FAULT_ROWS = 512
 _ENOUGH_S = 0.2
 """Seconds of runs after which none is repeated."""
-_HOPELESS = 3.0
-"""Factor over the best run above which a candidate is not run again."""
 
 _log = logging.getLogger(__name__)
 
@@ -147,20 +145,18 @@ def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
 def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:
     """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
 
-    They take turns, so that a machine that is busy for a while slows all of them. One that takes much longer than
-    another is not run again, and long runs say enough before there are so many.
+    They take turns, so that a machine that is busy for a while slows all of them. Long runs say enough before there are
+    so many.
     """
     for run in candidates.values():
         run()
-    best: dict[str, float] = {}
+    best = dict.fromkeys(candidates, inf)
     started_at = time.perf_counter()
-    for _ in range(num_runs):
-        if best and time.perf_counter() - started_at > _ENOUGH_S:
+    for number in range(num_runs):
+        if number and time.perf_counter() - started_at > _ENOUGH_S:
             break
-        limit = _HOPELESS * min(best.values(), default=inf)
         for name, run in candidates.items():
-            if best.get(name, 0.0) <= limit:
-                begin = time.perf_counter()
-                run()
-                best[name] = min(best.get(name, inf), time.perf_counter() - begin)
+            begin = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - begin)
     return best

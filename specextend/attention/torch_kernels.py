@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plan import Attend, KeySpan, merge_states
 from specextend.attention.reference import HeadNorms, LayerKernels
@@ -43,9 +43,8 @@ def _each(kernel: _Kernel) -> Attend:
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
             query = q[b : b + 1]
             results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
-        if len(results) == 1:
-            return results[0]
-        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+        out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
+        return out, lse
 
     attend.__name__ = kernel.__name__  # step costs are kept for each
     return attend
@@ -98,7 +97,7 @@ def _attend_efficiently(
 def _aligned(bias: Tensor) -> Tensor:
     """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
     padding = -bias.shape[1] % 16
-    return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
+    return pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
 
 
 attend_by_head = _each(_by_head)
@@ -116,15 +115,14 @@ def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
     """Apply RoPE to queries and keys at once, and write keys and values to the cache; see `LayerKernels`."""
-    num_turned = qkv.shape[1] - len(keys)
-    turned, value = qkv[:, :num_turned], qkv[:, num_turned:]
+    turned, value = qkv.tensor_split([-len(keys)], 1)
     if norms is not None:
-        query, key = turned.tensor_split([num_turned - len(keys)], 1)
+        query, key = turned.tensor_split([-len(keys)], 1)
         parts = (query, norms.query), (key, norms.key)
         turned = torch.cat([rms_norm(heads, weight.shape, weight, norms.eps) for heads, weight in parts], 1)
     swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     turned = torch.addcmul(turned * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
-    query, key = turned.tensor_split([num_turned - len(keys)], 1)
+    query, key = turned.tensor_split([-len(keys)], 1)
     keys.index_copy_(1, rows, key.transpose(0, 1))
     values.index_copy_(1, rows, value.transpose(0, 1))
     return query

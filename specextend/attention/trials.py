@@ -206,10 +206,10 @@ def what_is_wrong_in_a_layer(
     kernels: LayerKernels, num_rows: int, hidden_size: int, intermediate_size: int, heads: Heads, *, head_norms: bool
 ) -> str:
     """Run the kernels between a layer's products on random rows; return what is wrong, or an empty text."""
-    sizes = num_rows, hidden_size, intermediate_size
-    exact = dict(_layer_results(TORCH, *sizes, heads, head_norms, torch.float32))
-    plain = dict(_layer_results(TORCH, *sizes, heads, head_norms, heads.dtype))
-    for name, result in _layer_results(kernels, *sizes, heads, head_norms, heads.dtype):
+    results = partial(_layer_results, num_rows, hidden_size, intermediate_size, heads, head_norms)
+    exact = dict(results(TORCH, torch.float32))
+    plain = dict(results(TORCH, heads.dtype))
+    for name, result in results(kernels, heads.dtype):
         # Results are rounded once more than the fp32 ones, on numbers as large as they are.
         least = _least(heads.dtype) * float(exact[name].abs().max())
         allowed = _FACTOR * max(_distance(plain[name], exact[name]), least)
@@ -219,12 +219,12 @@ def what_is_wrong_in_a_layer(
 
 
 def _layer_results(
-    kernels: LayerKernels,
     num_rows: int,
     hidden_size: int,
     intermediate_size: int,
     heads: Heads,
     head_norms: bool,
+    kernels: LayerKernels,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what the kernels return and write in a dtype, by name, with the same numbers each time."""

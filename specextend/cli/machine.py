@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specextend.cli.command import SET, config_option, in_one_line, show, write_json
+from specextend.cli.command import SET, config_option, in_one_line, machine_bytes, show_found
 from specextend.core import Values
 
 if TYPE_CHECKING:  # it imports torch
@@ -46,10 +46,7 @@ def check(config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, jso
         found["worker"] = _worker(loaded)
         if kernels and not found["worker"]["problem"]:
             found["kernels"] = _kernels(loaded)
-    if json != "-":
-        show(_describe(found))
-    if json is not None:
-        write_json(json, found)
+    show_found(_describe(found), json, found)
     return 2 if found.get("worker", {}).get("problem") else 0
 
 
@@ -66,7 +63,7 @@ def _machine() -> Values:
     return {
         "processor": device_name(torch.device("cpu")),
         "cores": num_cores(),
-        "memory_gib": _memory_bytes() / GIB,
+        "memory_gib": machine_bytes() / GIB,
         "gpus": [{"name": device_name(gpu), "memory_gib": (device_bytes(gpu) or 0) / GIB} for gpu in gpus],
         "installed": {what: find_spec(package) is not None for package, what in _EXTRAS.items()},
         "versions": library_versions(),
@@ -93,7 +90,7 @@ def _worker(config: RunConfig) -> Values:
         problem = str(error)
     sized = with_batch_size(config, facts, device, of_gpu)
     sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
-    has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
+    has = (of_gpu or machine_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
     name = load_tokenizer(config.target.model, config.target.revision).convert_ids_to_tokens
@@ -113,10 +110,6 @@ def _kernels(config: RunConfig) -> list[Values]:
     return [asdict(trial) | {"lines": [str(trial), trial.times()]} for trial in try_kernels(config)]
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _describe(found: Values) -> str:
     from specextend.cluster.dry_run import describe_memory
 
@@ -134,4 +127,4 @@ def _describe(found: Values) -> str:
     for trial in found.get("kernels", ()):
         said, times = trial["lines"]
         lines += [said, f"    ms: {times}"] if times else [said]
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)

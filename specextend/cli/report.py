@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specextend.cli.command import OUTPUT, in_one_line, show, takes, write_json
+from specextend.cli.command import OUTPUT, in_one_line, show, show_found
 from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
@@ -16,13 +16,6 @@ if TYPE_CHECKING:  # it imports pyarrow
     from specextend.report.export import Exported
 
 EXIT_OVER_LIMIT = 3
-_GATE = takes(
-    click.option("--json", metavar="FILE", help="write the comparison there, too; -: print it in place of the tables"),
-    click.option(
-        "--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the common texts differs"
-    ),
-    click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if OUTPUT's workers are slower by more"),
-)
 
 
 @click.command()
@@ -48,7 +41,11 @@ def report(output: str) -> int:
 @click.command()
 @OUTPUT
 @click.argument("other", type=click.Path())
-@_GATE
+@click.option("--json", metavar="FILE", help="write the comparison there, too; -: print it in place of the tables")
+@click.option(
+    "--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the common texts differs"
+)
+@click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if OUTPUT's workers are slower by more")
 @in_one_line
 def compare(output: str, other: str, json: str | None, max_differing: float | None, max_slower: float | None) -> int:
     """Compare OUTPUT, the candidate, with OTHER, the baseline: figures, texts, configuration.
@@ -58,10 +55,7 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
     from specextend.report import compare, render_comparison
 
     found = compare(output, other)
-    if json != "-":
-        show(render_comparison(found), end="")
-    if json is not None:
-        write_json(json, found)
+    show_found(render_comparison(found), json, found)
     if max_differing is None and max_slower is None:
         return 0
     over, texts = over_limits(found, max_differing, max_slower), found["texts"]
@@ -114,10 +108,7 @@ def audit(output: str, rows: int, seed: int, json: str | None) -> int:
     from specextend.report import render_audit
 
     found = audit(output, rows, seed)
-    if json != "-":
-        show(render_audit(found), end="")
-    if json is not None:
-        write_json(json, found)
+    show_found(render_audit(found), json, found)
     write_audit(resolve(output), found)
     return EXIT_OVER_LIMIT if found["different"] or found["failed"] else 0
 

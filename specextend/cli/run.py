@@ -34,12 +34,12 @@ class Arguments:
     """The arguments of a run or its plan."""
 
     config: tuple[str, ...]
-    input: str | None
     output: str | None
-    run_date: date | None
     settings: tuple[str, ...]
-    retry_errors: Literal["retryable", "all"] | None
-    log: Literal["text", "json"]
+    input: str | None = None
+    run_date: date | None = None
+    retry_errors: Literal["retryable", "all"] | None = None
+    log: Literal["text", "json"] = "text"
     json: str | None = None
     calibrate: int | None = None
     by: str | None = None
@@ -125,7 +125,7 @@ def plan(**given: Any) -> int:
 @OUTPUT
 def status(output: str) -> int:
     """Say how far the run of an output folder is."""
-    return in_one_line(_status)(output=output)
+    return _status(output=output)
 
 
 @click.command()
@@ -141,7 +141,7 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
     if wrong := [name for name in ("json", "calibrate", "by") if given[name] is not None and not dry_run]:
         raise click.UsageError(f"--{wrong[0]} goes with --dry-run.")
     if status is not None:
-        return in_one_line(_status)(output=status)
+        return _status(output=status)
     return (_dry_run if dry_run else start)(Arguments(**given))
 
 
@@ -278,6 +278,7 @@ def _name_of(row: Values) -> str:
     return printable(str(row.get("title") or row["doc_id"]))
 
 
+@in_one_line
 def _status(output: str) -> int:
     """Print the status of the run in an output folder. Returns the exit code."""
     from specextend.cluster.exits import RefusedError, StoreError

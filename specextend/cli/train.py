@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from specextend.cli.command import SET, config_option, in_one_line, show, takes
+from specextend.cli.command import SET, config_option, in_one_line, show
 
 BAR = 12
 """Characters of a whole bar."""
@@ -25,18 +25,16 @@ LINE_S = 30.0
 @click.option("--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from")
 @click.option("--text-column", default="text", help="column that holds the text")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
-@takes(
-    click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"),
-    click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"),
-    click.option("--answers", "num_answers", type=int, help="answers of the target that each round adds"),
-    click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
-    click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
-    click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
-    click.option("--copy-heads", type=int, help="number of KV heads that copy"),
-    click.option("--epochs", "num_epochs", type=int, help="epochs of each round over all recordings"),
-    click.option("--learning-rate", type=float, help="peak learning rate"),
-    click.option("--seed", type=int, help="seed of pieces and training"),
-)
+@click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from")
+@click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation")
+@click.option("--answers", "num_answers", type=int, help="answers of the target that each round adds")
+@click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document")
+@click.option("--max-tokens", type=int, help="tokens of the longest piece of a document")
+@click.option("--vocabulary", type=int, help="number of tokens that the draft can propose")
+@click.option("--copy-heads", type=int, help="number of KV heads that copy")
+@click.option("--epochs", "num_epochs", type=int, help="epochs of each round over all recordings")
+@click.option("--learning-rate", type=float, help="peak learning rate")
+@click.option("--seed", type=int, help="seed of pieces and training")
 @in_one_line
 def train(
     config: tuple[str, ...], settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any
@@ -70,15 +68,20 @@ def train(
 class _Shown:
     """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line every half minute."""
 
-    def __init__(self) -> None:
-        self._stage, self._first, self._begun, self._shown = "", 0, 0.0, 0.0
+    _stage = ""
+    _first = 0
+    _begun = 0.0
+    _shown = 0.0
 
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
         from specextend.cluster.progress import describe_duration
 
         now, is_last = time.monotonic(), done == total
         if stage != self._stage:
-            self._stage, self._first, self._begun, self._shown = stage, done, now, -math.inf
+            self._stage = stage
+            self._first = done
+            self._begun = now
+            self._shown = -math.inf
         line = f"{stage} {done}/{total}{detail}"
         if done > self._first:
             left_s = (now - self._begun) / (done - self._first) * (total - done)

@@ -62,8 +62,7 @@ def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> Values:
         wrong = find_fault(subject, base, rung)
         if wrong:
             return {"wrong": wrong}
-        base_s, rung_s = measure(subject, base, rung)
-    return {"base_s": base_s, "rung_s": rung_s}
+        return measure(subject, base, rung)
 
 
 def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
@@ -125,17 +124,20 @@ def make_requests(chunk: int, batch: int) -> list[Request]:
     ]
 
 
-def measure(subject: Subject, base: Kernels, rung: Kernels) -> tuple[Times, Times]:
-    """Time forwards with two choices of kernels, in turns, on a layer of the target's size with random weights."""
-    sides = [make_forwards(subject, kernels) for kernels in (base, rung)]
-    found: tuple[Times, Times] = {}, {}
+def measure(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Times]:
+    """Time forwards with two choices of kernels, in turns, on a layer of the target's size with random weights.
+
+    Returns the `Times` of both as `base_s` and `rung_s`.
+    """
+    sides = {"base_s": make_forwards(subject, base), "rung_s": make_forwards(subject, rung)}
+    found: dict[str, Times] = {side: {} for side in sides}
     for name in timed_shapes(subject):
-        runs = {str(i): forwards[name] for i, forwards in enumerate(sides)}
+        runs = {side: forwards[name] for side, forwards in sides.items()}
         for run in runs.values():
             for _ in range(0 if name == "prompt" else CALLS_BEFORE_CAPTURE):
                 run()
-        for i, seconds in shortest_runs(runs, _RUNS).items():
-            found[int(i)][name] = num_runs(subject, name) * seconds
+        for side, seconds in shortest_runs(runs, _RUNS).items():
+            found[side][name] = num_runs(subject, name) * seconds
     return found
 
 
@@ -185,8 +187,7 @@ def least_times(subject: Subject) -> Times:
     """Return the least seconds that those forwards can take: memory is read once, or products run at the best rate."""
     device, dtype = torch.device(subject.device), getattr(torch, subject.dtype)
     limits = load_limits(device, dtype)
-    with torch.device("meta"):
-        model = random_model(subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype)
+    model = random_model(subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype)
     work, least = count_work(model, dtype), {}
     weights = work.layer_parameters * dtype.itemsize - saved_bytes(model, subject.quantize, dtype)
     for name, (batch, num_new, length) in timed_shapes(subject).items():

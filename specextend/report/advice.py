@@ -39,7 +39,7 @@ def give_advice(report: Report) -> list[Values]:
     """Apply every rule to a report: findings about texts come first, then those about time, each by weight."""
     advice: list[Values] = []
     for rules in (OF_TEXTS, OF_TIME):
-        found = [(rule.__name__, finding) for rule in rules if (finding := rule(report)) is not None]
+        found = [(rule.__name__, finding) for rule in rules if (finding := rule(report))]
         advice += [_entry(*each) for each in sorted(found, key=lambda each: -each[1].weight)]
     return advice
 
@@ -106,7 +106,7 @@ def prefill_bound(report: Report) -> Finding | None:
         return None  # beyond there is nothing to speed up, as where answers are scored and not written
     limit = 1 / prefill
     share, end = report["acceptance"]["speculative_share"], "so speculation cannot give more than that here"
-    if share is not None and share < RARE and not _is_plain(report):
+    if share is not None and share < RARE and look_up(report, "run.decoding.mode") != "autoregressive":
         end = f"and only {share:.0%} of the steps were speculative"
     says = (
         f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
@@ -187,10 +187,6 @@ Rules = tuple[Callable[[Report], Finding | None], ...]
 OF_TEXTS: Rules = (most_failed, truncated, dropped)
 OF_TIME: Rules = (prefill_bound, drafting_cost, acceptance_falls, idle_tail, loading)
 """What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
-
-
-def _is_plain(report: Report) -> bool:
-    return bool(look_up(report, "run.decoding.mode") == "autoregressive")
 
 
 def _phases(report: Report) -> dict[str, float] | None:

@@ -1,9 +1,7 @@
 """Building the report of a run folder from its rows and records, and writing it to files."""
 
 import json
-import math
 import time
-from typing import Any
 
 import pyarrow as pa
 
@@ -83,14 +81,16 @@ def build_report(
     tokens, errors = described["tokens"], figures.errors
     [counted] = figures.select("SELECT count(*) AS done FROM done")
     done, failed = counted["done"], sum(error["rows"] for error in errors)
+    rows = manifest and num_input_rows(manifest)
+    pending = None if rows is None else rows - done - failed
     report = {
         "schema_version": SCHEMA_VERSION,
         "as_of": time_text(time.time()),
         "output": output,
         "source": source,
-        "run": None if manifest is None else _run(manifest),
-        "selection": None if manifest is None else manifest.get("selection"),
-        "rows": _row_counts(manifest, done, failed),
+        "run": manifest and _run(manifest),
+        "selection": manifest and manifest.get("selection"),
+        "rows": {"input": rows, "done": done, "errors": failed, "pending": pending},
         "wall_clock": wall_clock_section(starts, done, tokens["prompt"], tokens["output"]),
         "starts": [start_section(timed) for timed in starts],
         "limits": limit_figures(figures, records),
@@ -103,8 +103,9 @@ def build_report(
         "audit": read_audit(location),
         "timeline": timeline_section(starts, figures),
     }
-    report = {name: _finite(value) for name, value in report.items()}
-    return report | {"advice": give_advice(report)}
+    # JSON has neither NaN nor infinity: null stands for them.
+    finite: Values = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    return finite | {"advice": give_advice(finite)}
 
 
 def read_report(output: str) -> Values:
@@ -130,19 +131,3 @@ def _run(manifest: Values) -> Values:
     named = {name: config.get(name) for name in sections}
     columns = {name: value for name, value in config.get("input", {}).items() if value and name.endswith("_column")}
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
-
-
-def _row_counts(manifest: Values | None, done: int, errors: int) -> dict[str, int | None]:
-    """Return the rows by outcome."""
-    rows = None if manifest is None else num_input_rows(manifest)
-    pending = None if rows is None else rows - done - errors
-    return {"input": rows, "done": done, "errors": errors, "pending": pending}
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null, at any depth."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

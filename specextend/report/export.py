@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,16 @@ from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_s
 from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parquet import CHECKED, is_text, read_file, read_stream, rows_where, stream, write_groups
+from specextend.data.parquet import (
+    CHECKED,
+    is_text,
+    plain_text,
+    read_file,
+    read_stream,
+    rows_where,
+    stream,
+    write_groups,
+)
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
@@ -48,7 +57,7 @@ _IDS = ("CREATE TABLE wanted AS FROM given", "CREATE TABLE ids (doc_id TEXT, is_
 _CHOSEN = """
     CREATE TABLE chosen AS
     SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ? OR doc_id IN (FROM wanted) AS is_wanted
-    FROM ids GROUP BY doc_id ORDER BY answer
+    FROM ids GROUP BY doc_id
 """
 """The first row of each id, and the first one with an answer: the newest run comes first."""
 _COUNTS = """
@@ -227,12 +236,10 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
 
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
-    schemas = [SUMMARY_SCHEMA] if not any(run.answers for run in runs) else []
-    for run in runs:
-        found = (read_file(file, pq.read_schema, damaged_results(file)) for file in run.answers[:1])
-        schemas += [schema.remove_metadata() for schema in found]
+    firsts = [run.answers[0] for run in runs if run.answers]
+    schemas = [read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts]
     try:
-        return pa.unify_schemas(schemas)
+        return pa.unify_schemas(schemas or [SUMMARY_SCHEMA])
     except pa.ArrowException as error:
         raise ValueError(f"the runs differ in their columns ({error}); export them one by one") from error
 
@@ -246,26 +253,26 @@ def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
 
 def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[_Mask], Exported]:
     """Choose the first answer to each id of runs, the newest first. Returns the files, each with a mask of its rows."""
-    kinds = [(files, is_answer) for run in runs for files, is_answer in ((run.answers, True), (run.failures, False))]
-    files = [(file, is_answer) for each, is_answer in kinds for file in each]
-    database, ends = Database(), [0]
+    files: list[tuple[Location, bool]] = []
+    for run in runs:
+        files += [(file, True) for file in run.answers]
+        files += [(file, False) for file in run.failures]
+    database, sizes = Database(), []
     everything = pa.array([], pa.large_string())
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
     for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
         database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
-        ends.append(ends[-1] + len(ids))
+        sizes.append(len(ids))
     database.select(_CHOSEN, wanted is None)
     [counts] = database.select(_COUNTS)
     lines = (line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest))
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     exported = Exported(**counts, rows=rows, difference=next(lines, ""))
-    chosen = []
-    for (file, is_answer), (begin, end) in zip(files, pairwise(ends), strict=True):
-        mask = np.zeros(end - begin, bool)
-        places = database.select("SELECT answer FROM chosen WHERE is_wanted AND answer BETWEEN ? AND ?", begin, end - 1)
-        mask[[place["answer"] - begin for place in places]] = True
-        chosen += [(file, mask)] if is_answer else []
-    return chosen, exported
+    mask = np.zeros(sum(sizes), bool)
+    for row in database.stream("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL"):
+        mask[row["answer"]] = True
+    masks = np.split(mask, np.cumsum(sizes))
+    return [(file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer], exported
 
 
 def _read_ids(file: Location) -> pa.Table:
@@ -336,12 +343,10 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))
     if is_text(kind):
-        text = column.cast(pa.large_binary()).cast(pa.large_string(), safe=False)
         try:
-            text.validate(full=True)
+            return plain_text(column)
         except pa.ArrowInvalid:
             return _as_text(column.cast(pa.large_binary()), lambda value: value.decode(errors="replace"))
-        return text
     if pa.types.is_duration(kind):
         return _as_text(column.cast(pa.int64()), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds

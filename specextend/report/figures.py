@@ -56,14 +56,18 @@ _WEIGHTED = {
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
 _OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
-DONE_COLUMNS = tuple(
-    dict.fromkeys(
-        (
-            *(*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, "acceptance_histogram", "retrieval_coverage", "retrieval_churn"),
-            *("started_at", "num_forwards", "num_requests", "quality_flags", "evidence", "choices"),
-        )
-    )
+_ONLY_READ = (
+    "acceptance_histogram",
+    "retrieval_coverage",
+    "retrieval_churn",
+    "started_at",
+    "num_forwards",
+    "num_requests",
+    "quality_flags",
+    "evidence",
+    "choices",
 )
+DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
 """Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
@@ -100,6 +104,14 @@ _ERRORS = f"""
         arg_min(coalesce(message, ''), rowid) AS example_message,
         arg_min(coalesce(doc_id, ''), rowid, {NUM_IDS}) AS doc_ids
     FROM errors GROUP BY ALL ORDER BY rows DESC, min(rowid)
+"""
+_EVIDENCE = """
+    SELECT field, sum(documents)::BIGINT AS documents, sum(strings)::BIGINT AS strings, sum(found)::BIGINT AS found
+    FROM evidence GROUP BY field ORDER BY min(rowid)
+"""
+_CHOICES = """
+    SELECT field, value, sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum
+    FROM choices GROUP BY ALL ORDER BY min(rowid)
 """
 _HISTOGRAM = """
     SELECT sum(steps)::BIGINT AS steps FROM (
@@ -143,16 +155,13 @@ class RunFigures:
     @property
     def evidence(self) -> dict[str, Values]:
         """Return by field of an answer: documents with a string there, the strings, and those that documents hold."""
-        sums = ", ".join(f"sum({name})::BIGINT AS {name}" for name in ("documents", "strings", "found"))
-        rows = self.select(f"SELECT field, {sums} FROM evidence GROUP BY field ORDER BY min(rowid)")
-        return {row.pop("field"): row for row in rows}
+        return {row.pop("field"): row for row in self.select(_EVIDENCE)}
 
     @property
     def choices(self) -> dict[str, dict[str, Values]]:
         """Return by field that was scored and its likeliest value: documents, and the sum of its probabilities."""
         found: dict[str, dict[str, Values]] = {}
-        sums = "sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum"
-        for row in self.select(f"SELECT field, value, {sums} FROM choices GROUP BY ALL ORDER BY min(rowid)"):
+        for row in self.select(_CHOICES):
             found.setdefault(row.pop("field"), {})[row.pop("value")] = row
         return found
 
@@ -194,7 +203,7 @@ def document_figures(figures: RunFigures) -> Values:
         },
         "retries": {"documents": sums["tried_again"], "memory": sums["num_memory_retries"]},
         "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
-        "buckets": [_bucket(each["bucket"], each) for each in buckets],
+        "buckets": [*map(_bucket, buckets)],
         "finish_reasons": _counts(figures, "finish_reason"),
         "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
         "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
@@ -214,8 +223,8 @@ def _sums_query() -> str:
     return f"SELECT bucket, count(*) AS documents, {named} FROM work {groups}"
 
 
-def _bucket(bound: int, sums: ReadOnly) -> Values:
-    documents = sums["documents"]
+def _bucket(sums: ReadOnly) -> Values:
+    bound, documents = sums["bucket"], sums["documents"]
     return {
         "bucket": f"{bound // 1024}K" if bound >= 1024 else str(bound),
         "max_prompt_tokens": bound,
@@ -255,9 +264,8 @@ def _shares(sums: ReadOnly) -> dict[str, float | None]:
 
 def _spread(figures: RunFigures, name: str) -> Values | None:
     """Return n, median, mean, range and sample standard deviation of the values that are not null."""
-    measures = {"mean": "avg", "min": "min", "max": "max", "sd": "stddev_samp"}
-    named = ", ".join(f"{measure}({name}) AS {key}" for key, measure in measures.items())
-    [row] = figures.select(f"SELECT count({name}) AS n, {named} FROM done")
+    measures = f"avg({name}) AS mean, min({name}) AS min, max({name}) AS max, stddev_samp({name}) AS sd"
+    [row] = figures.select(f"SELECT count({name}) AS n, {measures} FROM done")
     if not row["n"]:
         return None
     places = f"LIMIT {2 - row['n'] % 2} OFFSET {(row['n'] - 1) // 2}"  # `median()` would hold all values in memory
@@ -302,10 +310,12 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     if not sums:
         return None
     devices = Counter((device, values["read_bytes_per_s"], values["flop_per_s"]) for device, values in limits.values())
-    names = ("device", "read_bytes_per_s", "flop_per_s", "workers")
     return {
         "documents": sums["documents"],
         "prefill_share": ratio(sums["prefill_limit_s"], sums["prefill_s"]),
         "verify_share": ratio(sums["verify_limit_s"], sums["verify_s"]),
-        "devices": [dict(zip(names, (*device, count), strict=True)) for device, count in devices.most_common()],
+        "devices": [
+            {"device": device, "read_bytes_per_s": read, "flop_per_s": flop, "workers": count}
+            for (device, read, flop), count in devices.most_common()
+        ],
     }

@@ -104,30 +104,29 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     """
     manifest = read_manifest(output)
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
-    counts = [0, 0]
+    written = errors = 0
     with atomic_output(file) as path, open(path, "w", encoding="utf-8") as stream:
-        for response in _responses(output, model):
-            stream.write(json.dumps(response, ensure_ascii=False) + "\n")
-            counts[0] += 1
-            counts[1] += response["error"] is not None
-    return counts[0], counts[1], None if manifest is None else num_input_rows(manifest)
-
-
-def _responses(output: Location, model: str) -> Iterator[Values]:
-    for is_done, table in read_rows(output, _RESPONSE, _FAILURE):
-        yield from (_response(row, model) if is_done else _error(row) for row in table.to_pylist())
+        for is_done, table in read_rows(output, _RESPONSE, _FAILURE):
+            for row in table.to_pylist():
+                response = _response(row, model) if is_done else _error(row)
+                stream.write(json.dumps(response, ensure_ascii=False) + "\n")
+            written += len(table)
+            errors += 0 if is_done else len(table)
+    return written, errors, None if manifest is None else num_input_rows(manifest)
 
 
 def _response(row: Values, model: str) -> Values:
     name, started_at = _name(row), row["started_at"]
     num_prompt, num_output = row["num_prompt_tokens"], row["num_output_tokens"]
     message = {"role": "assistant", "content": row["summary"]}
+    # The API knows no loops: an output that was ended for one was cut, too.
+    reason = "length" if row["finish_reason"] == "repetition" else row["finish_reason"]
     body = {
         "id": f"chatcmpl-{name}",
         "object": "chat.completion",
         "created": 0 if started_at is None else int(started_at.timestamp()),
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(row["finish_reason"])}],
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
         "usage": {
             "prompt_tokens": num_prompt,
             "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"] or 0},
@@ -147,8 +146,3 @@ def _error(row: Values) -> Values:
 def _name(row: Values) -> str:
     """Make an identifier that is the same in every export of a folder."""
     return hashlib.sha256(f"{row[RUN_ID]}:{row['doc_id']}".encode()).hexdigest()[:24]
-
-
-def _reason(finish_reason: str) -> str:
-    """Return a reason that the API knows: an output that was ended because it had become a loop was cut, too."""
-    return "length" if finish_reason == "repetition" else finish_reason

@@ -155,6 +155,13 @@ WALL_CLOCK: Figures = {
     "last 1% of the documents": ("tail.last_percent_s", duration),
     "last worker alone": ("tail.last_worker_alone_s", duration),
 }
+OUTCOME: Figures = {
+    "time of all starts": WALL_CLOCK["time of all starts"],
+    "documents an hour": WALL_CLOCK["documents an hour"],
+    "mean acceptance length": RUN["mean acceptance length"],
+    "decode tokens/s": RUN["decode tokens/s"],
+}
+"""What the end of a run shows."""
 AUDIT: Figures = {
     "documents decoded again without a draft": ("audit.documents", number),
     "of which failed": ("audit.failed", number),
@@ -354,7 +361,7 @@ def _choices(report: ReadOnly) -> Section:
             percent(ratio(of["documents"], done)),
             percent(ratio(of["probability_sum"], of["documents"])),
         )
-        for field, values in report.get("choices", {}).items()
+        for field, values in report["choices"].items()
         for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[:_MOST_VALUES]
     ]
     about = (
@@ -369,19 +376,19 @@ def _endings(report: ReadOnly) -> Section:
     return Section("How the texts ended", ("finish_reason", "rows", "share"), rows)
 
 
-def render(report: ReadOnly, width: int = 110) -> str:
+def render(report: ReadOnly) -> str:
     """Render the report as tables for a terminal, then its findings."""
-    return to_text(sections(report), [advice["says"] for advice in report["advice"]], width)
+    return to_text(sections(report), [advice["says"] for advice in report["advice"]])
 
 
-def render_audit(found: ReadOnly, width: int = 110) -> str:
+def render_audit(found: ReadOnly) -> str:
     """Render what an audit has found: its figures, then a line for each document that is not equal."""
     table = _named("Audit", AUDIT, {"audit": found})
     lines = [
         f"{each['doc_id']}: {each['outcome']}, {each['error'] or thousandths(each['gap'])}"
         for each in found["not_equal"]
     ]
-    return to_text([table], lines, width)
+    return to_text([table], lines)
 
 
 def render_outcome(report: ReadOnly, width: int = 110) -> str:
@@ -391,8 +398,7 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
     outcome = [
         ("rows done", number(done) + ("" if rows_in is None else f" of {rows_in:,}")),
         ("rows failed", _failures(report)),
-        *_named("", {name: WALL_CLOCK[name] for name in ("time of all starts", "documents an hour")}, report).rows,
-        *_named("", {name: RUN[name] for name in ("mean acceptance length", "decode tokens/s")}, report).rows,
+        *_named("", OUTCOME, report).rows,
         *advice[:MOST_FINDINGS],
     ]
     if (more := len(advice) - MOST_FINDINGS) > 0:
@@ -413,9 +419,9 @@ def _failures(report: ReadOnly) -> str:
     return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {example}"
 
 
-def to_text(tables: Iterable[Section], sentences: Iterable[str] = (), width: int = 110) -> str:
+def to_text(tables: Iterable[Section], sentences: Iterable[str]) -> str:
     """Render tables, then sentences, for a terminal, without colours."""
-    return _print([*map(_table, tables), *map(printable, sentences)], width)
+    return _print([*map(_table, tables), *map(printable, sentences)])
 
 
 def _table(section: Section) -> Table:
@@ -428,7 +434,7 @@ def _table(section: Section) -> Table:
     return table
 
 
-def _print(parts: Iterable[Table | str], width: int) -> str:
+def _print(parts: Iterable[Table | str], width: int = 110) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
     for part in parts:

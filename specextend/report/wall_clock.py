@@ -20,12 +20,15 @@ from specextend.report.figures import RunFigures
 from specextend.report.result_rows import RUN_ID
 from specextend.stats import ratio
 
-BUSY = {
-    "prefill": ("prefill_s", "draft_prefill_s"),
-    "decode": ("draft_s", "verify_s", "retrieval_s"),
-    "other": ("other_s",),
-}
-"""Kinds of time at work on documents that are done, each with the phases that it joins."""
+BUSY = ("prefill", "decode", "other")
+"""Kinds of time at work on documents that are done."""
+_WORKS = """
+    SELECT run_id, worker, count(*) AS n, max(ended) AS last,
+        coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
+        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s), 0) AS decode,
+        coalesce(sum(other_s), 0) AS other
+    FROM work GROUP BY ALL ORDER BY worker
+"""
 KINDS = (*BUSY, "waiting", "lost", "loading", "dead")
 """What a worker's time is spent on.
 
@@ -107,7 +110,8 @@ def timed_starts(starts: Iterable[Start], figures: RunFigures, heartbeat: Heartb
         beats = [sign.heartbeat for sign in signs if sign is not None and sign.run_id == start.run_id]
         end = parse_time(start.end)
         if end is None:
-            end = max(_known([*beats, start.seen, _last_end(own)]), default=None)
+            work_ends = [work.end for work in (own or {}).values()]
+            end = max(_known([*beats, start.seen, *work_ends]), default=None)
         paid = _paid_seconds(start, own, end)
         timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
     return timed
@@ -115,18 +119,12 @@ def timed_starts(starts: Iterable[Start], figures: RunFigures, heartbeat: Heartb
 
 def _works(figures: RunFigures) -> dict[str, dict[str, Work]] | None:
     """Return the work of each worker by run id; None if the start of a document is not known."""
-    busy = ", ".join(f"{' + '.join(f'coalesce(sum({phase}), 0)' for phase in BUSY[kind])} AS {kind}" for kind in BUSY)
-    grouped = f"SELECT run_id, worker, count(*) AS n, max(ended) AS last, {busy} FROM work GROUP BY ALL ORDER BY worker"
     works: defaultdict[str, dict[str, Work]] = defaultdict(dict)
-    for row in figures.select(grouped):
+    for row in figures.select(_WORKS):
         if row[RUN_ID] is None:
             return None
         works[row[RUN_ID]][row["worker"]] = Work(row["n"], {kind: row[kind] for kind in BUSY}, row["last"])
     return works
-
-
-def _last_end(works: Mapping[str, Work] | None) -> float | None:
-    return max(_known(work.end for work in (works or {}).values()), default=None)
 
 
 def _known(values: Iterable[T | None]) -> list[T]:
@@ -194,9 +192,9 @@ def wall_clock_section(
     return {
         "seconds": seconds,
         "is_exact": bool(starts) and all(timed.start.end is not None for timed in starts),
-        "documents_per_hour": _per_hour(num_documents, seconds),
-        "prompt_tokens_per_s": ratio(prompt_tokens, seconds) if seconds else None,
-        "output_tokens_per_s": ratio(output_tokens, seconds) if seconds else None,
+        "documents_per_hour": ratio(HOUR_S * num_documents, seconds),
+        "prompt_tokens_per_s": ratio(prompt_tokens, seconds),
+        "output_tokens_per_s": ratio(output_tokens, seconds),
         "worker_hours": hours,
         "gpu_hours": _sum_known([timed.gpu_hours for timed in starts]),
         "paid_s": paid,
@@ -216,10 +214,6 @@ def _cost(price: float, hours: float, num_documents: int, output_tokens: int) ->
     }
 
 
-def _per_hour(count: int, seconds: float | None) -> float | None:
-    return ratio(HOUR_S * count, seconds) if seconds else None
-
-
 def _sum_known(values: Sequence[float | None]) -> float | None:
     """Add values up; None if there are none or one is None."""
     known = _known(values)
@@ -236,7 +230,7 @@ def start_section(timed: TimedStart) -> Values:
         "last_sign": time_text(timed.end) if start.end is None and timed.end is not None else None,
         "seconds": timed.seconds,
         "documents": timed.documents,
-        "documents_per_hour": None if timed.documents is None else _per_hour(timed.documents, timed.seconds),
+        "documents_per_hour": None if timed.documents is None else ratio(HOUR_S * timed.documents, timed.seconds),
         "workers": None if start.workers is None else _worker_counts(start.workers),
         "memory_gib": {"planned": start.planned_gib, "used": max(used, default=None)},
         "worker_hours": timed.worker_hours,

@@ -59,10 +59,13 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     return rounds.figures()
 
 
-def _read_texts(source: Source, maker: PromptMaker, options: TrainOptions) -> list[Text]:
+def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list[Text]:
     """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than two."""
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
-    texts = [Text(torch.tensor(maker.encode(row.document.text), dtype=torch.int32), row.instruction) for row in rows]
+    texts = [
+        Text(torch.tensor(prompts.encode_document(row.document.text), dtype=torch.int32), row.instruction)
+        for row in rows
+    ]
     long = [text for text in texts if len(text.token_ids) >= options.min_tokens]
     if len(long) < 2:
         raise ValueError(
@@ -118,7 +121,7 @@ class _Rounds:
             self._maker = PromptMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-        self._learned, self._held = split(_read_texts(source, self._maker, options))
+        self._learned, self._held = split(_read_texts(source, prompts, options))
         texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
         self._vocabulary = _vocabulary_of(options) if start else frequent_tokens(texts, special, options.vocabulary)
         self._settings = {

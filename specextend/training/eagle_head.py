@@ -23,6 +23,7 @@ from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attent
 
 from specextend.decoding.cache import rotate
 from specextend.decoding.device import multiplies_bf16
+from specextend.decoding.measurements import head_size
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
@@ -42,14 +43,15 @@ PROMPT_SLOTS = 256
 class EagleHead(nn.Module):
     """A trainable head in fp32; embedding and LM head are the target's and stay frozen."""
 
+    embedding: Tensor
+    target_rows: Tensor
+    vocabulary: Tensor
+    _inv_freq: Tensor
+
     def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor):
         """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C]."""
         super().__init__()
         self.config = config
-        self.embedding: Tensor
-        self.target_rows: Tensor
-        self.vocabulary: Tensor
-        self._inv_freq: Tensor
         self._tensors = nn.ParameterDict(
             {
                 name.replace(".", "/"): nn.Parameter(weight.float())
@@ -278,7 +280,7 @@ def _new_config(task: Task) -> EagleConfig:
         hidden_size=shape.hidden_size,
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,
-        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads,
+        head_dim=head_size(shape),
         intermediate_size=shape.intermediate_size,
         rope_theta=float(shape.rope_parameters["rope_theta"]),
         layer_norm_eps=float(shape.rms_norm_eps),

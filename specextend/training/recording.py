@@ -79,10 +79,6 @@ class PromptMaker:
         piece: list[int] = text.token_ids[first : first + size].tolist()
         return piece
 
-    def encode(self, text: str) -> list[int]:
-        """Tokenize a text; none of its tokens is a control token."""
-        return self._prompts.encode_document(text)
-
 
 @dataclass(frozen=True)
 class Recording:

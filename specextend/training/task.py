@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specextend.data.storage import atomic_output, resolve
+from specextend.decoding.decoding_options import at_least
 from specextend.decoding.device import multiplies_bf16
 from specextend.models import TargetOptions
 
@@ -53,8 +54,7 @@ class TrainOptions:
         least = {"copy_heads": 0, "vocabulary": 16}
         least |= dict.fromkeys(("num_rounds", "num_answers", "min_tokens", "num_epochs"), 1)
         for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
+            at_least(name, getattr(self, name), value)
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.learning_rate <= 0:
