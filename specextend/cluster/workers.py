@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray._private.state import state
@@ -175,8 +175,7 @@ class Roster:
         return self._seats.pop(worker)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The call whose answer a reference is."""
 
     worker: str

@@ -8,8 +8,7 @@ import secrets
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -56,8 +55,7 @@ _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A file, or a row of one, that is not in the data set."""
 
     path: str

@@ -8,12 +8,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -306,8 +306,7 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
 
-@dataclass(frozen=True)
-class EarlierOutput:
+class EarlierOutput(NamedTuple):
     """The output of an earlier run whose rows this run could have made."""
 
     location: Location

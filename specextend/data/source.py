@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -62,8 +62,7 @@ class ChosenRows:
     """Lines for the user about outputs of earlier runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedRow:
+class ScannedRow(NamedTuple):
     """The facts about a row that planning needs."""
 
     key: DocumentKey
@@ -344,8 +343,6 @@ class Source:
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
-        if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
-            raise IndexError(f"{key} is not in the input")
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)

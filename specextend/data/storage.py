@@ -157,7 +157,7 @@ def resolve(uri: str) -> Location:
     try:
         filesystem, path = fs.FileSystem.from_uri(_encoded(uri))
     except OSError as error:
-        if not _is_missing_bucket(error):
+        if not re.search("Bucket '.*' not found", str(error)):  # Arrow says only in words that S3 has answered so
             raise OSError(f"{uri} cannot be reached: {first_line(error)}; run again") from error
         raise ValueError(f"cannot open {uri}: {first_line(error)}") from error
     except (pa.ArrowException, ValueError) as error:
@@ -192,11 +192,6 @@ def _encoded(uri: str) -> str:
         query += f"{'&' if query else ''}{wanted}"
     parameters = f"?{quote(query, safe=':/&=%@+,;~*[]$()')}" if query else ""
     return f"{scheme}://{quote(authority, safe=':@%[]')}{quote(path)}{parameters}"
-
-
-def _is_missing_bucket(error: OSError) -> bool:
-    """Return True if S3 has answered that there is no such bucket; Arrow says so only in words."""
-    return re.search("Bucket '.*' not found", str(error)) is not None
 
 
 def exists(location: Location) -> bool:
