@@ -15,9 +15,8 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +40,7 @@ def ranks(num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEstimate:
+class TokenEstimate(NamedTuple):
     """Estimated tokens of a document that has not run yet."""
 
     num_prompt_tokens: int

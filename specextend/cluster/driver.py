@@ -119,7 +119,8 @@ class Driver:
         self.committer.commit_if_due(self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
-        self._show()
+        now = self.clock()
+        self.display.show(self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading), now)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -140,11 +141,6 @@ class Driver:
         self.record.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
         self.ledger.running(worker, {})
-
-    def _show(self) -> None:
-        now = self.clock()
-        snapshot = self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading)
-        self.display.show(snapshot, now)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):

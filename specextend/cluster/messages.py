@@ -28,8 +28,7 @@ class Place(NamedTuple):
     """Its accelerators, or its seat if there are none."""
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(NamedTuple):
     """One document handed to one worker, once."""
 
     lease_id: str
@@ -42,8 +41,7 @@ class Lease:
     """True if the document may be at fault for a failure, so that nothing else runs beside it."""
 
 
-@dataclass(frozen=True)
-class GivenUp:
+class GivenUp(NamedTuple):
     """A document that becomes an error row."""
 
     key: DocumentKey
@@ -52,8 +50,7 @@ class GivenUp:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
+class Tried(NamedTuple):
     """The attempts of earlier starts of the run at a document."""
 
     attempts: int
@@ -169,8 +166,7 @@ def failed_row(error: DocumentError, row: Row | None) -> Failed:
     return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content, error.summary)
 
 
-@dataclass(frozen=True)
-class Suspected:
+class Suspected(NamedTuple):
     """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
 
     error_class: str
@@ -196,8 +192,7 @@ class WorkerInfo:
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
-@dataclass(frozen=True)
-class WorkerReport:
+class WorkerReport(NamedTuple):
     """The answer to a poll."""
 
     num_steps: int

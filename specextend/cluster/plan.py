@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
-from specextend.core import DocumentKey, Values
+from specextend.core import Checkpoint, DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
@@ -71,7 +71,7 @@ def make_plan(
     keys: Collection[DocumentKey],
     max_new_tokens: int,
     seed: int,
-    checkpoint: Callable[[], None],
+    checkpoint: Checkpoint,
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 

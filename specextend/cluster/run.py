@@ -62,7 +62,7 @@ from specextend.data.run_folder import (
     write_success,
 )
 from specextend.data.selection import write_selection
-from specextend.data.storage import Location, exists, remove_temporary_files
+from specextend.data.storage import exists, remove_temporary_files
 from specextend.loading import load_engine
 from specextend.report import RunFigures, write_report
 
@@ -109,12 +109,6 @@ def run_job(
         return locked.finish(retry_errors)
 
 
-def _sweep(output: Location) -> None:
-    """Remove the temporary files of drivers that were killed while they wrote."""
-    for folder in run_folders(output):
-        remove_temporary_files(folder)
-
-
 @dataclass(slots=True)
 class _LockedRun:
     """A run that holds its output folder, from its start to its exit code."""
@@ -136,7 +130,8 @@ class _LockedRun:
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         with writing(output):
-            _sweep(output)
+            for folder in run_folders(output):
+                remove_temporary_files(folder)  # of drivers that were killed while they wrote
         code = self._complete(retry_errors)
         if code is None:
             with self._recorded(), input_errors():

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray._private.state import state
@@ -81,7 +81,7 @@ class Roster:
         """The workers that are not ready yet, and when each was asked for."""
         self._loading: set[str] = set()
         """Those of them that have a process."""
-        self._ready: dict[str, None] = {}
+        self._ready: set[str] = set()
         self._num_started = self._num_fruitless = 0
         self._is_of_use = False
 
@@ -94,11 +94,6 @@ class Roster:
     def num_loading(self) -> int:
         """Count the workers that load their models."""
         return len(self._loading)
-
-    @property
-    def ready_workers(self) -> list[str]:
-        """Name the workers that take leases."""
-        return list(self._ready)
 
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
@@ -133,11 +128,11 @@ class Roster:
         self._num_failures[self._seats[worker]] = 0
         self._asked.pop(worker, None)
         self._loading.discard(worker)
-        self._ready[worker] = None
+        self._ready.add(worker)
 
     def leave_out(self, worker: str) -> None:
         """Keep a worker that takes no documents, because its successor would run at the same place."""
-        self._ready.pop(worker, None)
+        self._ready.discard(worker)
 
     def failed(self, worker: str, reason: str, now: float) -> float:
         """Note that a worker could not be built. Returns the seconds until the next try.
@@ -176,12 +171,11 @@ class Roster:
         """Note that a worker was ended, for whatever reason, and return the number of its seat, from 0."""
         self._asked.pop(worker, None)
         self._loading.discard(worker)
-        self._ready.pop(worker, None)
+        self._ready.discard(worker)
         return self._seats.pop(worker)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The call whose answer a reference is."""
 
     worker: str

@@ -65,7 +65,7 @@ def schema_of(given: str | ReadOnly) -> str:
                 f"output.schema: field {name} is no list, which merge: union is for; use first or majority"
             )
     _check("the whole", schema)
-    return json.dumps(schema, ensure_ascii=False)
+    return _text(schema)
 
 
 @lru_cache(maxsize=8)
@@ -158,7 +158,7 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
             values = sorted(values, key=lambda value: -values.count(value))
         if given:
             merged[name] = [*values, given[0]][0]
-    return json.dumps(merged, ensure_ascii=False)
+    return _text(merged)
 
 
 def shortest_answer(schema: str) -> str:
@@ -168,23 +168,19 @@ def shortest_answer(schema: str) -> str:
 
 
 def _shortest(field: Any, whole: ReadOnly) -> Any:
-    properties = _properties(field) if isinstance(field, Mapping) else {}
+    answers = [_shortest_of_kind(kind, whole) for kind in _kinds(field, whole)]
+    return min(answers, key=lambda answer: len(_text(answer)), default=0)
+
+
+def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
     match field:
-        case {"$ref": str(place)}:
-            return _shortest(_at(place, whole), whole)
         case {"enum": [_, *_] as values}:
             return min(values, key=lambda value: len(_text(value)))
         case {"const": value}:
             return value
-        case {"type": "object"} if properties:
-            return {
-                name: _shortest(properties[name], whole) for name in field.get("required", ()) if name in properties
-            }
-        case {"anyOf": [_, *_] as kinds} | {"oneOf": [_, *_] as kinds}:
-            return min((_shortest(kind, whole) for kind in kinds), key=lambda value: len(_text(value)))
-        case {"type": [_, *_] as kinds}:
-            values = [_shortest(dict(field) | {"type": kind}, whole) for kind in kinds]
-            return min(values, key=lambda value: len(_text(value)))
+        case {"type": "object"}:
+            fields = _properties(field)
+            return {name: _shortest(fields[name], whole) for name in field.get("required", ()) if name in fields}
         case {"type": "array"}:
             return [_shortest(field.get("items"), whole)] * min(field.get("minItems", 0), 1 << 8)
         case {"type": "string"}:
@@ -197,6 +193,20 @@ def _shortest(field: Any, whole: ReadOnly) -> Any:
             return 0
 
 
+def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
+    """Return the schemas of which a value of a field meets one; each has one type, and is no reference."""
+    match field:
+        case {"type": "object"} if _properties(field):
+            return [field]
+        case {"type": list(kinds)}:
+            return [dict(field) | {"type": kind} for kind in kinds]
+        case {"$ref": str(place)}:
+            return _kinds(_at(place, whole), whole)
+        case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
+            return [each for kind in kinds for each in _kinds(kind, whole)]
+    return [field]
+
+
 def whole_answer(text: str) -> str | None:
     """Return a text that was written by a schema, with U+FFFD for halves of surrogate pairs; None if it was cut off.
 
@@ -205,7 +215,7 @@ def whole_answer(text: str) -> str | None:
     if _parsed(text) is None:
         return None
     answer = read_json(text)
-    return text if answer == json.loads(text) else json.dumps(answer, ensure_ascii=False)
+    return text if answer == json.loads(text) else _text(answer)
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -366,24 +376,17 @@ def _check_keywords(name: str, field: Any) -> None:
 
 
 def _string_fields(name: str, schema: Any, whole: ReadOnly) -> Iterator[str]:
-    match schema:
-        case {"enum": _} | {"const": _}:
-            return
-        case {"type": "string"}:
-            yield name
-        case {"type": list(kinds)}:
-            for kind in kinds:
-                yield from _string_fields(name, dict(schema) | {"type": kind}, whole)
-        case {"$ref": str(place)}:
-            yield from _string_fields(name, _at(place, whole), whole)
-        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
-            for each in choices:
-                yield from _string_fields(name, each, whole)
-        case {"type": "array", "items": items}:
-            yield from _string_fields(name, items, whole)
-        case {"type": "object"}:
-            for key, each in _properties(schema).items():
-                yield from _string_fields(f"{name}.{key}" if name else key, each, whole)
+    for kind in _kinds(schema, whole):
+        match kind:
+            case {"enum": _} | {"const": _}:
+                pass
+            case {"type": "string"}:
+                yield name
+            case {"type": "array", "items": items}:
+                yield from _string_fields(name, items, whole)
+            case {"type": "object"}:
+                for key, each in _properties(kind).items():
+                    yield from _string_fields(f"{name}.{key}" if name else key, each, whole)
 
 
 def _is_null(schema: Any) -> bool:

@@ -23,12 +23,7 @@ from specextend.data.storage import atomic_output, is_folder, resolve
 _COLUMNS = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
 _GROUP_ROWS = 64
 URL = "/v1/chat/completions"
-_SHARED = {
-    "temperature": "decoding.temperature",
-    "top_p": "decoding.top_p",
-    "seed": "decoding.seed",
-    "stop": "decoding.stop",
-}
+_SHARED = ("temperature", "top_p", "seed", "stop")
 _OWN = ("model", "messages", "max_tokens", "max_completion_tokens")
 _ALWAYS: Values = {
     "input.id_column": "id",
@@ -75,7 +70,7 @@ class BatchRequests:
             raise InputError(f"{place}: body.{unknown[0]} is not served; remove it from the requests")
         system, text = _messages(place, body.get("messages"))
         stop = body.get("stop")
-        shared = {_SHARED[name]: body.get(name) for name in _SHARED}
+        shared = {f"decoding.{name}": body.get(name) for name in _SHARED}
         shared |= {"prompt.system": system, "decoding.stop": [stop] if isinstance(stop, str) else stop}
         self._check_shared(place, shared)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))

@@ -1,9 +1,8 @@
 """Which columns of a Parquet file hold the text and the id: a guess with its reason, to begin a configuration with."""
 
 import re
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,8 +35,7 @@ _TEXT_NAMES = re.compile(
 _ID_NAMES = re.compile(r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$")
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(NamedTuple):
     """The columns of an input by their use, and why."""
 
     text: str

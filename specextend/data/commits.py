@@ -212,16 +212,15 @@ def read_results(
     tables = in_order(read, names, cost=sizes.__getitem__, most=MOST_BYTES)
     for name, table in zip(names, tables, strict=True):
         path = commits_folder(output).child(name).path
-        places = settled.places(table, path)
-        is_done = table["error_class"].is_null().to_numpy()
-        if len(done := settled.settle(places, is_done, DONE)):
+        done, errors = settled.settle(table, path)
+        if len(done):
             yield table.take(pa.array(done))
-        if len(errors := settled.settle(places, ~is_done, FAILED)):
+        if len(errors):
             own = table.select([column for column in columns if column in _ERROR_COLUMNS])
             failed.append((path, own.take(pa.array(errors))))
     while failed:
         path, own = failed.pop()
-        own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
+        own = own.filter(pa.array(settled.is_failed(own, path)))
         if len(own):
             every = table.schema.with_metadata(own.schema.metadata)
             yield pa.concat_tables([every.empty_table(), own], promote_options="default")
@@ -231,59 +230,54 @@ class Settled:
     """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
 
     def __init__(self) -> None:
-        self._room = np.zeros(0, np.int64)
-        self._begins = np.zeros(0, np.int64)
-        self._states = np.zeros(0, np.uint8)
+        self._states: dict[int, NDArray[np.uint8]] = {}
+        """Of the rows of each file, which may have room for more."""
 
-    def places(self, table: pa.Table, path: str) -> NDArray[np.int64]:
-        """Return the place of each row's state [N], until the next call. path: of the commit, for messages.
+    def settle(self, table: pa.Table, path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Take in a commit; return which of its rows done and of its error rows count by now, of equal ones the last.
 
-        Raises DamagedCommitError.
+        path: of the commit, for messages. Raises DamagedCommitError.
         """
-        files, rows = (table[column].to_numpy() for column in ("file", "row"))
-        if not len(files):
-            return np.zeros(0, np.int64)
-        if min(files.min(), rows.min()) < 0 or rows.max() >= _MOST_ROWS:
-            raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); move it away to go on")
-        self._make_room(files, rows)
-        return self._begins[files] + rows
+        is_done = table["error_class"].is_null().to_numpy()
+        counts = np.zeros(len(table), bool)
+        for state, mask in ((DONE, is_done), (FAILED, ~is_done)):
+            for states, places, rows in self._files(table, path):
+                is_better = mask[places] & (states[rows] < state)
+                _, last = np.unique(rows[is_better][::-1], return_index=True)
+                counts[places[is_better][::-1][last]] = True
+                states[rows[is_better]] = state
+        return np.flatnonzero(counts & is_done), np.flatnonzero(counts & ~is_done)
 
-    def settle(self, places: NDArray[np.int64], mask: NDArray[np.bool_], state: int) -> NDArray[np.int64]:
-        """Give rows a state if theirs is less; return which of the masked ones got it, the last of equal ones."""
-        chosen = np.flatnonzero(mask)
-        chosen = chosen[self._states[places[chosen]] < state]
-        _, last = np.unique(places[chosen][::-1], return_index=True)
-        chosen = np.sort(chosen[::-1][last])
-        self._states[places[chosen]] = state
-        return chosen
+    def is_failed(self, table: pa.Table, path: str) -> NDArray[np.bool_]:
+        """Return which rows have failed and were not done, before or afterwards. path: as for `settle`."""
+        failed = np.zeros(len(table), bool)
+        for states, places, rows in self._files(table, path):
+            failed[places] = states[rows] == FAILED
+        return failed
 
     def states(self, file: int, num_rows: int) -> NDArray[np.uint8]:
         """Return the states of the first rows of an input file [num_rows]."""
-        states = np.zeros(num_rows, np.uint8)
-        if file < len(self._room):
-            known = self._states[self._begins[file] :][: min(num_rows, self._room[file])]
-            states[: len(known)] = known
-        return states
+        known = self._states.get(file, np.zeros(0, np.uint8))[:num_rows]
+        return np.pad(known, (0, num_rows - len(known)))
 
     def count(self) -> tuple[int, int]:
         """Count the rows done and the error rows."""
-        return int((self._states == DONE).sum()), int((self._states == FAILED).sum())
+        done, failed = (sum(int((each == state).sum()) for each in self._states.values()) for state in (DONE, FAILED))
+        return done, failed
 
-    def is_failed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows have failed and were not done, before or afterwards."""
-        return self._states[places] == FAILED
-
-    def _make_room(self, files: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Make room for the highest row of each file, and for twice as many where there was too little."""
-        room = np.zeros(max(len(self._room), int(files.max()) + 1), np.int64)
-        room[: len(self._room)] = self._room
-        needed = room.copy()
-        np.maximum.at(needed, files, rows + 1)
-        if np.array_equal(needed, self._room):
-            return
-        room = np.where(needed > room, 2 * needed, room)
-        begins = np.cumsum(room) - room
-        states = np.zeros(int(room.sum()), np.uint8)
-        moved = begins[: len(self._room)] - self._begins
-        states[np.arange(len(self._states)) + np.repeat(moved, self._room)] = self._states
-        self._room, self._begins, self._states = room, begins, states
+    def _files(
+        self, table: pa.Table, path: str
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the states of each file that a commit names, the places of its rows in the commit, and the numbers."""
+        files, rows = (table[column].to_numpy() for column in ("file", "row"))
+        for file in np.unique(files).tolist():
+            places = np.flatnonzero(files == file)
+            numbers = rows[places]
+            if file < 0 or numbers.min() < 0 or numbers.max() >= _MOST_ROWS:
+                raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); move it away to go on")
+            states = self._states.get(file, np.zeros(0, np.uint8))
+            needed = int(numbers.max()) + 1
+            if needed > len(states):
+                self._states[file] = np.zeros(2 * needed, np.uint8)
+                self._states[file][: len(states)] = states
+            yield self._states[file], places, numbers

@@ -50,7 +50,7 @@ class Database:
 
     def stream(self, query: str, *values: Any) -> Iterator[Values]:
         """Yield the rows that a query finds; nothing else may be asked meanwhile."""
-        with _temporary_room():
+        with temporary_room():
             found = self._connection.execute(query, values)
             names = [name for name, *_ in found.description or ()]
             while rows := found.fetchmany(_FETCHED_ROWS):
@@ -58,15 +58,15 @@ class Database:
 
     def arrays(self, query: str) -> list[NDArray[Any]]:
         """Return the columns of the rows that a query finds; none of them may be null."""
-        with _temporary_room():
+        with temporary_room():
             return [*self._connection.execute(query).fetchnumpy().values()]
 
 
 @contextmanager
-def _temporary_room() -> Iterator[None]:
+def temporary_room() -> Iterator[None]:
     """Raise OSError with a way out if a `with` block finds no room for temporary files."""
     try:
         yield
-    except (duckdb.IOException, duckdb.FatalException, duckdb.OutOfMemoryException) as error:
+    except (OSError, duckdb.IOException, duckdb.FatalException, duckdb.OutOfMemoryException) as error:
         folder = tempfile.gettempdir()
         raise OSError(f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another") from error

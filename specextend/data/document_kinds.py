@@ -29,18 +29,25 @@ from specextend.data.inputs import InputError
 KINDS = {
     ".pdf": "pdf",
     ".docx": "docx",
-    **dict.fromkeys((".html", ".htm"), "html"),
-    **dict.fromkeys((".xhtml", ".xht"), "xhtml"),
-    **dict.fromkeys((".md", ".markdown"), "markdown"),
-    **dict.fromkeys((".txt", ".text"), "text"),
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "xhtml",
+    ".xht": "xhtml",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
 }
 """The kind of a file, by its extension in lower case."""
 _PACKAGES = {
     "pdf": ("pypdfium2",),
     "docx": ("mammoth", "selectolax"),
-    **dict.fromkeys(("html", "xhtml"), ("selectolax", "webencodings")),
+    "html": ("selectolax", "webencodings"),
+    "xhtml": ("selectolax", "webencodings"),
 }
 _BLOCKS = (
     "p,div,br,hr,li,dt,dd,tr,h1,h2,h3,h4,h5,h6,pre,blockquote,section,article,header,footer,table,ul,ol,dl,main,nav,"

@@ -8,13 +8,12 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
 from queue import LifoQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from specextend.core import Values, one_line
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
@@ -29,8 +28,7 @@ _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     """A file that may become documents."""
 
     location: Location
@@ -42,8 +40,7 @@ class SourceFile:
     modified: datetime
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
 
     rows: tuple[Values, ...] = ()

@@ -8,15 +8,14 @@ import secrets
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import Values
+from specextend.data.database import Database
 from specextend.data.inputs import InputError
 from specextend.data.parquet import CHECKED, SEALED
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
@@ -38,12 +37,25 @@ _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
 _EXACT = 1 << 53
 """The largest integer up to which all are floating-point numbers, too."""
+_REPEATED = """
+    CREATE TABLE repeated AS
+    SELECT *, first_value(source_path) OVER same AS owner, first_value(source_row) OVER same AS owner_row
+    FROM rows WHERE id IN (SELECT id FROM rows GROUP BY id HAVING count(*) > 1)
+    WINDOW same AS (PARTITION BY id ORDER BY source_path, source_row, part, row)
+    QUALIFY row_number() OVER same > 1
+"""
+"""Rows whose id another has, which is the first in order of the files."""
+_KEPT = "SELECT part, row FROM rows ANTI JOIN repeated USING (part, row)"
+_STRANGERS = """
+    FROM repeated WHERE source_path != owner OR source_row IS DISTINCT FROM owner_row
+    ORDER BY source_path, source_row, part, row
+"""
+"""Those of them that are not the same row once more."""
 _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A file, or a row of one, that is not in the data set."""
 
     path: str
@@ -177,9 +189,9 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
     parts = [folder.child(name) for name in sizes]
     if not parts:
         return 0, []
-    rows = _numbered_rows(parts)
-    kept, failures = _without_repeated(rows.filter(~_is_in("source_path", list(without))))
-    numbers = [kept.filter(pc.field("part") == i)["row"].to_numpy() for i in range(len(parts))]
+    database = _with_rows(parts, without)
+    number_of_part, row = database.arrays(_KEPT)
+    numbers = [row[number_of_part == i] for i in range(len(parts))]
     footers = [pq.read_metadata(part.path, filesystem=part.filesystem) for part in parts]
     schema = _joint_schema(footers)
     stale = {
@@ -195,38 +207,26 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
             _write(tables, schema, new_part(folder))
         for i in group:
             delete(parts[i])
-    return len(kept), failures
+    return len(row), [_as_failure(each) for each in database.select(_STRANGERS)]
 
 
-def _numbered_rows(parts: list[Location]) -> pa.Table:
-    """Return what tells rows apart, with the number of their part and their number in it."""
-    tables = []
+def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
+    """Return a database with what tells rows apart, and which of them have the id of an earlier one."""
+    database = Database()
+    database.select("CREATE TABLE rows (id TEXT, source_path TEXT, source_row BIGINT, part INT, row BIGINT)")
     for i, part in enumerate(parts):
         table = _read(part, ["id", "source_path", "source_row"])
-        numbers = {"part": np.full(len(table), i), "row": np.arange(len(table))}
-        tables.append(pa.table({**dict(zip(table.column_names, table.columns, strict=True)), **numbers}))
-    return pa.concat_tables(tables)
+        database.add(table, f"INSERT INTO rows SELECT *, {i}, row_number() OVER () - 1 FROM given")
+    gone = pa.table({"source_path": pa.array(without, pa.string())})
+    database.add(gone, "DELETE FROM rows WHERE source_path IN (FROM given)", _REPEATED)
+    return database
 
 
-def _without_repeated(rows: pa.Table) -> tuple[pa.Table, list[Failure]]:
-    """Return the rows that keep their id, which are the first in order of the files, and a failure for each other."""
-    counts = rows.group_by("id").aggregate([([], "count_all")])
-    repeated = _is_in("id", counts.filter(pc.field("count_all") > 1)["id"].to_pylist())
-    order = [(name, "ascending") for name in ("source_path", "source_row", "part", "row")]
-    first: dict[str, Values] = {}
-    failures = []
-    for row in rows.filter(repeated).sort_by(order).to_pylist():
-        owner = first.setdefault(row["id"], row)
-        if (row["source_path"], row["source_row"]) != (owner["source_path"], owner["source_row"]):
-            line = "" if owner["source_row"] is None else f", line {owner['source_row']}"
-            message = f"has the id {row['id']!r} of {owner['source_path']}{line}"
-            failures.append(Failure(row["source_path"], row["source_row"], "repeated id", message))
-    owners = pa.Table.from_pylist(list(first.values()), schema=rows.schema)
-    return pa.concat_tables([rows.filter(~repeated), owners]), failures
-
-
-def _is_in(column: str, values: list[str]) -> pc.Expression:
-    return pc.field(column).isin(pa.array(values, pa.string()))
+def _as_failure(row: Values) -> Failure:
+    line = "" if row["owner_row"] is None else f", line {row['owner_row']}"
+    return Failure(
+        row["source_path"], row["source_row"], "repeated id", f"has the id {row['id']!r} of {row['owner']}{line}"
+    )
 
 
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:

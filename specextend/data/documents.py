@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
 from typing import Any
@@ -119,7 +119,7 @@ def _remember(failure: Failure) -> Failure:
     """Return what an earlier call named of a file that is not found this time."""
     if failure.reason == GONE:
         return failure
-    return replace(failure, reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
+    return failure._replace(reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
 
 
 def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
@@ -218,7 +218,7 @@ def _read_errors(folder: Location) -> list[Failure]:
 
 
 def _write_errors(folder: Location, failures: Iterable[Failure]) -> None:
-    lines = (json.dumps(asdict(failure), ensure_ascii=False) + "\n" for failure in failures)
+    lines = (json.dumps(failure._asdict(), ensure_ascii=False) + "\n" for failure in failures)
     write_bytes(folder.child(ERRORS), "".join(lines).encode("utf-8", "backslashreplace"))
 
 

@@ -4,9 +4,9 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -126,8 +126,7 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
     return Counts(source.num_rows, done, failed)
 
 
-@dataclass(frozen=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """The results of an input file in row order."""
 
     number: int

@@ -63,7 +63,7 @@ def build_manifest(
         "fingerprint": fingerprint(identity),
         "identity": identity,
         "config": dict(config),
-        "models": {name: dict(model) for name, model in (models or {}).items()},
+        "models": dict(models or {}),
         "modified_ns": {file.relative_path: file.modified_ns for file in source.files},
         **({} if selection is None else {"selection": dict(selection.counts)}),
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from pyarrow import fs
 
@@ -110,8 +111,7 @@ def _ending(name: str) -> str:
     return ending or "without an extension"
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file below the folder that is searched."""
 
     relative_path: str

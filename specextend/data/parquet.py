@@ -258,13 +258,8 @@ def is_text(kind: pa.DataType) -> bool:
     """
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
-    return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_null(kind)
-        or isinstance(kind, pa.JsonType)
-    )
+    strings = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
+    return kind in strings or isinstance(kind, pa.JsonType)
 
 
 def is_id(kind: pa.DataType) -> bool:

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -72,8 +71,7 @@ def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
     return wanted
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a document and its prompt."""
 
     span: TextSpan

@@ -31,10 +31,10 @@ MOST_ROUGE_CHARACTERS = 200_000
 _PIECE_CHARACTERS = 1 << 18  # of a document that are split into words at a time
 _SAMPLED_CHARACTERS = 1 << 16  # of a text, evenly spaced, by which its script is determined
 _SCRIPTS = (
-    *("Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana"),
-    *("Devanagari", "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam"),
-    *("Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee"),
-)
+    "Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana", "Devanagari",
+    "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam", "Sinhala", "Thai", "Lao",
+    "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee",
+)  # fmt: skip
 _EAST_ASIAN = r"(?P<EastAsian>[\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}])"  # Japanese mixes them
 _SCRIPT = regex.compile("|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)]))
 _LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from specextend.core import Checkpoint, ReadOnly, Values, counted
+from specextend.core import Checkpoint, ReadOnly, counted
 from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
@@ -35,6 +35,7 @@ from specextend.data.storage import Location, in_order, resolve
 Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
+_SELECTED = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("has_bad_id", pa.bool_())])
 _DRAWS = 1 << 64
 _REPEATED = """
     CREATE TABLE repeated AS
@@ -79,19 +80,20 @@ def select_rows(
         before, rows = _size(rows), _sampled(source, rows, options.sample)
         counts["not_in_sample"] = before - _size(rows)
         _refuse_nothing(rows, f"input.sample {options.sample} draws none of {counted(before, 'row')}")
-    states = [np.zeros(len(each), np.int8) for each in rows]
+    states = np.zeros(0, np.int8)
     if options.except_done_in:
         states = _compare(source, rows, earlier, checkpoint)
-        counts["unchanged"] = sum(int((each == _UNCHANGED).sum()) for each in states)
-        if num_failed := sum(int((each == _FAILED).sum()) for each in states):
+        counts["unchanged"] = int((states == _UNCHANGED).sum())
+        if num_failed := int((states == _FAILED).sum()):
             counts["failed_before"] = num_failed
-        rows = [each[state < _UNCHANGED] for each, state in zip(rows, states, strict=True)]
-        states = [state[state < _UNCHANGED] for state in states]
+        rows = _where(rows, states < _UNCHANGED)
+        states = states[states < _UNCHANGED]
     if options.limit is not None:
-        before, rows = _size(rows), _first(rows, options.limit)
+        before = _size(rows)
+        rows = _where(rows, np.arange(before) < options.limit)
         counts["over_limit"] = before - _size(rows)
     if options.except_done_in:
-        counts["changed"] = sum(int(state[: len(each)].sum()) for state, each in zip(states, rows, strict=True))
+        counts["changed"] = int((states[: _size(rows)] == _CHANGED).sum())
         counts["new"] = _size(rows) - counts["changed"]
     return _limited(source, rows, counts | {"selected": _size(rows)}, notes)
 
@@ -147,16 +149,16 @@ def _limited(source: Source, rows: Rows, counts: Mapping[str, int], notes: tuple
     """Return the source of the files that have rows left, which are numbered anew."""
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
-    chosen = {i: rows[number] for i, number in enumerate(numbers)}
+    chosen = [rows[number] for number in numbers]
     bad_ids = {i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids}
     selection = ChosenRows(chosen, _digest([file.relative_path for file in files], chosen), counts, notes)
     return replace(source, files=files, selection=selection, bad_ids=bad_ids)
 
 
-def _digest(names: Sequence[str], rows: Mapping[int, NDArray[np.int64]]) -> str:
+def _digest(names: Iterable[str], rows: Rows) -> str:
     digest = hashlib.sha256()
-    for number, name in enumerate(names):
-        digest.update(f"{name}\0{len(rows[number])}\0".encode() + rows[number].astype("<i8").tobytes())
+    for name, each in zip(names, rows, strict=True):
+        digest.update(f"{name}\0{len(each)}\0".encode() + each.astype("<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -189,45 +191,41 @@ def _sampled(source: Source, rows: Rows, sample: float) -> Rows:
         bound = every[min(sample, len(every)) - 1]
     else:
         bound = np.uint64(int(sample * _DRAWS))
-    return [each[draw <= bound] for each, draw in zip(rows, _of_files(draws, rows), strict=True)]
+    return _where(rows, draws <= bound)
 
 
-def _first(rows: Rows, limit: int) -> Rows:
-    kept = []
-    for each in rows:
-        kept.append(each[:limit])
-        limit -= len(kept[-1])
-    return kept
+def _where(rows: Rows, mask: NDArray[np.bool_]) -> Rows:
+    """Keep the rows at which a mask over those of all files is True."""
+    masks = np.split(mask, np.cumsum([len(each) for each in rows])[:-1])
+    return [each[is_kept] for each, is_kept in zip(rows, masks, strict=True)]
 
 
 _NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
 """What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
-_Before = dict[int, dict[str, tuple[int, int]]]
 _KNOWN = """
     CREATE TABLE known AS
     SELECT file, row, ids.rowid AS place, content, state, (origin, file) IN (FROM given) AS is_same
     FROM earlier JOIN ids USING (id)
 """
-_STATES = f"""
-    SELECT place, coalesce(min(state) FILTER (is_same), {_CHANGED}) AS state FROM known GROUP BY place
-"""
 _DOUBTFUL = """
-    SELECT file, row, place, content, min(state) AS state FROM known
-    WHERE place NOT IN (SELECT place FROM known WHERE is_same)
-    GROUP BY ALL ORDER BY file, row
+    SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
 """
 """Rows of files that have been written to since."""
+_STATES = f"""
+    SELECT place, coalesce(min(state) FILTER (is_same OR known.content = found.content), {_CHANGED}) AS state
+    FROM known LEFT JOIN found USING (file, row) GROUP BY place
+"""
+"""What has become of each known row: `found` has the contents of the doubtful ones."""
 
 
-def _compare(
-    source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint
-) -> list[NDArray[np.int8]]:
-    """Say of each row what earlier runs have made of it, and whether it is still the same.
+def _compare(source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint) -> NDArray[np.int8]:
+    """Say of each row of all files what earlier runs have made of it, and whether it is still the same.
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
     database = _with_ids(source, rows)
     database.select("CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)")
+    database.select("CREATE TABLE found (file INT, row BIGINT, content TEXT)")
     for origin, each in enumerate(earlier):
         for table in each.done():
             database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
@@ -244,31 +242,18 @@ def _compare(
     ]
     schema = pa.schema([("origin", pa.int32()), ("file", pa.int32())])
     database.add(pa.Table.from_pylist(same, schema), _KNOWN)
+    numbers, doubtful = database.arrays(_DOUBTFUL)
+    written = [source.files[number] for number in np.unique(numbers)]
+
+    def contents(file: InputFile) -> pa.Table:
+        return _contents(source, file, doubtful[numbers == file.number], checkpoint)
+
+    for table in _of_each_file(written, contents):
+        database.add(table, "INSERT INTO found FROM given")
     states = np.full(_size(rows), _NEW, np.int8)
     places, known = database.arrays(_STATES)
     states[places] = known
-
-    def unchanged(doubtful: tuple[InputFile, _Before]) -> list[tuple[int, int]]:
-        file, before = doubtful
-        found = _contents(source, file.number, before.keys(), checkpoint)
-        return [before[row][now] for row, now in found if now in before[row]]
-
-    doubtful = (
-        (source.files[number], _before(told))
-        for number, told in groupby(database.stream(_DOUBTFUL), itemgetter("file"))
-    )
-    for same_as_before in in_order(unchanged, doubtful, cost=lambda each: each[0].bytes_ahead(), most=MOST_AHEAD_BYTES):
-        for place, state in same_as_before:
-            states[place] = state
-    return _of_files(states, rows)
-
-
-def _before(told: Iterable[Values]) -> _Before:
-    """Return for each row what earlier runs have made of each of its contents: its place, and a state."""
-    before: _Before = {}
-    for each in told:
-        before.setdefault(each["row"], {})[each["content"]] = (each["place"], each["state"])
-    return before
+    return states
 
 
 def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
@@ -276,24 +261,14 @@ def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
     return source.ids(file.number).take(pa.array(rows[file.number]))
 
 
-def _of_files(values: NDArray[Any], rows: Rows) -> list[NDArray[Any]]:
-    """Cut the values of all rows into those of each file."""
-    return np.split(values, np.cumsum([len(each) for each in rows])[:-1])
-
-
-def _contents(
-    source: Source, number: int, wanted: Collection[int], checkpoint: Checkpoint
-) -> Iterator[tuple[int, str]]:
-    """Yield the wanted rows of a file, in order, each with the hash of its content."""
-    reader, begin = source.reader, 0
-    for batch in source.batches(number, reader.content_columns):
+def _contents(source: Source, file: InputFile, rows: NDArray[np.int64], checkpoint: Checkpoint) -> pa.Table:
+    """Read some rows of a file, which are in order; return them with the hashes of their contents."""
+    reader = source.reader
+    contents: list[str] = []
+    for batch in source.batches_of(file.number, reader.content_columns, rows):
         checkpoint()
-        for i in range(len(batch)):
-            if begin + i not in wanted:
-                continue
-            [row] = plain_rows(batch.slice(i, 1), reader.content_columns)
-            yield begin + i, reader.content(row)
-        begin += len(batch)
+        contents += map(reader.content, plain_rows(batch, reader.content_columns))
+    return pa.table({"file": np.full(len(rows), file.number, np.int32), "row": rows, "content": contents})
 
 
 def write_selection(source: Source, output: Location) -> None:
@@ -302,13 +277,11 @@ def write_selection(source: Source, output: Location) -> None:
     Others may do more by the time that the run is resumed, and it must have the same rows then.
     """
     assert source.selection is not None
-    nothing, chosen = np.empty(0, np.int64), source.selection.rows
-    numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
-    columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
-    columns["row"] = np.concatenate([nothing, *chosen.values()])
-    bad = [np.isin(rows, source.bad_ids.get(number, nothing)) for number, rows in chosen.items()]
-    columns["has_bad_id"] = np.concatenate([nothing.astype(bool), *bad])
-    write_table(selection_file(output), pa.table(columns))
+    tables = [_SELECTED.empty_table()]
+    for number, rows in enumerate(source.selection.rows):
+        columns = [np.full(len(rows), number), rows, np.isin(rows, source.bad_ids.get(number, ()))]
+        tables.append(pa.table(columns, schema=_SELECTED))
+    write_table(selection_file(output), pa.concat_tables(tables))
 
 
 def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
@@ -317,24 +290,23 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
     """
     location, names = selection_file(output), [*manifest["identity"]["files"]]
-    columns = ["file", "row", "has_bad_id"]
     damaged = damaged_as(InputError, location, "use another output folder")
-    table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(columns), damaged)
-    files, rows, is_bad = (table[name].to_numpy() for name in columns)
+    table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged)
+    files, rows, is_bad = (column.to_numpy() for column in table.columns)
     ends = np.searchsorted(files, np.arange(1, len(names)))
-    every = dict(enumerate(np.split(rows, ends)))
+    every = np.split(rows, ends)
     if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
         raise InputError(f"{location.path} does not hold the rows of its run; use another output folder")
-    numbers = {file.number: names.index(file.relative_path) for file in source.files}
-    chosen = {number: every[before] for number, before in numbers.items()}
     are_bad = np.split(is_bad, ends)
-    bad = {number: every[before][are_bad[before]] for number, before in numbers.items()}
-    digest = _digest([file.relative_path for file in source.files], chosen)
+    here = [file.relative_path for file in source.files]
+    numbers = [names.index(name) for name in here]
+    chosen = [every[number] for number in numbers]
+    bad = {i: every[number][are_bad[number]] for i, number in enumerate(numbers)}
+    digest = _digest(here, chosen)
     return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
 
 
-@dataclass(frozen=True)
-class EarlierOutput:
+class EarlierOutput(NamedTuple):
     """The output of an earlier run whose rows this run could have made."""
 
     location: Location

@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
 
-from specextend.core import first_line
+from specextend.data.database import temporary_room
 
 BUFFER_BYTES = 128 << 20
 """Bytes of rows that are sorted in memory; if there are more, they go to temporary files."""
@@ -60,18 +60,13 @@ class SortedRows:
 
     def _store(self) -> None:
         """Write the rows that wait to a temporary file."""
-        try:
+        with temporary_room():
             file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
             self._files.append(file)
             options = ipc.IpcWriteOptions(compression="lz4")
             with ipc.new_stream(pa.PythonFile(file, mode="w"), self._schema, options=options) as writer:
                 for batch in _batches(self._sorted()):
                     writer.write_table(batch)
-        except OSError as error:
-            folder = tempfile.gettempdir()
-            raise OSError(
-                f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another"
-            ) from error
 
 
 class _Head:

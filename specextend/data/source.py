@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -53,8 +53,8 @@ _CACHED_GROUPS = 2
 class ChosenRows:
     """The rows that a run is about, where those are not all rows of its input."""
 
-    rows: Mapping[int, NDArray[np.int64]]
-    """By number of the file: row numbers in order."""
+    rows: Sequence[NDArray[np.int64]]
+    """Of each file: row numbers in order."""
     sha256: str
     counts: Mapping[str, int]
     """What became of the rows of the whole input, by outcome."""
@@ -62,8 +62,7 @@ class ChosenRows:
     """Lines for the user about outputs of earlier runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedRow:
+class ScannedRow(NamedTuple):
     """The facts about a row that planning needs."""
 
     key: DocumentKey
@@ -113,7 +112,7 @@ class Source:
         """Return the number of rows that the run is about."""
         if self.selection is None:
             return sum(file.num_rows for file in self.files)
-        return sum(map(len, self.selection.rows.values()))
+        return sum(map(len, self.selection.rows))
 
     def rows(self, number: int) -> Sequence[int]:
         """Return the row numbers of a file that the run is about, in order."""
@@ -240,12 +239,15 @@ class Source:
         return columns
 
     def chosen_batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
-        """Stream columns of the rows that the run is about, as `batches` does; a table may be without rows."""
+        """Stream columns of the rows that the run is about, as `batches_of` does."""
         if self.selection is None:
-            yield from self.batches(number, columns)
-            return
+            return self.batches(number, columns)
+        return self.batches_of(number, columns, self.selection.rows[number])
+
+    def batches_of(self, number: int, columns: list[str], rows: NDArray[np.int64]) -> Iterator[pa.Table]:
+        """Stream columns of some rows of a file, as `batches` does; a table may be without rows."""
         mask = np.zeros(self.files[number].num_rows, bool)
-        mask[self.selection.rows[number]] = True
+        mask[rows] = True
         begin = 0
         for batch in self.batches(number, columns):
             yield rows_where(batch, mask[begin : begin + len(batch)])
@@ -341,8 +343,6 @@ class Source:
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
-        if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
-            raise IndexError(f"{key} is not in the input")
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)

@@ -24,11 +24,11 @@ NUM_THREADS = 32
 """Requests to a store that are under way at once: each waits for milliseconds and needs no processor meanwhile."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PARAMETERS = {
-    *("scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion"),
-    *("allow_delayed_open", "check_directory_existence_before_creation", "retry_limit_seconds", "enable_tls"),
-    *("blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme", "tenant_id"),
-    *("client_id", "user", "replication", "buffer_size", "default_block_size"),
-}
+    "scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion",
+    "allow_delayed_open", "check_directory_existence_before_creation", "retry_limit_seconds", "enable_tls",
+    "blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme", "tenant_id",
+    "client_id", "user", "replication", "buffer_size", "default_block_size",
+}  # fmt: skip
 """Parameters of a URI that are no secrets; any other may be one."""
 NO_CREDENTIALS = "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
 """What is wrong with an address that `holds_secret` finds. The address itself is not repeated."""
@@ -157,7 +157,7 @@ def resolve(uri: str) -> Location:
     try:
         filesystem, path = fs.FileSystem.from_uri(_encoded(uri))
     except OSError as error:
-        if not _is_missing_bucket(error):
+        if not re.search("Bucket '.*' not found", str(error)):  # Arrow says only in words that S3 has answered so
             raise OSError(f"{uri} cannot be reached: {first_line(error)}; run again") from error
         raise ValueError(f"cannot open {uri}: {first_line(error)}") from error
     except (pa.ArrowException, ValueError) as error:
@@ -192,11 +192,6 @@ def _encoded(uri: str) -> str:
         query += f"{'&' if query else ''}{wanted}"
     parameters = f"?{quote(query, safe=':/&=%@+,;~*[]$()')}" if query else ""
     return f"{scheme}://{quote(authority, safe=':@%[]')}{quote(path)}{parameters}"
-
-
-def _is_missing_bucket(error: OSError) -> bool:
-    """Return True if S3 has answered that there is no such bucket; Arrow says so only in words."""
-    return re.search("Bucket '.*' not found", str(error)) is not None
 
 
 def exists(location: Location) -> bool:

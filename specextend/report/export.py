@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import Values
-from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
+from specextend.data.commits import KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
@@ -127,7 +127,8 @@ def follow(
         for name in sorted((name for name in sizes if name not in seen), key=lambda name: name not in written):
             needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
-            answers = _new_answers(commit, name, settled)
+            done, _ = settled.settle(commit, name)
+            answers = commit.take(pa.array(done))
             if len(answers) and name not in written:
                 table = pa.Table.from_arrays(summary_columns(answers, schema_of_answers), schema=full)
                 file = folder.child(name.removesuffix("parquet") + kind)
@@ -135,13 +136,6 @@ def follow(
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
     return Exported(*settled.count(), num_input_rows(manifest))
-
-
-def _new_answers(commit: pa.Table, name: str, settled: Settled) -> pa.Table:
-    """Return the rows of a commit that are done, and were not done in one before it."""
-    places, is_done = settled.places(commit, name), commit["error_class"].is_null().to_numpy()
-    settled.settle(places, ~is_done, FAILED)
-    return commit.take(pa.array(settled.settle(places, is_done, DONE)))
 
 
 def export_answers(
