@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey
 
+Ints = NDArray[np.int64]
 LENGTH_STEP = 1.1
 """Factor between two lengths that count as different; documents of about one length go in input order."""
 
@@ -35,7 +36,7 @@ def rank(num_tokens: int, key: DocumentKey) -> Rank:
     return int(ranks(np.array([num_tokens]))[0]), key
 
 
-def ranks(num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranks(num_tokens: Ints) -> Ints:
     """Return the places [N] of lengths [N] in the order of work, equal for those of about one length."""
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
@@ -96,8 +97,9 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         self.rows = rows.astype(np.int64, copy=False)
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
         self.max_new_tokens = max_new_tokens.astype(np.int32, copy=False)
-        num_files = int(files[-1]) + 1 if len(files) else 0
-        self._starts = np.searchsorted(files, np.arange(num_files + 1))
+        self.num_files = int(files[-1]) + 1 if len(files) else 0
+        """A number that is above those of all files with documents."""
+        self._starts = np.searchsorted(files, np.arange(self.num_files + 1))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,12 +113,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         position = self.position(key)
         return TokenEstimate(int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position]))
 
-    @property
-    def num_files(self) -> int:
-        """Return a number that is above those of all files with documents."""
-        return len(self._starts) - 1
-
-    def totals(self, positions: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+    def totals(self, positions: Ints | slice = slice(None)) -> Ints:
         """Return the tokens of the documents at some positions, or of all [N], prompt and output."""
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
@@ -139,7 +136,7 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         file = int(self._starts.searchsorted(position, side="right")) - 1
         return DocumentKey(file, int(self.rows[position]))
 
-    def group_starts(self, group_rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    def group_starts(self, group_rows: Sequence[Sequence[int]]) -> Ints:
         """Return the position [G] at which each row group begins that holds documents.
 
         group_rows: the rows of each group of each file; a file that has none here is one group.

@@ -131,12 +131,12 @@ class JsonDisplay(Display):
     def event(self, name: str, **facts: Fact) -> None:
         """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or NaN are left out."""
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": self._run_id, "event": name}
-        self._write(json.dumps({key: value for key, value in (head | facts).items() if _is_known(value)}))
-
-
-def _is_known(fact: Fact) -> bool:
-    """Return True unless a fact is missing or a number that JSON cannot express: NaN or infinity."""
-    return fact is not None and not (isinstance(fact, float) and not math.isfinite(fact))
+        known = {
+            key: value
+            for key, value in (head | facts).items()
+            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+        }
+        self._write(json.dumps(known))
 
 
 class Forgiving:

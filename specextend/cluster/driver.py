@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
@@ -330,7 +330,7 @@ class Driver:
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
-        self.committer.add(give_up(self.display, key, replace(failed, doc_id=doc_id), attempts, worker))
+        self.committer.add(give_up(self.display, key, failed._replace(doc_id=doc_id), attempts, worker))
         self._errors.failed(doc_id, failed)
         self.ledger.finish(key, None, worker)
 

@@ -110,7 +110,10 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 def describe_dry_run(plan: Values) -> str:
     """Describe the plan for people."""
-    checks = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    checks = [
+        (each["check"], "not read" if each["rows"] is None else f"{each['rows']:,}", each["outcome"])
+        for each in plan["audit"]
+    ]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
@@ -145,19 +148,15 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
     config = prepared.config
     outlook = Outlook(plan.estimates, rates, config.decoding.batch_size)
     forecast = outlook.lasts(config.job.workers)
+    seconds = {"likely": forecast.seconds, "low": forecast.seconds_high, "high": forecast.seconds_low}
+    hourly = {name: 3600 * forecast.documents / each for name, each in seconds.items() if each}
     return {
         "rates": asdict(rates),
         "forecast": asdict(forecast),
-        "documents_per_hour": _hourly(forecast) if forecast.seconds else None,
+        "documents_per_hour": hourly or None,
         "by": None if by is None else _by(outlook, by),
         "cost": _cost(forecast, config.report.price_per_worker_hour),
     }
-
-
-def _hourly(forecast: Forecast) -> dict[str, float]:
-    """Return the documents an hour, loading included, as the report counts them."""
-    seconds = {"likely": forecast.seconds, "low": forecast.seconds_high, "high": forecast.seconds_low}
-    return {name: 3600 * forecast.documents / each for name, each in seconds.items()}
 
 
 def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
@@ -245,10 +244,6 @@ def _span(forecast: Forecast) -> tuple[float, float, float]:
 
 def _say_time(when: datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M %Z}"
-
-
-def _say_rows(count: int | None) -> str:
-    return "not read" if count is None else f"{count:,}"
 
 
 def _wrap(text: str) -> list[str]:

@@ -80,11 +80,6 @@ class OpenDocument:
         return self.attempts - self.forgiven
 
     @property
-    def is_memorable(self) -> bool:
-        """Return True if it differs from a document that was never leased."""
-        return bool(self.attempts or self.losses or self.struck)
-
-    @property
     def runs_alone(self) -> bool:
         """Return True if its next failure may fail its neighbours, too."""
         return bool(self.struck) or self.losses >= LOSSES_ALONE
@@ -132,8 +127,7 @@ class Holder:
         return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """The result of a document: a row of a commit, and its counts."""
 
     row: Values
@@ -142,8 +136,7 @@ class Done:
     """The most memory that its worker had used by then."""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be able to read it."""
 
     doc_id: str

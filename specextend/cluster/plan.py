@@ -4,14 +4,13 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from specextend.cluster.backlog import Estimates
+from specextend.cluster.backlog import Estimates, Ints
 from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, DocumentKey, Values
@@ -39,13 +38,12 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The documents of a start with their estimated tokens."""
 
     estimates: Estimates
     """Of the documents that a model has to see."""
-    refused: NDArray[np.int64]
+    refused: Ints
     """[R, 2] file and row of the rows that are sure to become error rows."""
     rejected: Counter[str]
     """Number of these by error class."""
@@ -104,7 +102,7 @@ def make_plan(
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
-def _estimate(lengths: NDArray[np.int64], prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
+def _estimate(lengths: Ints, prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
     """Estimate template and document, cut or in parts as the policy says.
 
     lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens. per_byte: tokens. Returns the
@@ -172,7 +170,7 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cuda" if config.job.gpus_per_worker else "cpu")
 
 
-def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
+def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
     """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
     totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts":

@@ -138,7 +138,8 @@ class Ledger:
         """
         if not num_workers:
             self._history.clear()  # nothing is done while models load: that is no rate
-        prompt, output = self._done_tokens()
+        prompt = self._stats.num_prompt_tokens + self._prompt_under_way
+        output = self._stats.num_output_tokens + self._output_under_way
         if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
             self._history.append((now, prompt, output))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
@@ -159,11 +160,6 @@ class Ledger:
             mean_acceptance_length=self._stats.mean_acceptance_length,
             eta_s=left / rate if rate and self._num_done else None,
         )
-
-    def _done_tokens(self) -> tuple[int, int]:
-        """Count the prompt and output tokens that are done, running documents included."""
-        prompt = self._stats.num_prompt_tokens + self._prompt_under_way
-        return prompt, self._stats.num_output_tokens + self._output_under_way
 
     def _work_left(self, cost: float) -> float:
         """Estimate the work left, on the assumption that outputs end as early, on average, as those so far."""

@@ -221,7 +221,7 @@ def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, w
     facts = key._asdict() | {"document": failed.doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
     message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
     display.note(message, "document_failed", **facts, error_class=failed.error_class)
-    return {**key._asdict(), **asdict(failed), "attempts": attempts}
+    return {**key._asdict(), **failed._asdict(), "attempts": attempts}
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:

@@ -398,7 +398,7 @@ class Scheduler:
         if document.runs_alone:
             bisect.insort(self._alone, rank(document.num_tokens, document.key))
             return
-        if not document.is_memorable:
+        if not (document.attempts or document.losses or document.struck):  # as if it had never been leased
             del self._documents[document.key]
         self._backlog.put(document.key)
 

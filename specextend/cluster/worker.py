@@ -38,6 +38,7 @@ ENGINE_EXIT_CODE = 70
 """Exit code of a worker whose engine has failed as a whole, or whose GPU context is beyond use."""
 
 
+RequestOutcome = Completion | DocumentError | Suspected
 EngineFactory = Callable[[RunConfig], Engine]
 
 
@@ -64,7 +65,7 @@ class Worker:
         self._inbox = Inbox()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Future[Completion | DocumentError | Suspected]] = {}
+        self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._decoded: Counter[str] = Counter()
         """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
@@ -130,7 +131,7 @@ class Worker:
         try:
             return self._source.read(key)
         except (InputError, *DAMAGED) as error:
-            raise DocumentError(type(error).__name__, str(error), stage="read", retryable=True) from error
+            raise DocumentError(type(error).__name__, str(error), retryable=True) from error
 
     async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary | Suspected:
         """Decode the requests of a document, round by round."""
@@ -155,9 +156,9 @@ class Worker:
                     self._decoded[lease_id] += outcome.stats.num_output_tokens
                 outcomes.append(outcome)
 
-    async def _decode(self, request: Request) -> Completion | DocumentError | Suspected:
+    async def _decode(self, request: Request) -> RequestOutcome:
         """Queue a request and wait for its outcome."""
-        future: asyncio.Future[Completion | DocumentError | Suspected] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
@@ -210,13 +211,13 @@ class Worker:
         _exit_on_device_error(error)
         self._settle(request_id, as_document_error(error))
 
-    def _settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
+    def _settle(self, request_id: str, outcome: RequestOutcome) -> None:
         """Hand an outcome to the call that waits for it, on the loop's thread."""
         self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
 
-    def _resolve(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
+    def _resolve(self, request_id: str, outcome: RequestOutcome) -> None:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)

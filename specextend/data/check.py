@@ -153,8 +153,7 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
         raise InputError(
             f"input.passthrough and output.schema both name {', '.join(both)}; rename the field of the schema"
         )
-    ours = [name for name in options.passthrough if name in names]
-    if ours:
+    if ours := [name for name in options.passthrough if name in names]:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
 
 
@@ -226,14 +225,13 @@ def _unify(schemas: list[pa.Schema], options: InputOptions, listing: Listing) ->
     unified = []
     in_paths = partition_types(listing.relative_paths)
     for column in options.passthrough:
-        having = [
-            (schema, name)
+        typed = [
+            (schema.field(column).type, name)
             for schema, name in zip(schemas, listing.relative_paths, strict=True)
             if column in schema.names
         ]
-        if not having and column not in in_paths:
+        if not typed and column not in in_paths:
             raise _no_column(listing.relative_paths[0], schemas[0], column, "input.passthrough")
-        typed = [(schema.field(column).type, name) for schema, name in having]
         typed = [(kind, name) for kind, name in typed if not pa.types.is_null(kind)]
         # Without values anywhere: a type that every reader knows.
         kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[0]

@@ -21,6 +21,7 @@ from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
+Ints = NDArray[np.int64]
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
 _WHOLE_BYTES = 1 << 20
@@ -49,11 +50,9 @@ class CommitWriter:
     """
 
     def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b""):
-        if not re.fullmatch(r"[0-9a-f]{8}", run_id):
-            raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
+        assert re.fullmatch(r"[0-9a-f]{8}", run_id), run_id
         self.run_id = run_id
-        metadata = {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
-        self._schema = COMMIT_SCHEMA.with_metadata({name: value for name, value in metadata.items() if value})
+        self._schema = COMMIT_SCHEMA.with_metadata({_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin})
         self._folder = commits_folder(output)
         names = list_commits(output)
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
@@ -233,7 +232,7 @@ class Settled:
         self._states: dict[int, NDArray[np.uint8]] = {}
         """Of the rows of each file, which may have room for more."""
 
-    def settle(self, table: pa.Table, path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def settle(self, table: pa.Table, path: str) -> tuple[Ints, Ints]:
         """Take in a commit; return which of its rows done and of its error rows count by now, of equal ones the last.
 
         path: of the commit, for messages. Raises DamagedCommitError.
@@ -265,9 +264,7 @@ class Settled:
         done, failed = (sum(int((each == state).sum()) for each in self._states.values()) for state in (DONE, FAILED))
         return done, failed
 
-    def _files(
-        self, table: pa.Table, path: str
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]]:
+    def _files(self, table: pa.Table, path: str) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
         """Yield the states of each file that a commit names, the places of its rows in the commit, and the numbers."""
         files, rows = (table[column].to_numpy() for column in ("file", "row"))
         for file in np.unique(files).tolist():

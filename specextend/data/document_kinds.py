@@ -43,6 +43,8 @@ KINDS = {
     ".tsv": "csv",
 }
 """The kind of a file, by its extension in lower case."""
+NumberedRow = tuple[int, Any]
+"""The number of a row, and its values or what is wrong with it."""
 _PACKAGES = {
     "pdf": ("pypdfium2",),
     "docx": ("mammoth", "selectolax"),
@@ -486,7 +488,7 @@ def _marked(data: bytes) -> str | None:
     return next((name for mark, name in _BOMS.items() if data.startswith(mark)), None)
 
 
-def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, Any]]:
+def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
     """Yield the lines of JSON Lines or CSV with their numbers, each as its values or what is wrong with it."""
     return _csv_rows(file, options) if kind == "csv" else _json_rows(file, options)
 
@@ -511,7 +513,7 @@ def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Va
     return own | {f"{name}_" if name.rstrip("_") in COLUMNS else name: value for name, value in others.items()}
 
 
-def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, Any]]:
+def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
     for number, line in enumerate(_lines(file, options.encoding), start=1):
         if _HALF_CHARACTER.search(line):
             yield number, UnreadableError("encoding", _NOT_UTF8)
@@ -549,7 +551,7 @@ def _number(text: str) -> float:
     return value
 
 
-def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[tuple[int, Any]]:
+def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
     """Yield the rows below the header, which shows what separates the cells; the number is that of the last line.
 
     Raises UnreadableError where nobody knows which cells were meant.
@@ -620,7 +622,7 @@ def _lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
         raise UnreadableError("encoding", message) from error
 
 
-def hub_rows(name: str, subset: str | None, split: str, limit: int | None = None) -> Iterator[tuple[int, Any]]:
+def hub_rows(name: str, subset: str | None, split: str, limit: int | None = None) -> Iterator[NumberedRow]:
     """Stream the numbered rows of a data set by its name on the Hugging Face Hub, or of a local folder of one.
 
     Raises InputError, in one line, if the Hub cannot be reached, or the data set or its split is unknown.

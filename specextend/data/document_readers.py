@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
 from queue import LifoQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specextend.core import Values, one_line
-from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
+from specextend.data.document_kinds import DocumentOptions, NumberedRow, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
 from specextend.data.storage import Location, is_away, is_readable
 
@@ -78,9 +78,7 @@ def _failed(file: SourceFile, reason: str, message: str) -> Reading:
     return Reading(failures=(Failure(file.path, None, reason, message),))
 
 
-def read_table(
-    file: SourceFile, lines: Iterable[tuple[int, Any]], folder: Location, options: DocumentOptions
-) -> Reading:
+def read_table(file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions) -> Reading:
     """Write the rows of a table as a part that is pending. Raises UnreadableError if the first thousand are bad."""
     failures: list[Failure] = []
     pending = f"{PENDING}{secrets.token_hex(8)}.parquet"
@@ -91,7 +89,7 @@ def read_table(
 
 
 def _good_rows(
-    file: SourceFile, lines: Iterable[tuple[int, Any]], options: DocumentOptions, failures: list[Failure]
+    file: SourceFile, lines: Iterable[NumberedRow], options: DocumentOptions, failures: list[Failure]
 ) -> Iterator[Values]:
     for number, (line, values) in enumerate(lines, start=1):
         try:

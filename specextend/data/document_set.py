@@ -165,9 +165,10 @@ def new_part(folder: Location) -> Location:
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
     """Return size and time of modification of each file that has a row. Raises InputError for another data set."""
     names = ["source_path", "source_size", "source_modified"]
-    tables = [_read(folder.child(part), names).group_by(names).aggregate([]) for part in list_parts(folder)]
     return {
-        row["source_path"]: (row["source_size"], row["source_modified"]) for each in tables for row in each.to_pylist()
+        row["source_path"]: (row["source_size"], row["source_modified"])
+        for part in list_parts(folder)
+        for row in _read(folder.child(part), names).group_by(names).aggregate([]).to_pylist()
     }
 
 

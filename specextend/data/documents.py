@@ -11,12 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
-from typing import Any
 
 from pyarrow import fs
 
 from specextend.core import Values, counted
-from specextend.data.document_kinds import DocumentOptions, UnreadableError, check_packages, kind_of
+from specextend.data.document_kinds import DocumentOptions, NumberedRow, UnreadableError, check_packages, kind_of
 from specextend.data.document_readers import PENDING, Reading, SourceFile, read_files, read_table
 from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
 from specextend.data.inputs import InputError
@@ -122,7 +121,7 @@ def _remember(failure: Failure) -> Failure:
     return failure._replace(reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
 
 
-def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
+def prepare_rows(name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions) -> Prepared:
     """Put numbered rows into a data set, in the place of those of that name. Raises InputError if all are bad."""
     folder = _open(output)
     failures: list[Failure] = []

@@ -53,7 +53,8 @@ def build_manifest(
         file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         for file in source.files
     }
-    binding = {name: value for name, value in flattened(config) if not _is_free(name)}
+    free = tuple(f"{name}." for name in _FREE + _HASHED)
+    binding = {name: value for name, value in flattened(config) if not f"{name}.".startswith(free)}
     identity: Values = {"files": files, "hashes": dict(hashes), "config": binding}
     selection = source.selection
     if selection is not None:
@@ -157,11 +158,6 @@ def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     identities = ({**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current))
     lines = differences(*({"identity": identity} for identity in identities))
     return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))]
-
-
-def _is_free(name: str) -> bool:
-    """Return True for an option on which no output depends, or for which the hashes of weights stand."""
-    return any(name == free or name.startswith(f"{free}.") for free in _FREE + _HASHED)
 
 
 def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:

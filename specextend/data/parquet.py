@@ -116,8 +116,8 @@ def open_parquet(
 
 def leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
     """Return the numbers of the stored columns that some columns of the table are made of."""
-    paths = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-    return [i for i, path in enumerate(paths) if _belongs(path, columns)]
+    begins = tuple(f"{column}." for column in columns)  # a leaf is a column, or inside one; both may have dots
+    return [i for i in range(len(parquet.schema)) if f"{parquet.schema.column(i).path}.".startswith(begins)]
 
 
 def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[str, ...]:
@@ -178,7 +178,9 @@ def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
     Bytes are counted as if text were written out, not held in a dictionary.
     """
     for group in range(parquet.metadata.num_row_groups):
-        for table in _batches(parquet, group, columns, _rows_at_once(parquet, group, columns)):
+        mean_bytes = _stored_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
+        num_rows = int(min(_MAX_BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
+        for table in _batches(parquet, group, columns, num_rows):
             yield from halved(table, BATCH_BYTES)
 
 
@@ -211,12 +213,6 @@ def _batches(parquet: pq.ParquetFile, group: int, columns: list[str], num_rows: 
         yield pa.Table.from_batches([batch])
 
 
-def _rows_at_once(parquet: pq.ParquetFile, group: int, columns: list[str]) -> int:
-    """Return how many rows take about 16 MiB as they are stored."""
-    mean_bytes = _stored_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
-    return int(min(_MAX_BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
-
-
 def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
     """Return the bytes that some columns of the largest row group take when they are read, with text compact.
 
@@ -244,11 +240,6 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
     if next(_batches(parquet, number, columns, 1), None) is None:
         return 0
     return sum(group.column(i).total_uncompressed_size for i in leaves(parquet, columns))
-
-
-def _belongs(path: str, columns: Sequence[str]) -> bool:
-    """Return True if a leaf is one of the columns, or inside one; both may have dots in their names."""
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -13,6 +13,7 @@ from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 
+Ints = NDArray[np.int64]
 LEAST_TOKENS = 64
 """Tokens of a part for which there must be room."""
 _LEAST_SHARE = 0.75
@@ -40,7 +41,7 @@ class TextSpan(NamedTuple):
     end: int
 
 
-def split(text: str, starts: Sequence[int] | NDArray[np.int64], most: int) -> list[TextSpan]:
+def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
     """Split a text into parts of at most `most` tokens, all about as long; together they are the whole text.
 
     Only a part of one character may have more of them. starts: the character at which each of its tokens starts,
@@ -150,9 +151,7 @@ class PartPrompts:
         message = f"two summaries of parts have up to {2 * max(sizes)} tokens, a merge has room for {room}"
         raise DocumentError("PromptTooLong", message, stage="prompt")
 
-    def work(
-        self, num_tokens: NDArray[np.int64], max_new_tokens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def work(self, num_tokens: Ints, max_new_tokens: Ints) -> tuple[Ints, Ints]:
         """Estimate the prompt and output tokens of all requests for documents that do not fit.
 
         num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns two arrays [N].

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import regex
 from rapidfuzz.distance import LCSseq
@@ -53,8 +54,7 @@ class QualityOptions:
     languages, such as Danish and Norwegian, are sometimes confused."""
 
 
-@dataclass(frozen=True)
-class Quality:
+class Quality(NamedTuple):
     """Holds what is known about a summary's quality: columns of its row."""
 
     quality_flags: list[str]

@@ -301,8 +301,7 @@ def parse_manifest(content: bytes) -> Values:
     """Parse a manifest. Raises ValueError, in one line, for what has another shape."""
     try:
         _MANIFEST.validate_json(content, strict=True)
-        manifest: Values = json.loads(content)
-        return manifest
+        return dict(json.loads(content))
     except (ValueError, RecursionError) as error:
         raise ValueError(_wrong_with(error)) from error
 

@@ -1,7 +1,6 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -123,7 +122,7 @@ def result_row(
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,
-        **asdict(quality),
+        **quality._asdict(),
         "worker": worker,
         "attempts": attempts,
         "started_at": datetime.fromtimestamp(started_at, UTC),

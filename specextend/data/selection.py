@@ -227,9 +227,9 @@ def _compare(source: Source, rows: Rows, earlier: Sequence[EarlierOutput], check
     database.select("CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)")
     database.select("CREATE TABLE found (file INT, row BIGINT, content TEXT)")
     for origin, each in enumerate(earlier):
-        for table in each.done():
+        for table in each.read(summaries_folder(each.location), "doc_id", "content_sha256"):
             database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
-        for table in each.failed():
+        for table in each.read(errors_folder(each.location), "doc_id", "content_sha256", "retryable"):
             database.add(
                 table,
                 f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given WHERE NOT retryable",
@@ -312,14 +312,6 @@ class EarlierOutput(NamedTuple):
     location: Location
     manifest: ReadOnly
 
-    def done(self) -> Iterator[pa.Table]:
-        """Read ids and contents of its summaries."""
-        return self._read(summaries_folder(self.location), "doc_id", "content_sha256")
-
-    def failed(self) -> Iterator[pa.Table]:
-        """Read ids and contents of its errors, and whether they may be tried again."""
-        return self._read(errors_folder(self.location), "doc_id", "content_sha256", "retryable")
-
     def holds(self, file: InputFile) -> bool:
         """Return True if it was made from this very file: same path, size, footer and time of the last write."""
         before = self.manifest["identity"]["files"].get(file.relative_path)
@@ -327,7 +319,9 @@ class EarlierOutput(NamedTuple):
         times = self.manifest.get("modified_ns", {})
         return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
 
-    def _read(self, folder: Location, *columns: str) -> Iterator[pa.Table]:
+    def read(self, folder: Location, *columns: str) -> Iterator[pa.Table]:
+        """Read columns of its summaries or errors."""
+
         def read(name: str) -> pa.Table:
             damaged = damaged_as(InputError, folder.child(name), "repair it, or leave it out of input.except_done_in")
             return read_file(

@@ -49,8 +49,7 @@ from specextend.data.storage import Location, check_writable, in_order, is_away
 _CACHED_GROUPS = 2
 
 
-@dataclass(frozen=True)
-class ChosenRows:
+class ChosenRows(NamedTuple):
     """The rows that a run is about, where those are not all rows of its input."""
 
     rows: Sequence[NDArray[np.int64]]
@@ -118,8 +117,7 @@ class Source:
         """Return the row numbers of a file that the run is about, in order."""
         if self.selection is None:
             return range(self.files[number].num_rows)
-        rows: list[int] = self.selection.rows[number].tolist()
-        return rows
+        return list(self.selection.rows[number].tolist())
 
     def location(self, number: int) -> Location:
         """Return the place of the input file `number`."""
