@@ -287,16 +287,15 @@ class CausalDrafter(Drafter):
         token_ids, hidden, texts = (
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        if not self._graphs.enabled:
-            trees = self.network.grow(
-                *(token_ids, hidden, texts, table[:, [1, 3]]),
-                num_nodes=num_nodes or self._options.most_nodes,
-                num_levels=self._options.depth,
-                least_gain=self._gain.least,
-            )
-            if trees is not None:
-                self._num_levels = int(trees.depths.max())
-                return trees
+        trees = self.network.grow(
+            *(token_ids, hidden, texts, table[:, 1::2]),
+            num_nodes=num_nodes or self._options.most_nodes,
+            num_levels=self._options.depth,
+            least_gain=self._gain.least,
+        )
+        if trees is not None:
+            self._num_levels = int(trees.depths.max())
+            return trees
         self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)

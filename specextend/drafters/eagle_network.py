@@ -328,12 +328,11 @@ class EagleNetwork:
             return None
         angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
         both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
-        places = {"embedding_norm": "embedding_norm", "feature_norm": "feature_norm", "last_norm": "norm"}
         return Head(
             layer,
             self._scale,
             linears,
-            {name: self._norms[f"{place}.weight"] for name, place in places.items()},
+            {name: self._norms[f"{name}.weight"] for name in ("embedding_norm", "feature_norm", "norm")},
             self._embedding.detach(),
             torch.arange(self._head.vocab_size) if self.vocabulary is None else self.vocabulary,
             both.to(target.dtype),

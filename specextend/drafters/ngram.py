@@ -140,16 +140,6 @@ def _rate(length: int, count: int, of: int, is_own: bool) -> float:
     return rate + (1 - rate) * _OWN if is_own else rate
 
 
-class Node(NamedTuple):
-    """A node of a tree."""
-
-    parent: int
-    token_id: int
-    depth: int
-    probability: float
-    """Probability of the path from the root."""
-
-
 def children_of(tree: DraftTrees) -> dict[int, list[Candidate]]:
     """Group the nodes of a draft's tree by their parents, on the host."""
     token_ids, parents = torch.stack([tree.token_ids, tree.parents]).tolist()
@@ -191,7 +181,7 @@ class NgramState:
         depth: int,
         draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
-    ) -> list[Node]:
+    ) -> list[TreeNode]:
         """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less likely than asked.
 
         They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has `depth` levels at
@@ -199,7 +189,7 @@ class NgramState:
         best nodes so far are the best of all.
         """
         depth = min(depth, self.most_levels)
-        nodes = [Node(-1, self._index.token_ids[-1], 0, 1.0)]
+        nodes = [TreeNode(-1, self._index.token_ids[-1], 0, 0.0)]
         open_: list[tuple[float, int, int, Candidate]] = []  # of two equal ones the first found comes first
         num_found = 0
 
@@ -208,7 +198,7 @@ class NgramState:
             if nodes[number].depth == depth:
                 return
             for offer in self._offers(matches, drafted):
-                probability = nodes[number].probability * min(_CERTAIN, offer.probability)
+                probability = exp(nodes[number].log_prob) * min(_CERTAIN, offer.probability)
                 if probability >= least_probability:
                     heappush(open_, (-probability, num_found, number, offer))
                     num_found += 1
@@ -216,7 +206,7 @@ class NgramState:
         expand(0, self._index.matches(), draft.get(0, []))
         while open_ and len(nodes) <= num_nodes:
             probability, _, parent, offer = heappop(open_)
-            nodes.append(Node(parent, offer.token_id, nodes[parent].depth + 1, -probability))
+            nodes.append(TreeNode(parent, offer.token_id, nodes[parent].depth + 1, log(-probability)))
             expand(len(nodes) - 1, self._index.continued(offer.matches), draft.get(offer.draft_node, []))
         return nodes
 
@@ -234,12 +224,6 @@ class NgramState:
         factor = _BESIDE_MATCHES if sum(each.probability for each in candidates) > _SURE else 1.0
         for child in left.values():
             yield child._replace(probability=child.probability * factor)
-
-
-def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:
-    """Turn the nodes of each tree into the engine's trees, on the target's device."""
-    trees = [[TreeNode(*node[:3], log(node.probability)) for node in nodes] for nodes in batch]
-    return DraftTrees.pad(trees, device)
 
 
 class NgramDrafter(Drafter):
@@ -305,7 +289,7 @@ class NgramDrafter(Drafter):
         self._has_proposed = False
         least = max(LEAST_PROBABILITY, least_probability)
         trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}, least) for slot in slots]
-        return as_draft_trees(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
+        return DraftTrees.pad(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Let the draft read what was decided for these slots."""
@@ -325,7 +309,7 @@ class NgramDrafter(Drafter):
         self._has_proposed = True
         if self._clock is not None:
             self._ended_at = self._clock()
-        return as_draft_trees([trees[slot] for slot in slots], self._device)
+        return DraftTrees.pad([trees[slot] for slot in slots], self._device)
 
     def release(self, slot: int) -> None:
         """Free the slot."""
@@ -333,7 +317,7 @@ class NgramDrafter(Drafter):
         if self._draft is not None:
             self._draft.release(slot)
 
-    def _merge(self, draft: Drafter, trees: dict[int, list[Node]], limits: tuple[int, int]) -> None:
+    def _merge(self, draft: Drafter, trees: dict[int, list[TreeNode]], limits: tuple[int, int]) -> None:
         """Replace the trees of slots for which drafting pays by merged ones."""
         lacking = [slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)]
         if not lacking:
@@ -347,7 +331,7 @@ class NgramDrafter(Drafter):
             state.draft_gain = moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
             trees[slot] = state.propose(*limits, children)
 
-    def _draft_pays(self, state: NgramState, nodes: Sequence[Node]) -> bool:
+    def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.
 
         The draft's own tree helps if no n-gram draft contains the next token. A step without it saves its share of the
@@ -356,6 +340,6 @@ class NgramDrafter(Drafter):
         if state.most_levels <= 0:
             return False
         share = self._proposal_s / (self._proposal_s + self._rest_s) if self._rest_s else 0.0
-        expected = 1 + sum(node.probability for node in nodes[1:])
-        missed = max(0.0, 1 - sum(node.probability for node in nodes if node.depth == 1))
+        expected = sum(exp(node.log_prob) for node in nodes)
+        missed = max(0.0, 1 - sum(exp(node.log_prob) for node in nodes if node.depth == 1))
         return self._clock is None or expected + missed * state.draft_gain > expected / (1 - share)

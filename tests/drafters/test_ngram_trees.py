@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.tree import DraftTrees
-from specextend.drafters.ngram import NgramState, as_draft_trees, children_of
+from specextend.drafters.ngram import NgramState, children_of
 
 CPU = torch.device("cpu")
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -70,9 +70,9 @@ def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth
         parent = nodes[node.parent]
         assert node.parent < number
         assert node.depth == parent.depth + 1 <= depth
-        assert 0 < node.probability < parent.probability
+        assert node.log_prob < parent.log_prob
     assert len(paths(nodes)) == len(nodes) - 1
-    [tree] = as_draft_trees([nodes], CPU)
+    [tree] = DraftTrees.pad([nodes], CPU)
     assert (tree.log_probs.diff() <= 0).all(), "best first"
 
 

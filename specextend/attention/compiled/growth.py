@@ -38,8 +38,8 @@ TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
 """Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
 POSITION, SOURCE, NODE, CURSOR, READ = range(5)
 """Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the tokens it reads."""
-START, VISIBLE, ENDED, TEXT = range(4)
-"""Columns of sequences: first row in the cache, rows that are visible, 1 once it has ended, the last three tokens."""
+START, VISIBLE, TEXT = range(3)
+"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three tokens."""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 _PRODUCTS = ("fuse", "copy", "lm_head")
@@ -58,7 +58,7 @@ class HeadCall(NamedTuple):
     embedding: int
     embedding_norm: int
     feature_norm: int
-    last_norm: int
+    norm: int
     cosines: int
     """[positions, D], as `sines`, whose first half is negative."""
     sines: int
@@ -69,15 +69,13 @@ class HeadCall(NamedTuple):
     rows: int
     """[R, 8] int64"""
     sequences: int
-    """[B, 6] int64"""
+    """[B, 5] int64"""
     sources: int
     """Rows of C: the features of the target, or the head's own outputs."""
     pool: int
     """[B, P, 6] int64"""
     log_probs: int
     """[B, P] fp32, of paths"""
-    expected: int
-    """[B] fp32, path probabilities of the best nodes so far, the root's among them."""
     best_tokens: int
     """[R, num_best] int64"""
     best: int
@@ -95,10 +93,13 @@ class HeadCall(NamedTuple):
     counters: int
     """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
     least_gain: float
+    """Of a level, in tokens to expect, in the mean of all sequences."""
+    expected: float
+    """Path probabilities of the best nodes so far."""
     eps: float
 
 
-_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "eps") else np.int64) for n in HeadCall._fields])
+_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in HeadCall._fields])
 RECORD = np.dtype([("own", _OWN), ("layer", decoder.RECORD), *((name, products.RECORD) for name in _PRODUCTS)])
 
 
@@ -124,12 +125,6 @@ def numbers(element, where, shape):
 def rows_of(element, own):
     """Return the rows [R, 8] of a level."""
     return integers(element, own.rows, (own.num_rows, 8))
-
-
-@numba.njit
-def sequences_of(element, own):
-    """Return the sequences [B, 6]."""
-    return integers(element, own.sequences, (own.num_sequences, 6))
 
 
 @emitted(types.float32)
@@ -179,7 +174,7 @@ def rank_row(element, call, row):
         lane = 0
         while above != 0:
             value = number_at(element, logits + (i * LANES + lane) * 2)
-            if above & 1 and value > best[-1]:
+            if value > best[-1]:
                 place = own.num_best - 1
                 while place > 0 and best[place - 1] < value:
                     best[place], tokens[place] = best[place - 1], tokens[place - 1]
@@ -205,7 +200,7 @@ def add_children(element, own, sequence, pool, log_probs):
         for row in range(sequence * width, (sequence + 1) * width):
             if rows[row, CURSOR] < own.num_best:
                 value = best[row, rows[row, CURSOR]] + log_probs[rows[row, NODE]]
-                if sequences_of(element, own)[sequence, ENDED] != 0 or not value > NEVER:
+                if not value > NEVER:
                     value = NEVER
                 if value > most:
                     chosen, most = row, value
@@ -241,11 +236,8 @@ def pool_of(element, own, sequence):
 
 
 @numba.njit
-def choose_rows(element, own, first):
-    """Let the best of the newest nodes, those from `first` on, be the rows of the next level; return how many."""
-    width = 0
-    for sequence in range(own.num_sequences):
-        width = max(width, pool_of(element, own, sequence)[0][first : own.num_pooled, IS_BEST].sum())
+def choose_rows(element, own, first, width):
+    """Let the best of the newest nodes, those from `first` on, be the rows of the next level."""
     own.num_rows = own.num_sequences * width
     rows, row = rows_of(element, own), 0
     for sequence in range(own.num_sequences):
@@ -255,15 +247,15 @@ def choose_rows(element, own, first):
                 if pool[number, IS_BEST] == wanted and row < (sequence + 1) * width:
                     rows[row, NODE] = number
                     row += 1
-    return width
 
 
 @numba.njit
 def describe_rows(element, call, width):
     """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places, mask."""
     own, attention = call.own, call.layer.attention
-    before, rows, sequences = own.num_expanded, rows_of(element, own), sequences_of(element, own)
+    before, rows = own.num_expanded, rows_of(element, own)
     own.num_expanded += width
+    sequences = integers(element, own.sequences, (own.num_sequences, 5))
     cache_rows = integers(element, call.layer.own.rows, own.num_rows)
     spans = integers(element, attention.places, (3, own.num_sequences))
     mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
@@ -290,50 +282,35 @@ def describe_rows(element, call, width):
 @numba.njit
 def add_level(element, own, level):
     """Append the children of the last level; return how many rows of each sequence the next one has."""
-    first, sequences = own.num_pooled, sequences_of(element, own)
+    first, width, expected = own.num_pooled, 0, 0.0
     added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
-    expected = numbers(element, own.expected, own.num_sequences)
     for sequence in range(own.num_sequences):
         pool, log_probs = pool_of(element, own, sequence)
         add_children(element, own, sequence, pool, log_probs)
-        total = mark_best(pool, log_probs, first + added, own.num_nodes + 1)
-        if level > 1 and total - expected[sequence] < own.least_gain:
-            sequences[sequence, ENDED] = 1
-        expected[sequence] = total
+        expected += mark_best(pool, log_probs, first + added, own.num_nodes + 1)
+        width = max(width, pool[first : first + added, IS_BEST].sum())
     own.num_pooled += added
-    if level == own.num_levels or sequences[:, ENDED].sum() == own.num_sequences:
+    is_enough = expected - own.expected < own.least_gain * own.num_sequences
+    own.expected = expected
+    if level == own.num_levels or (level > 1 and is_enough):
         return 0
-    return choose_rows(element, own, first)
+    choose_rows(element, own, first, width)
+    return width
 
 
 @numba.njit
-def set_rows(element, call, width):
-    """Let the products and attention of a level have so many rows of each sequence."""
-    num_rows, attention = call.own.num_rows, call.layer.attention
-    call.fuse.num_rows = num_rows
-    call.copy.num_rows = num_rows
-    call.layer.qkv.num_rows = num_rows
-    call.layer.o_proj.num_rows = num_rows
-    call.layer.gate_up.num_rows = num_rows
-    call.layer.down_proj.num_rows = num_rows
-    call.lm_head.num_rows = num_rows
-    attention.num_queries = width
-    attention.q_sequence = width * attention.q_token
-    attention.num_row_blocks = (width * attention.group + attention.rows - 1) // attention.rows
-    attention.mask_width = call.own.num_expanded
-    num_groups = attention.num_sequences * attention.num_key_heads * attention.num_row_blocks
-    integers(element, attention.counters, 2 + num_groups)[:] = 0
+def product_of(call, phase):
+    """Return the product of a phase that is one."""
+    if phase == FUSE:
+        return call.fuse
+    return call.copy if phase == COPY else call.lm_head
 
 
 @numba.njit
 def count_items(call, phase):
     """Return the number of items of a phase."""
-    if phase == FUSE:
-        return products.num_items(call.fuse)
-    if phase == COPY:
-        return products.num_items(call.copy)
-    if phase == LOGITS:
-        return products.num_items(call.lm_head)
+    if phase in (FUSE, COPY, LOGITS):
+        return products.num_items(product_of(call, phase))
     if phase == RANK:
         return call.own.num_rows
     if LAYER <= phase < NORM:
@@ -351,7 +328,20 @@ def prepare(element, call, counter, level):
             own.is_done = 1
             return
         describe_rows(element, call, width)
-        set_rows(element, call, width)
+        num_rows, attention = own.num_rows, call.layer.attention
+        call.fuse.num_rows = num_rows
+        call.copy.num_rows = num_rows
+        call.layer.qkv.num_rows = num_rows
+        call.layer.o_proj.num_rows = num_rows
+        call.layer.gate_up.num_rows = num_rows
+        call.layer.down_proj.num_rows = num_rows
+        call.lm_head.num_rows = num_rows
+        attention.num_queries = width
+        attention.q_sequence = width * attention.q_token
+        attention.num_row_blocks = (width * attention.group + attention.rows - 1) // attention.rows
+        attention.mask_width = own.num_expanded
+        num_groups = attention.num_sequences * attention.num_key_heads * attention.num_row_blocks
+        integers(element, attention.counters, 2 + num_groups)[:] = 0
     for phase in range(EMBED, NUM_PHASES):
         is_asked = own.num_levels > 0 if phase >= LOGITS else level > 0 or own.num_levels == 0
         integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, phase) if is_asked else 0
@@ -382,17 +372,13 @@ def run_item(element, call, phase, scratch, sums, number):
     """Do an item of a phase."""
     if phase == EMBED:
         embed_rows(element, call, number)
-    elif phase == FUSE:
-        products.run_item(_PAIRS, call.fuse, sums, number)
-    elif phase == COPY:
-        products.run_item(_PAIRS, call.copy, sums, number)
+    elif phase in (FUSE, COPY, LOGITS):
+        products.run_item(_PAIRS, product_of(call, phase), sums, number)
     elif phase == NORM:
         row_bytes, first = 4 * call.layer.qkv.num_pairs, number * ROWS
         for row in range(first, min(call.own.num_rows, first + ROWS)):
             source, out = call.layer.down_proj.out + row * row_bytes, call.lm_head.x + row * row_bytes
-            normalise(element, source, call.own.last_norm, row_bytes // (2 * LANES), call.own.eps, out)
-    elif phase == LOGITS:
-        products.run_item(_PAIRS, call.lm_head, sums, number)
+            normalise(element, source, call.own.norm, row_bytes // (2 * LANES), call.own.eps, out)
     elif phase == RANK:
         rank_row(element, call, number)
     else:
@@ -516,10 +502,9 @@ class Head:
         log_probs = torch.zeros(batch, most_pooled)
         kept = {
             "rows": rows,
-            "sequences": torch.cat([places, torch.zeros_like(places[:, :1]), texts], 1),
+            "sequences": torch.cat([places, texts], 1),
             "pool": pool,
             "log_probs": log_probs,
-            "expected": torch.empty(batch),
             "best": torch.empty(len(rows), num_best),
             "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
         }
