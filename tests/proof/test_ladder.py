@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 
@@ -133,8 +134,11 @@ def load(subject):
 
 
 @pytest.mark.parametrize("batch", [2, BUSY])
-def test_workers_of_a_node_share_one_proof(batch, subject, counted):
+def test_workers_of_a_node_share_one_proof(batch, subject, counted, monkeypatch):
     """They start together; all find what the first has found, even if its time ran out: theirs would, too."""
+    started = Barrier(4)
+    identity = ladder_module.identity
+    monkeypatch.setattr(ladder_module, "identity", lambda about: (started.wait(60), identity(about))[1])
     with ThreadPoolExecutor(4) as pool:
         proofs = [*pool.map(load, [replace(subject, batch=batch)] * 4)]
     assert len(counted) == 2
