@@ -24,7 +24,7 @@ from specextend.stats import DecodingStats
 from specextend.summarizer import DecodedRow, RowDecoder
 
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Lead of a token in logits, by the target's dtype, which rounding can turn round (`docs/log.md`)."""
+"""Lead of a token in logits, by the target's dtype, which rounding can turn round (`docs/dev/log.md`)."""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
 _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS)
 

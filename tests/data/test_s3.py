@@ -238,6 +238,7 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
             read()
         monkeypatch.setattr(s3, attribute, lambda method, path: False)
         read()
+    assert read_commits(output).done == {DocumentKey(0, 0)}
 
 
 def is_next(faults, method, path):

@@ -1,6 +1,8 @@
 """All layers in one compiled call: what they compute one after the other."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from specextend.attention.compiled.decoder import Decoder
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.layers import compiled_kernel
+from specextend.decoding.layers import compiled_kernel, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
@@ -123,20 +125,30 @@ def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch):
     assert model.runs_in_one_call == trial.taken
 
 
-def head_of(dtype, in_one_call):
-    """Return the shipped head behind a random embedding, with 60 rows that it sees."""
+def head_of(dtype, in_one_call, without=()):
+    """Return the shipped head behind a random embedding, with 60 rows that it sees; without parts if need be."""
     shape = read_head(HEAD)
+    weights, vocabulary = read_weights(shape), read_vocabulary(shape)
+    if "copies" in without:
+        shape = replace(shape, copy_heads=0)
+        weights = {name: weights[name][:, : shape.hidden_size] if "o_proj" in name else weights[name]
+                   for name in shape.required()}  # fmt: skip
+    if "list of tokens" in without:
+        vocabulary = None
     generator = torch.Generator().manual_seed(5)
     embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
     weight = 0.1 * torch.randn(embedding.weight.shape, generator=generator)
     embedding.weight = torch.nn.Parameter(weight.to(dtype), False)
     attend = load_backend("compiled", torch.device("cpu")) if in_one_call else attend_reference
     target = SimpleNamespace(
-        attend=attend, device=torch.device("cpu"), dtype=dtype, runs_in_one_call=in_one_call, logits=None,
-        model=SimpleNamespace(get_input_embeddings=lambda: embedding),
+        attend=attend, device=torch.device("cpu"), dtype=dtype, runs_in_one_call=in_one_call,
+        logits=partial(torch.nn.functional.linear, weight=embedding.weight),
+        model=torch.nn.ModuleDict({"lm_head": linear(embedding.weight)}),
     )  # fmt: skip
+    pack(target.model)
+    target.model.get_input_embeddings = lambda: embedding
     rope = rope_frequencies(shape.rope, shape.head_dim, "shipped")
-    network = EagleNetwork(shape, read_weights(shape), read_vocabulary(shape), target, embedding.weight, 512, rope)
+    network = EagleNetwork(shape, weights, vocabulary, target, embedding.weight, 512, rope)
     network.cache.working.stored[:] = torch.randn(network.cache.working.stored.shape, generator=generator).to(dtype)
     return network
 
@@ -164,10 +176,10 @@ def test_a_head_with_copies_is_as_exact_as_operator_after_operator():
 
 
 @torch.inference_mode()
-def grown(network, least_gain):
+def grown(network, least_gain, depth):
     """Return the path probabilities of the trees of two sequences that see other numbers of tokens."""
     generator = torch.Generator().manual_seed(9)
-    tree = TreeOptions(nodes=12, depth=4, threshold=least_gain)
+    tree = TreeOptions(nodes=12, depth=depth, threshold=least_gain)
     drafter = CausalDrafter(network, tree, "dense", None, 2)
     for slot, length in enumerate((20, 30)):
         token_ids = torch.randint(0, 49152, (length + 3,), generator=generator)
@@ -187,12 +199,14 @@ def grown(network, least_gain):
     return found
 
 
-@pytest.mark.parametrize("least_gain", [0.0, 0.2])
-def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain):
+@pytest.mark.parametrize("without", [(), ("copies",), ("list of tokens",)])
+@pytest.mark.parametrize(("least_gain", "depth"), [(0.0, 4), (0.2, 4), (0.0, 1)])
+def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, without):
     """But for nodes that are nearly as likely as others: its sums are rounded at other places."""
-    joined = head_of(torch.bfloat16, in_one_call=True)
+    joined = head_of(torch.bfloat16, True, without)
     joined.logits = None  # of a level, for which nobody may ask
-    expected, found = grown(head_of(torch.bfloat16, False), least_gain), grown(joined, least_gain)
+    expected = grown(head_of(torch.bfloat16, False, without), least_gain, depth)
+    found = grown(joined, least_gain, depth)
     for before, after in zip(expected, found, strict=True):
         assert len(after) == len(before) == 13
         assert len({*before} & {*after}) >= 11
