@@ -49,7 +49,7 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     unequal = [place for place, document in enumerate(plain) if _texts_of(document) != stored[place]]
     again = decoder.decode([rows[place] for place in unequal], drafts=False, keeps_leads=True)
     # With compiled layers rounding depends on nothing, so that no difference is one of rounding.
-    near_tie = 0.0 if engine.target.runs_in_one_call else NEAR_TIES[config.target.dtype]
+    near_tie = -1.0 if engine.target.runs_in_one_call else NEAR_TIES[config.target.dtype]
     not_equal = [
         {"doc_id": rows[place].document.doc_id, **_judge(stored[place], document, near_tie, engine.tokenizer)}
         for place, document in zip(unequal, again, strict=True)
@@ -121,13 +121,14 @@ def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: 
     texts = _texts_of(document)
     if texts is None:
         return {"outcome": "failed", "gap": None, "error": str(document.state)}
-    gap = 0.0  # the target has chosen either text now
-    for number, (text, other) in enumerate(zip(texts, stored, strict=True)):
-        if text != other:
-            completion = document.completions[number if number < len(texts) - 2 else -1]
-            begin = completion.text.find(text)
-            gap = _lead_at(completion, completion.text[:begin] + other, tokenizer)
-            break
+    gap, num_parts = 0.0, len(texts) - 2  # 0: the target has chosen either text now
+    unequal = [number for number, text in enumerate(texts) if text != stored[number]]
+    # What was made of a part that differs, and an answer behind a thought that does, tell nothing.
+    for number in [number for number in unequal if number < num_parts] or unequal[:1]:
+        completion = document.completions[number if number < num_parts else -1]
+        begin = completion.text.rfind(texts[number])
+        other = completion.text[:begin] + stored[number]
+        gap = max(gap, _lead_at(completion, other, tokenizer) if begin >= 0 else max(completion.leads))
     return {"outcome": "near tie" if gap <= near_tie else "different", "gap": gap, "error": None}
 
 

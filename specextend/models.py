@@ -31,6 +31,7 @@ from specextend.model_files import (
 
 with without_collections():  # a seventh of its seconds
     import transformers
+    from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
@@ -78,8 +79,9 @@ _GGUF_SPLITS = (
     "qwen2",
     "deepseek-r1-qwen",
     "megrez",
+    "smollm",
 )
-"""Ways to split text that transformers knows by name; it splits any other as GPT-2's."""
+"""Ways to split text that transformers knows by name, and one more; it splits any other as GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,16 +395,20 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
             file.parent, gguf_file=file.name, dtype=DTYPES[dtype], trust_remote_code=False, **options
         )
         _forget_quantization(model)
-        _check_gguf(file, model)
+        split = _check_gguf(file, model)
         check_supported(model.config, str(file))
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        if split == "smollm":  # which parts digits from each other first
+            backend = tokenizer.backend_tokenizer
+            backend.pre_tokenizer = Sequence([Digits(True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
 
 
-def _check_gguf(file: Path, model: PreTrainedModel) -> None:
+def _check_gguf(file: Path, model: PreTrainedModel) -> str:
     """Give a model the RoPE scaling of its GGUF file, which transformers ignores, as it does tensors without a place.
 
+    Returns how the file's tokenizer splits text.
     Raises ModelError for a scaling that cannot be carried over, and for tensors that are missing or have no place.
     """
     import gguf
@@ -425,6 +431,7 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> None:
         expected.discard("output.weight")
     if different := expected ^ tensors.keys():
         raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
+    return split
 
 
 def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:

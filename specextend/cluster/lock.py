@@ -290,7 +290,7 @@ def _locked(handle: int) -> bool | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # some network file systems say the latter
             time.sleep(_EVERY_S)
         except OSError:  # some network file systems refuse it on folders
             return False

@@ -247,7 +247,7 @@ class _Ending:
                 is_whole = num_rows == parquet.metadata.num_rows and found.equals(as_stored(schema))
         except DAMAGED:  # if its store is away, writing it again says so
             return False
-        return is_whole and found.metadata.get(_DIGEST) == schema.metadata[_DIGEST]
+        return is_whole and (found.metadata or {}).get(_DIGEST) == schema.metadata[_DIGEST]
 
 
 def _error_rows(table: pa.Table) -> pa.Table:

@@ -201,7 +201,7 @@ class EagleNetwork:
         self._head, self._attend = head, target.attend
         self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, head.copy_heads > 0
         device, dtype = target.device, target.dtype
-        self.vocabulary = None if vocabulary is None else vocabulary.to(device)
+        self.vocabulary = None if vocabulary is None else vocabulary.to(device, torch.int64)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
         self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
         rows = None if self.vocabulary is None else lm_head[self.vocabulary]
@@ -302,9 +302,8 @@ class EagleNetwork:
         """Return what runs the head in one call, or None where it cannot be."""
         eps = self._head.layer_eps
         own, names = self._linears, {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
-        linears = {name: own[place] for name, place in names.items() if place in own}
-        if "lm_head" not in linears:
-            linears["lm_head"] = target.model.lm_head
+        found = {name: own[place] for name, place in names.items() if place in own}
+        linears = {"lm_head": target.model.lm_head} | found
         norms = [
             Norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
             for name in ("input", "post_attention")
@@ -319,7 +318,8 @@ class EagleNetwork:
             gate_up=own["layer/mlp/gate_proj+up_proj"],
             down_proj=own["layer/mlp/down_proj"],
         )
-        if joined_in_one_call([layer], self._scale) is None or not are_compiled(linears.values()):
+        joined = joined_in_one_call([layer], self._scale)
+        if joined is None or not are_compiled(linears.values()):
             return None
         from specextend.attention.compiled.attend import can_make
         from specextend.attention.compiled.growth import Head, kernel
@@ -329,7 +329,7 @@ class EagleNetwork:
         angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
         both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
         return Head(
-            layer,
+            joined,
             self._scale,
             linears,
             {name: self._norms[f"{name}.weight"] for name in ("embedding_norm", "feature_norm", "norm")},

@@ -56,7 +56,7 @@ class ModelNetwork:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)
 
-    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> None:
+    def grow(self, *roots: Tensor, **sizes: float) -> None:
         """Grow nothing: trees grow level by level."""
 
     def logits(self, hidden: Tensor) -> Tensor:

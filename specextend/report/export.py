@@ -53,7 +53,7 @@ POLL_S = 2.0
 _DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
 _EXECUTED = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r])"
 """Beginnings of cells that a spreadsheet takes for a formula, or may once it has removed what is before them."""
-_IDS = ("CREATE TABLE wanted AS FROM given", "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)")
+_IDS = ("CREATE TABLE wanted AS FROM given WHERE doc_id IS NOT NULL", "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)")
 _CHOSEN = """
     CREATE TABLE chosen AS
     SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ? OR doc_id IN (FROM wanted) AS is_wanted

@@ -134,12 +134,11 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
 
 def _places(span: KeySpan) -> Tensor:
     """Return, for each sequence, its first row, its number of rows and its first masked key: [3, B]."""
-    key = "places"
-    if key not in span.made:
+    if "places" not in span.made:
         num_masked = 0 if span.mask is None else span.mask.shape[2]
         first_masked = [max(0, length - num_masked) for length in span.lengths]
-        span.made[key] = torch.tensor([span.starts, span.lengths, first_masked])
-    return span.made[key]
+        span.made["places"] = torch.tensor([span.starts, span.lengths, first_masked])
+    return span.made["places"]
 
 
 def _mask(span: KeySpan) -> Tensor | None:
@@ -153,10 +152,8 @@ def _mask(span: KeySpan) -> Tensor | None:
 
 def _workspace(span: KeySpan, num_bytes: int) -> int:
     """Return the address of memory that the layers of a forward use in turn."""
-    key = "workspace"
-    if key not in span.made or span.made[key].numel() < num_bytes:
-        span.made[key] = torch.empty(num_bytes, dtype=torch.uint8)
-    return span.made[key].data_ptr()
+    span.made["workspace"] = torch.empty(num_bytes, dtype=torch.uint8)
+    return span.made["workspace"].data_ptr()
 
 
 @cache

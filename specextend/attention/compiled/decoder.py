@@ -290,7 +290,6 @@ class Decoder:
     def __init__(self, layers: Sequence[Any], scale: float):
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel of `products` multiplies."""
         self._layers, self._scale = layers, scale
-        self._workspace = torch.empty(0, dtype=torch.uint8)
         calls = np.zeros(len(layers), RECORD)
         for layer, call in zip(layers, calls, strict=True):
             own, norms = call["own"], layer.head_norms
@@ -342,15 +341,13 @@ class Decoder:
         described = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, None, span, self._scale, shares)
         finished = torch.zeros(num_layers, 2 + shares.num_groups, dtype=torch.int64)
         counters = torch.zeros(1 + 2 * NUM_PHASES * num_layers, LINE // 8, dtype=torch.int64)
-        if len(self._workspace) < (num_bytes := shares.num_workers * products.WORKER_BYTES):
-            self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
-
+        workspace = torch.empty(shares.num_workers, products.WORKER_BYTES, dtype=torch.uint8)
         results = [each.data_ptr() for each in outputs]
         made = {"normed": normed, "middle": middle, "gate_up": gated, "mixed": mixed}
         at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
         at |= {"qkv": [each.data_ptr() for each in projected], "output": results, "x": [x.data_ptr(), *results[:-1]]}
         calls, steps = self.calls.copy(), np.arange(num_layers)
-        link(calls, CHAIN, at, num_rows, self._workspace.data_ptr())
+        link(calls, CHAIN, at, num_rows, workspace.data_ptr())
         calls["attention"] = (*described, finished.data_ptr())
         calls["attention"]["q"] = at["qkv"]
         calls["attention"]["counters"] += steps * finished.stride(0) * 8

@@ -429,7 +429,7 @@ class Head:
 
     def __init__(
         self,
-        layer: Any,
+        layer: decoder.Decoder,
         scale: float,
         linears: Mapping[str, Any],
         norms: Mapping[str, Tensor],
@@ -440,7 +440,7 @@ class Head:
         num_copied: int,
         group: int,
     ):
-        """Take its layer as `decoder.Decoder` does, and what stands around it.
+        """Take its one layer, and what stands around it.
 
         linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
         norms: weights [C] of the embedding, the features and the output, by names of `HeadCall`. angles [2, positions,
@@ -450,7 +450,7 @@ class Head:
         self._vocabulary, self._scale = vocabulary, scale
         self._records = np.zeros(1, RECORD)
         [record] = self._records
-        record["layer"] = decoder.Decoder([layer], scale).calls[0]
+        record["layer"] = layer.calls[0]
         record["layer"]["own"]["num_copied"] = num_copied
         for name, linear in linears.items():
             decoder.describe_weight(record[name], linear)
@@ -461,7 +461,6 @@ class Head:
         for name, weight in norms.items():
             own[name] = weight.data_ptr()
         self._group = group
-        self._workspace = torch.empty(attend.num_workers() * products.WORKER_BYTES, dtype=torch.uint8)
 
     def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
         """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
@@ -494,7 +493,7 @@ class Head:
         texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
         Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
         """
-        batch, most_rows = len(roots), max(1, num_nodes * (num_levels - 1))
+        batch, most_rows = len(roots), num_nodes * (num_levels - 1)
         num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
         rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
@@ -551,12 +550,13 @@ class Head:
         call = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, None, span, self._scale, shares)
         finished = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
         layer["attention"] = (*call, finished.data_ptr())
+        workspace = torch.empty(shares.num_workers, products.WORKER_BYTES, dtype=torch.uint8)
         counters = torch.zeros(1 + 2 * NUM_PHASES * (1 + int(own["num_levels"])), LINE // 8, dtype=torch.int64)
         at = {name: tensor.data_ptr() for name, tensor in made.items()}
         num_begun = num_rows if roots is None else batch
-        decoder.link(linked, _CHAIN, at, num_begun, self._workspace.data_ptr())
-        layer["own"]["cos"], layer["own"]["sin"], layer["own"]["rows"] = at["cos"], at["sin"], rows.data_ptr()
-        layer["own"]["copied"] = at["copy"]
+        decoder.link(linked, _CHAIN, at, num_begun, workspace.data_ptr())
+        head = layer["own"]
+        head["cos"], head["sin"], head["copied"], head["rows"] = at["cos"], at["sin"], at["copy"], rows.data_ptr()
         own["num_rows"], own["num_sequences"] = num_begun, batch
         own["counters"] = counters.data_ptr()
         for name, tensor in kept.items():

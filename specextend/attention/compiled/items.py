@@ -183,7 +183,7 @@ def hide(element, call, item, scores, block, row, num_rows, seen):
         return
     for i in range(num_rows):
         visible = num_visible(call, item, row + i) - block
-        blocks.hide_outside(element, scores + i * BLOCK * 4, visible - call.window, min(seen, visible))
+        blocks.hide_outside(element, scores + i * BLOCK * 4, max(0, visible - call.window), min(seen, visible))
 
 
 @numba.njit
