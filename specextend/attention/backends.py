@@ -67,7 +67,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
 def compiled_is_right(dtype: torch.dtype) -> bool:
     """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it is right here."""
     try:
-        from specextend.attention.compiled.attend import ELEMENTS, attend_compiled, can_compile
+        from specextend.attention.compiled.calls import ELEMENTS, attend_compiled, can_compile
     except ImportError:
         return False
     if dtype not in ELEMENTS or not can_compile(dtype):
@@ -95,7 +95,7 @@ def load_compiled() -> Attend:
         ValueError: numba is not installed.
     """
     try:
-        from specextend.attention.compiled.attend import attend_compiled, serves
+        from specextend.attention.compiled.calls import attend_compiled, serves
     except ImportError as error:
         raise ValueError(f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}") from error
 

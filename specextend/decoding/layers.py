@@ -110,9 +110,9 @@ def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
         return None
     if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places
         return None
-    from specextend.attention.compiled.decoder import Decoder, can_compile
+    from specextend.attention.compiled.calls import Decoder, serves
 
-    return Decoder(layers, scale) if can_compile(layers[0].head_dim) else None
+    return Decoder(layers, scale) if serves(layers[0].head_dim, torch.bfloat16) else None
 
 
 def are_compiled(linears: Iterable[nn.Module]) -> bool:
@@ -139,19 +139,23 @@ class CompiledLinear(nn.Module):
     """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of `attention.compiled.products`."""
 
     def __init__(self, linear: nn.Linear, kernel: Any):
-        """Take a layer that the kernel takes. kernel: the module."""
+        """Take a layer that the kernel takes. kernel: the module `attention.compiled.calls`."""
         super().__init__()
-        self._multiply = kernel.multiply
+        self._kernel = kernel
         weight: Any = linear.weight.detach()
         is_plain = type(weight) is Tensor
-        self.packed = kernel.lay_out(weight if is_plain else weight.qdata)
+        self.packed = kernel.products.lay_out(weight if is_plain else weight.qdata)
         self.scales = torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
         bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return self._multiply(x, self.packed, self.scales, self.bias)
+        return self._kernel.multiply(x, self.packed, self.scales, self.bias)
+
+    def describe(self, product: Any) -> None:
+        """Fill the fields of a record of `products` that say what it is."""
+        self._kernel.describe_weight(product, self.packed, self.scales, self.bias)
 
 
 def pack(module: nn.Module) -> None:
@@ -161,7 +165,7 @@ def pack(module: nn.Module) -> None:
     if kernel is None and linears and not multiplies_bf16():
         warn_of_slow_bf16()
     for name, linear in linears.items():
-        if kernel is not None and kernel.takes(linear.weight):
+        if kernel is not None and kernel.products.takes(linear.weight):
             module.set_submodule(name, CompiledLinear(linear, kernel))
 
 
@@ -176,7 +180,7 @@ def _is_plain_bf16(module: nn.Module) -> bool:
 def compiled_kernel() -> Any:
     """Return the module of the compiled kernel of products, or None if it does not run here."""
     try:
-        from specextend.attention.compiled import products
+        from specextend.attention.compiled import calls
     except ImportError:
         return None
-    return products if products.can_multiply() else None
+    return calls if calls.can_multiply() else None

@@ -321,16 +321,12 @@ class EagleNetwork:
         joined = joined_in_one_call([layer], self._scale)
         if joined is None or not are_compiled(linears.values()):
             return None
-        from specextend.attention.compiled.attend import can_make
-        from specextend.attention.compiled.growth import Head, kernel
+        from specextend.attention.compiled.calls import Head
 
-        if not can_make(kernel):
-            return None
         angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
         both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
         return Head(
             joined,
-            self._scale,
             linears,
             {name: self._norms[f"{name}.weight"] for name in ("embedding_norm", "feature_norm", "norm")},
             self._embedding.detach(),
@@ -338,7 +334,6 @@ class EagleNetwork:
             both.to(target.dtype),
             eps=self._head.head_eps,
             num_copied=self._head.copy_heads,
-            group=self._head.num_heads // self._head.num_kv_heads,
         )
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:

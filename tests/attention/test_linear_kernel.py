@@ -8,8 +8,9 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention.compiled import products, tiles
-from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, can_multiply, lay_out, multiply
+from specextend.attention.compiled import calls, growth, tiles
+from specextend.attention.compiled.calls import can_multiply, multiply
+from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, lay_out
 from specextend.attention.compiled.vectors import processor_features
 
 pytestmark = pytest.mark.skipif(not {"avx2", "fma"} <= processor_features(), reason="the kernel needs AVX2")
@@ -77,13 +78,13 @@ def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
     """It is tried on the machine before anything is multiplied with it."""
     assert can_multiply()
     with monkeypatch.context() as patch:
-        patch.setattr(products, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
+        patch.setattr(calls, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
         assert not can_multiply()
 
     def fail():
         raise RuntimeError("no compiler for this processor")
 
-    monkeypatch.setattr(products, "kernel", fail)
+    monkeypatch.setattr(growth, "kernel", fail)
     assert not can_multiply()
 
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.backends import load_backend
-from specextend.attention.compiled.decoder import Decoder
+from specextend.attention.compiled.calls import Decoder
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions

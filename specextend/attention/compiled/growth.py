@@ -1,39 +1,41 @@
-"""An EAGLE head in one call, compiled by numba: it reads what was decided, or grows the trees of a batch.
+"""All phases of a call: layers one after the other, and what stands before and behind those of an EAGLE head.
+
+A *phase*, such as a product or attention, is a number of items. Workers take items of a phase until none is left and
+wait until all are done, so one that is held up delays the others by its item alone. One worker alone prepares what
+follows, and says how many items each phase has. So a call is some phases of many: all layers of a model, one product,
+or what a head does to read what was decided, or to grow the trees of a batch.
 
 A tree grows level by level. The children of a level's nodes are ranked, the likeliest join the pool of all nodes, and
-those of them that are among the best so far are the rows of the next level (`decoding.tree.grow_trees`). Workers take
-items of a phase, as in `decoder`; before each level one of them prepares it alone, and says how many items its phases
-have.
+those of them that are among the best so far are the rows of the next level (`decoding.tree.grow_trees`).
 
-numba is the extra `cpu`: import this module only where it is installed.
+The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
 
 Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head proposes, `D` head
 size, `P` nodes of a pool, `M` nodes so far that were rows.
 """
 
-import ctypes
 import math
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba.core import types
-from torch import Tensor
 
-from specextend.attention.compiled import attend, decoder, items, products, tiles
+from specextend.attention.compiled import decoder, items, products, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import add, add_to, copy_row, times
-from specextend.attention.compiled.decoder import LINE, ROWS, load_wide, normalise, wait_for
+from specextend.attention.compiled.blocks import add, add_to, copy_row, integers, numbers, pointer, times
+from specextend.attention.compiled.decoder import BITS, ROWS, load_wide, normalise, normalise_rows, wait_for
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES, address, emitted
-from specextend.attention.plan import AttentionPlan, KeySpan
 
-PREPARE, EMBED, FUSE, COPY, LAYER = range(5)
-NORM, LOGITS, RANK = range(LAYER + decoder.NUM_PHASES, LAYER + decoder.NUM_PHASES + 3)
-NUM_PHASES = RANK + 1
+PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND = range(8)
+O_PROJ, POST_NORM, GATE_UP, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(8, 16)
+"""Kinds of phases. Those from INPUT_NORM to DOWN_PROJ come once for each layer."""
+OF_LAYER = NORM - INPUT_NORM
+"""Phases of a layer."""
+LINE = 64
+"""Bytes of a cache line: what threads count in has one of its own."""
 TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
 """Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
 POSITION, SOURCE, NODE, CURSOR, READ = range(5)
@@ -42,19 +44,34 @@ START, VISIBLE, TEXT = range(3)
 """Columns of sequences: first row in the cache, rows that are visible, the first of the last three tokens."""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
-_PRODUCTS = ("fuse", "copy", "lm_head")
-_CHAIN = {
-    "fuse": ("joined", "", "x"),
-    "copy": ("embedded", "", "copy"),
-    **decoder.CHAIN,
-    "lm_head": ("hidden", "", "lm_head"),
-}
-_BITS, _PAIRS = np.uint32(0), products.ELEMENT(0)
+PRODUCTS = ("fuse", "copy", "lm_head")
+ELEMENT = products.ELEMENT(0)
 
 
-class HeadCall(NamedTuple):
-    """Hold what stands between the products of a head, by address, and sizes."""
+class Call(NamedTuple):
+    """Hold what phases share, and what stands between the products of a head, by address, and sizes."""
 
+    first: int
+    """The first kind of phases that have items."""
+    end: int
+    """The kind behind the last of them."""
+    layers: int
+    """Records of `decoder`."""
+    num_layers: int
+    workspace: int
+    """Memory of workers for products."""
+    counters: int
+    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
+    num_rows: int
+    cos: int
+    """[R, D], as `sin`, whose first half is negative."""
+    sin: int
+    cache_rows: int
+    """[R] int64, to be written."""
+    copied: int
+    """[R, heads, D], queries, keys and values that are copied as they are."""
+    num_copied: int
+    """Key heads among them, the last ones of the cache."""
     embedding: int
     embedding_norm: int
     feature_norm: int
@@ -66,7 +83,7 @@ class HeadCall(NamedTuple):
     """[V] int64 token ids."""
     num_read: int
     """Tokens that a row reads: its own, and those before it."""
-    rows: int
+    tree_rows: int
     """[R, 8] int64"""
     sequences: int
     """[B, 5] int64"""
@@ -84,14 +101,11 @@ class HeadCall(NamedTuple):
     num_nodes: int
     num_best: int
     num_levels: int
-    """0: the rows are there, and are read."""
+    """0: no tree grows."""
     most_pooled: int
     num_pooled: int
-    num_rows: int
     num_expanded: int
     is_done: int
-    counters: int
-    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
     least_gain: float
     """Of a level, in tokens to expect, in the mean of all sequences."""
     expected: float
@@ -99,32 +113,20 @@ class HeadCall(NamedTuple):
     eps: float
 
 
-_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in HeadCall._fields])
-RECORD = np.dtype([("own", _OWN), ("layer", decoder.RECORD), *((name, products.RECORD) for name in _PRODUCTS)])
+_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in Call._fields])
+RECORD = np.dtype([("own", _OWN), *((name, products.RECORD) for name in PRODUCTS)])
 
 
-@emitted(types.voidptr)
-def pointer(b, element, where):
-    """Turn an address into a pointer."""
+@emitted(types.CPointer(numba.from_dtype(decoder.RECORD)))
+def layers_at(b, element, where):
+    """Turn an address into a pointer to layers."""
     return b.inttoptr(where, ir.PointerType())
-
-
-@numba.njit
-def integers(element, where, shape):
-    """Return the int64 array at an address."""
-    return numba.carray(pointer(element, where), shape, np.int64)
-
-
-@numba.njit
-def numbers(element, where, shape):
-    """Return the fp32 array at an address."""
-    return numba.carray(pointer(element, where), shape, np.float32)
 
 
 @numba.njit
 def rows_of(element, own):
     """Return the rows [R, 8] of a level."""
-    return integers(element, own.rows, (own.num_rows, 8))
+    return integers(element, own.tree_rows, (own.num_rows, 8))
 
 
 @emitted(types.float32)
@@ -250,14 +252,13 @@ def choose_rows(element, own, first, width):
 
 
 @numba.njit
-def describe_rows(element, call, width):
+def describe_rows(element, own, attention, width):
     """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places, mask."""
-    own, attention = call.own, call.layer.attention
     before, rows = own.num_expanded, rows_of(element, own)
     own.num_expanded += width
     sequences = integers(element, own.sequences, (own.num_sequences, 5))
-    cache_rows = integers(element, call.layer.own.rows, own.num_rows)
-    spans = integers(element, attention.places, (3, own.num_sequences))
+    cache_rows = integers(element, own.cache_rows, own.num_rows)
+    spans = integers(element, attention.places, (2, own.num_sequences))
     mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
     mask[:] = 0
     for number in range(own.num_rows):
@@ -268,7 +269,7 @@ def describe_rows(element, call, width):
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
         row[POSITION] = known[VISIBLE] + node[DEPTH] - 1
         cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
-        spans[1, sequence], spans[2, sequence] = known[VISIBLE] + own.num_expanded, known[VISIBLE]
+        spans[1, sequence] = known[VISIBLE] + own.num_expanded
         each = row[NODE]
         for i in range(max(own.num_read, node[DEPTH])):
             back = i - node[DEPTH]  # tokens behind the root
@@ -299,27 +300,41 @@ def add_level(element, own, level):
 
 
 @numba.njit
-def product_of(call, phase):
-    """Return the product of a phase that is one."""
-    if phase == FUSE:
+def product_of(call, layer, kind):
+    """Return the product of a kind of phase that is one."""
+    if kind == FUSE:
         return call.fuse
-    return call.copy if phase == COPY else call.lm_head
+    if kind == COPY:
+        return call.copy
+    if kind == QKV:
+        return layer.qkv
+    if kind == O_PROJ:
+        return layer.o_proj
+    if kind == GATE_UP:
+        return layer.gate_up
+    return layer.down_proj if kind == DOWN_PROJ else call.lm_head
 
 
 @numba.njit
-def count_items(call, phase):
+def place_of(own, phase):
+    """Return the kind of a phase, and its layer."""
+    layer = min(max(0, (phase - INPUT_NORM) // OF_LAYER), own.num_layers - 1)
+    return phase - layer * OF_LAYER, layer
+
+
+@numba.njit
+def count_items(call, layer, kind):
     """Return the number of items of a phase."""
-    if phase in (FUSE, COPY, LOGITS):
-        return products.num_items(product_of(call, phase))
-    if phase == RANK:
-        return call.own.num_rows
-    if LAYER <= phase < NORM:
-        return decoder.count_items(call.layer, phase - LAYER)
-    return (call.own.num_rows + ROWS - 1) // ROWS
+    num_rows = call.own.num_rows
+    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+        return products.num_items(product_of(call, layer, kind), num_rows)
+    if kind == ATTEND:
+        return items.num_items(layer.attention)
+    return num_rows if kind == RANK else (num_rows + ROWS - 1) // ROWS
 
 
 @numba.njit
-def prepare(element, call, counter, level):
+def prepare(element, call, layers, counter, level):
     """Prepare a level, of which one worker does this alone; `counter` is that of its first phase."""
     own = call.own
     if level > 0:
@@ -327,81 +342,80 @@ def prepare(element, call, counter, level):
         if width == 0:
             own.is_done = 1
             return
-        describe_rows(element, call, width)
-        num_rows, attention = own.num_rows, call.layer.attention
-        call.fuse.num_rows = num_rows
-        call.copy.num_rows = num_rows
-        call.layer.qkv.num_rows = num_rows
-        call.layer.o_proj.num_rows = num_rows
-        call.layer.gate_up.num_rows = num_rows
-        call.layer.down_proj.num_rows = num_rows
-        call.lm_head.num_rows = num_rows
+        attention = layers[0].attention
+        describe_rows(element, own, attention, width)
+        own.first = EMBED
         attention.num_queries = width
-        attention.q_sequence = width * attention.q_token
-        attention.num_row_blocks = (width * attention.group + attention.rows - 1) // attention.rows
         attention.mask_width = own.num_expanded
-        num_groups = attention.num_sequences * attention.num_key_heads * attention.num_row_blocks
-        integers(element, attention.counters, 2 + num_groups)[:] = 0
-    for phase in range(EMBED, NUM_PHASES):
-        is_asked = own.num_levels > 0 if phase >= LOGITS else level > 0 or own.num_levels == 0
-        integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, phase) if is_asked else 0
+        integers(element, attention.counters, 2 + items.num_items(attention) // attention.num_parts)[:] = 0
+    for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * OF_LAYER):
+        kind, layer = place_of(own, phase)
+        is_asked = own.first <= kind < own.end
+        integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, layers[layer], kind) if is_asked else 0
 
 
 @numba.njit
-def embed_rows(element, call, number):
+def embed_rows(element, call, layer, number):
     """Write what an item's rows read: their tokens' embeddings, normalised, and the features before them."""
     own = call.own
-    row_bytes, num_vectors = 4 * call.layer.qkv.num_pairs, 2 * call.layer.qkv.num_pairs // LANES
-    head_bytes = 2 * call.layer.attention.head_dim
+    row_bytes, num_vectors = 4 * layer.qkv.num_pairs, 2 * layer.qkv.num_pairs // LANES
+    head_bytes = 2 * layer.attention.head_dim
     for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         row = rows_of(element, own)[place]
         out, joined = call.copy.x + place * own.num_read * row_bytes, call.fuse.x + 2 * place * row_bytes
         for i in range(own.num_read):
             embedding = own.embedding + row[READ + i] * row_bytes
             normalise(element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes)
-        copy_row(_BITS, out, row_bytes // VECTOR_BYTES, joined)
+        copy_row(BITS, out, row_bytes // VECTOR_BYTES, joined)
         source = own.sources + row[SOURCE] * row_bytes
         normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
         turn, angle = place * head_bytes, row[POSITION] * head_bytes
-        copy_row(_BITS, own.cosines + angle, head_bytes // VECTOR_BYTES, call.layer.own.cos + turn)
-        copy_row(_BITS, own.sines + angle, head_bytes // VECTOR_BYTES, call.layer.own.sin + turn)
+        copy_row(BITS, own.cosines + angle, head_bytes // VECTOR_BYTES, own.cos + turn)
+        copy_row(BITS, own.sines + angle, head_bytes // VECTOR_BYTES, own.sin + turn)
 
 
 @numba.njit
-def run_item(element, call, phase, scratch, sums, number):
+def run_item(element, call, layer, kind, scratch, sums, number):
     """Do an item of a phase."""
-    if phase == EMBED:
-        embed_rows(element, call, number)
-    elif phase in (FUSE, COPY, LOGITS):
-        products.run_item(_PAIRS, product_of(call, phase), sums, number)
-    elif phase == NORM:
-        row_bytes, first = 4 * call.layer.qkv.num_pairs, number * ROWS
-        for row in range(first, min(call.own.num_rows, first + ROWS)):
-            source, out = call.layer.down_proj.out + row * row_bytes, call.lm_head.x + row * row_bytes
-            normalise(element, source, call.own.norm, row_bytes // (2 * LANES), call.own.eps, out)
-    elif phase == RANK:
+    own, norms, width = call.own, layer.own, 2 * layer.qkv.num_pairs
+    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+        products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
+    elif kind == ATTEND:
+        items.run_item(element, layer.attention, scratch, number)
+    elif kind == ROTATE:
+        decoder.rotate_rows(element, own, layer, number)
+    elif kind == EMBED:
+        embed_rows(element, call, layer, number)
+    elif kind == RANK:
         rank_row(element, call, number)
     else:
-        decoder.run_item(element, call.layer, phase - LAYER, sums, scratch, number)
+        source, weight, eps, out = layer.o_proj.residual, norms.input_norm, norms.eps, layer.qkv.x
+        if kind == POST_NORM:
+            source, weight, out = layer.down_proj.residual, norms.post_norm, layer.gate_up.x
+        elif kind == NORM:
+            source, weight, eps, out = layer.down_proj.out, own.norm, own.eps, call.lm_head.x
+        normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
 
 
 @numba.njit
 def work(element, call):
     """Take items of all phases in order. Every worker of a call runs this once."""
     own = call.own
+    layers = numba.carray(layers_at(element, own.layers), own.num_layers)
     worker, counter = add_to(element, own.counters, 1), own.counters + LINE
-    scratch = items.memory_of(call.layer.attention, worker)
-    sums = call.lm_head.workspace + worker * products.WORKER_BYTES
+    scratch = items.memory_of(layers[0].attention, worker)
+    sums = own.workspace + worker * products.WORKER_BYTES
     tiles.configure(element)
     for level in range(own.num_levels + 1):
-        for phase in range(NUM_PHASES):
-            count = integers(element, counter, 2)[1] if phase > PREPARE else 1
+        for phase in range(NUM_KINDS + (own.num_layers - 1) * OF_LAYER):
+            kind, layer = place_of(own, phase)
+            count = integers(element, counter, 2)[1] if kind > PREPARE else 1
             number = add_to(element, counter, 1)
             while number < count:
-                if phase == PREPARE:
-                    prepare(element, call, counter, level)
+                if kind == PREPARE:
+                    prepare(element, call, layers, counter, level)
                 else:
-                    run_item(element, call, phase, scratch, sums, number)
+                    run_item(element, call, layers[layer], kind, scratch, sums, number)
                 add_to(element, counter + LINE, 1)
                 number = add_to(element, counter, 1)
             wait_for(element, counter + LINE, count)
@@ -415,151 +429,10 @@ def work(element, call):
 @cache
 def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    version = (attend.ELEMENTS[torch.bfloat16](0), vir.VERSION)
+    version = (items.BF16(0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
     def entry(call):
         work(version[0], numba.carray(call, 1)[0])
 
     return entry
-
-
-class Head:
-    """An EAGLE head of ours, with its addresses."""
-
-    def __init__(
-        self,
-        layer: decoder.Decoder,
-        scale: float,
-        linears: Mapping[str, Any],
-        norms: Mapping[str, Tensor],
-        embedding: Tensor,
-        vocabulary: Tensor,
-        angles: Tensor,
-        eps: float,
-        num_copied: int,
-        group: int,
-    ):
-        """Take its one layer, and what stands around it.
-
-        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
-        norms: weights [C] of the embedding, the features and the output, by names of `HeadCall`. angles [2, positions,
-        D]: cosines, and sines, whose first half is negative.
-        """
-        self._kept = layer, linears, norms, embedding, angles
-        self._vocabulary, self._scale = vocabulary, scale
-        self._records = np.zeros(1, RECORD)
-        [record] = self._records
-        record["layer"] = layer.calls[0]
-        record["layer"]["own"]["num_copied"] = num_copied
-        for name, linear in linears.items():
-            decoder.describe_weight(record[name], linear)
-        own = record["own"]
-        own["num_read"], own["eps"] = 4 if num_copied else 1, eps
-        own["embedding"], own["vocabulary"] = embedding.data_ptr(), vocabulary.data_ptr()
-        own["cosines"], own["sines"] = angles[0].data_ptr(), angles[1].data_ptr()
-        for name, weight in norms.items():
-            own[name] = weight.data_ptr()
-        self._group = group
-
-    def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
-        """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
-
-        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
-        T, C] before each row; positions [B, T].
-        """
-        batch, width, num_read = tokens.shape
-        rows = torch.zeros(batch * width, 8, dtype=torch.int64)
-        rows[:, POSITION], rows[:, SOURCE] = positions.flatten(), torch.arange(batch * width)
-        rows[:, READ : READ + num_read] = tokens.flatten(0, 1)
-        kept = {"rows": rows, "sources": features.contiguous()}
-        written = plan.new_rows(tokens.device).contiguous()
-        hidden = self._run(self._records.copy(), width, plan.spans[0], stored, written, kept, None)
-        return hidden.view(batch, width, -1)
-
-    def grow(
-        self,
-        roots: Tensor,
-        hidden: Tensor,
-        texts: Tensor,
-        places: Tensor,
-        stored: Tensor,
-        num_nodes: int,
-        num_levels: int,
-        least_gain: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs hidden [B, C].
-
-        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
-        Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
-        """
-        batch, most_rows = len(roots), num_nodes * (num_levels - 1)
-        num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
-        rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
-        pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, TOKEN], pool[:, 0, PARENT], pool[:, 0, ROW] = roots, -1, torch.arange(batch)
-        log_probs = torch.zeros(batch, most_pooled)
-        kept = {
-            "rows": rows,
-            "sequences": torch.cat([places, texts], 1),
-            "pool": pool,
-            "log_probs": log_probs,
-            "best": torch.empty(len(rows), num_best),
-            "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
-        }
-        records = self._records.copy()
-        own = records[0]["own"]
-        own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
-        own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
-        mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
-        starts, visible = places.T.tolist()
-        span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
-        self._run(records, num_nodes, span, stored, torch.empty_like(rows[:, 0]), kept, hidden)
-        count = int(own["num_pooled"])
-        return pool[:, :count, :PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
-
-    def _run(
-        self,
-        records: Any,
-        width: int,
-        span: KeySpan,
-        stored: Tensor,
-        rows: Tensor,
-        kept: Mapping[str, Tensor],
-        roots: Tensor | None,
-    ) -> Tensor:
-        """Run up to `width` rows of each sequence, which are written to `rows` of the cache; return hidden [R, C].
-
-        kept: the tensors of a `HeadCall`. roots: what it grows from.
-        """
-        [record] = records
-        own, layer, batch = record["own"], record["layer"], len(span.starts)
-        num_rows, head_dim = batch * width, stored.shape[4]
-        linked = {name: record[name] if name in _PRODUCTS else layer[name] for name in _CHAIN}
-        widths = {_CHAIN[name][2]: int(product["num_blocks"]) * products.BLOCK for name, product in linked.items()}
-        size, num_heads = widths["x"], stored.shape[2] * self._group
-        widths |= {"embedded": size * int(own["num_read"]), "joined": 2 * size, "gate_up": widths["gate_up"] // 2}
-        widths |= dict.fromkeys(("normed", "hidden"), size)
-        widths |= dict.fromkeys(("turned", "mixed"), num_heads * head_dim) | dict.fromkeys(("cos", "sin"), head_dim)
-        made = {name: products.empty_rows(stored, num_rows, width) for name, width in widths.items()}
-        if roots is not None:
-            made["hidden"][: len(roots)] = roots
-            kept = {**kept, "sources": made["hidden"]}
-        shares = attend.share(batch, stored.shape[2], width * self._group, max(span.lengths))
-        queries, mixed = (made[name].view(batch, width, num_heads, head_dim) for name in ("turned", "mixed"))
-        call = attend.describe(queries, stored[0, 0], stored[0, 1], mixed, None, span, self._scale, shares)
-        finished = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
-        layer["attention"] = (*call, finished.data_ptr())
-        workspace = torch.empty(shares.num_workers, products.WORKER_BYTES, dtype=torch.uint8)
-        counters = torch.zeros(1 + 2 * NUM_PHASES * (1 + int(own["num_levels"])), LINE // 8, dtype=torch.int64)
-        at = {name: tensor.data_ptr() for name, tensor in made.items()}
-        num_begun = num_rows if roots is None else batch
-        decoder.link(linked, _CHAIN, at, num_begun, workspace.data_ptr())
-        head = layer["own"]
-        head["cos"], head["sin"], head["copied"], head["rows"] = at["cos"], at["sin"], at["copy"], rows.data_ptr()
-        own["num_rows"], own["num_sequences"] = num_begun, batch
-        own["counters"] = counters.data_ptr()
-        for name, tensor in kept.items():
-            own[name] = tensor.data_ptr()
-        attend.run_on(shares.num_workers, kernel(), ctypes.c_void_p(records.ctypes.data))
-        return made["hidden"]

@@ -1,0 +1,412 @@
+"""The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE head, in a call each.
+
+A call fills records with addresses, strides and counts, and starts the threads of torch's own pool, which take items
+in turn: `items` says what they are of attention, `products` of linear layers, `growth` of all phases.
+
+The result for a query, or a row, is bitwise the same whatever others are in the call and however many threads there
+are. That of a node of a tree is the one that its token would have behind its path alone: the mask says which rows those
+are, parents first, and each query has a copy of the last blocks of keys, with its path in the places after the prefix.
+
+numba is the extra `cpu`: import this module only where it is installed.
+
+Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache rows, `L` layers,
+`H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O` outputs.
+"""
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core.errors import NumbaError
+from torch import Tensor
+
+from specextend.attention.compiled import decoder, growth, items, products, tiles, vectors
+from specextend.attention.compiled.blocks import HEADER
+from specextend.attention.compiled.products import BLOCK, lay_out
+from specextend.attention.plan import AttentionPlan, KeySpan
+
+ROWS = 192 if tiles.HAS_TILES else 96
+"""Rows of an item of attention at most; a multiple of TILE."""
+ITEMS_PER_WORKER = 4
+"""Items from which threads are busy evenly enough without dividing the keys."""
+ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
+
+
+def can_make(kernel: Callable[[], Any]) -> bool:
+    """Compile a kernel, or read it from disk; return False if numba cannot make it for this processor."""
+    try:
+        kernel()
+    except (NumbaError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Return True if numba makes the kernel of `dtype`."""
+    return can_make(partial(items.kernel, ELEMENTS[dtype]))
+
+
+def serves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Return True if the kernel takes heads of `head_dim` elements of `dtype`."""
+    return dtype in ELEMENTS and head_dim % (16 if dtype == torch.float32 else 32) == 0
+
+
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D], which are heads first.
+
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out 0 and lse -inf. With
+    `causal` the rows before the last T are visible to all queries, so a prefill chunk needs one call. It runs on as
+    many threads as torch. The first call of a process reads the kernel from numba's cache on disk or compiles it, which
+    takes seconds.
+    """
+    assert serves(q.shape[3], q.dtype)
+    assert q.dtype == k.dtype == v.dtype
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:3] if span.needs_lse else 0, dtype=torch.float32)
+    call = np.zeros(1, items.RECORD)
+    kept = _describe(call, q, k, v, out, span, scale)
+    call["lse"] = lse.data_ptr()
+    _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
+    del kept
+    return out, lse
+
+
+def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: KeySpan, scale: float) -> list[Tensor]:
+    """Fill the records of attention in layers, which share their memory; return the tensors that they need.
+
+    Rows of all key heads are divided and, where threads would lack work otherwise, the longest sequence's keys.
+    """
+    num_sequences, num_queries, num_heads, head_dim = q.shape
+    assert q.stride(3) == k.stride(2) == 1
+    assert (q.stride(2), k.stride()) == (head_dim, v.stride())
+    threads, group, longest = num_workers(), num_heads // len(k), max(span.lengths)
+    rows = min(ROWS, num_queries * group)
+    num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
+    num_splits = max(1, -(-longest // items.SPLIT))
+    num_parts = 1 if threads == 1 or num_groups >= ITEMS_PER_WORKER * threads else num_splits
+    own = items.divide(head_dim, items.padded_rows(rows), 0).end
+    parts = num_parts * items.padded_rows(rows) * (HEADER + 4 * head_dim) if num_parts > 1 else 0
+    workspace = torch.empty(threads * own + num_groups * parts, dtype=torch.uint8)
+    counters = torch.zeros(len(calls), 2 + num_groups, dtype=torch.int64)
+    places = span.places(q.device)
+    mask = None if span.mask is None or span.window is not None else span.mask.contiguous()
+    size = q.element_size()
+    fields = {
+        "q": q.data_ptr(), "q_token": q.stride(1) * size, "k": k.data_ptr(), "v": v.data_ptr(),
+        "head": k.stride(0) * size, "row": k.stride(1) * size, "out": out.data_ptr(), "places": places.data_ptr(),
+        "causal": span.causal or span.window is not None, "window": span.window or longest,
+        "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k), "group": group,
+        "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "workspace": workspace.data_ptr(),
+        "parts": workspace.data_ptr() + threads * own, "scale": scale,
+        "counters": counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
+    }  # fmt: skip
+    if mask is not None:
+        fields |= {"mask": mask.data_ptr(), "mask_width": mask.shape[2]}
+    for name, value in fields.items():
+        calls[name] = value
+    return [workspace, counters, places, *([] if mask is None else [mask])]
+
+
+def describe_weight(product: Any, weight: Tensor, scales: Tensor, bias: Tensor) -> None:
+    """Fill the fields of a record of `products` that say what a layer's weight is."""
+    product["weight"], product["scales"], product["bias"] = weight.data_ptr(), scales.data_ptr(), bias.data_ptr()
+    product["is_int8"] = weight.dtype == torch.int8
+    product["num_blocks"], product["num_pairs"] = len(weight), weight[0].numel() // (2 * BLOCK)
+
+
+def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
+    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be read."""
+    return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
+
+
+def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
+    """Return x [..., I] times a weight that is laid out, times scales [O] and plus bias [O] in fp32, as [..., O].
+
+    x is bf16. It runs on as many threads as torch.
+    """
+    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    num_rows = len(x)
+    padded = x.contiguous()
+    if num_rows % tiles.ROWS and tiles.HAS_TILES:
+        padded = empty_rows(x, *x.shape).copy_(x)
+    out = torch.empty(*shape, len(weight) * BLOCK, dtype=x.dtype)
+    call = np.zeros(1, growth.RECORD)
+    product = call[0]["lm_head"]
+    describe_weight(product, weight, scales, bias)
+    product["x"], product["out"] = padded.data_ptr(), out.data_ptr()
+    call[0]["own"]["num_rows"] = num_rows
+    _run_phases(call, np.zeros(1, decoder.RECORD), growth.LOGITS, growth.RANK)
+    return out
+
+
+def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
+    """Run the phases from the kind `first` on and before `end`."""
+    own = call[0]["own"]
+    num_phases = growth.NUM_KINDS + (len(layers) - 1) * growth.OF_LAYER
+    counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), growth.LINE // 8, dtype=torch.int64)
+    workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
+    own["first"], own["end"], own["layers"], own["num_layers"] = first, end, layers.ctypes.data, len(layers)
+    own["workspace"], own["counters"] = workspace.data_ptr(), counters.data_ptr()
+    _run_on_all(growth.kernel(), call)
+
+
+def can_multiply() -> bool:
+    """Compile the kernel, or read it from disk, and try it.
+
+    Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.
+    """
+    if not ({"avx2", "fma"} <= vectors.processor_features() and can_make(growth.kernel)):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
+    scales = torch.rand(BLOCK, generator=generator)
+    for each in (weight, (20 * weight).to(torch.int8)):
+        exact = x.float() @ each.float().T * scales + bias.float()
+        found = multiply(x, lay_out(each), scales, bias.float())
+        if not torch.allclose(found.float(), exact, atol=0.02, rtol=0.01):
+            return False
+    return True
+
+
+class Decoder:
+    """The layers of a model, with their addresses."""
+
+    instructions = tiles.INSTRUCTIONS
+
+    def __init__(self, layers: Sequence[Any], scale: float):
+        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
+        self._kept, self._scale = layers, scale
+        calls = np.zeros(len(layers), decoder.RECORD)
+        for layer, call in zip(layers, calls, strict=True):
+            own, norms = call["own"], layer.head_norms
+            own["input_norm"], own["post_norm"] = (x.weight.data_ptr() for x in (layer.input_norm, layer.post_norm))
+            own["eps"] = layer.input_norm.eps
+            if norms is not None:
+                own["query_norm"], own["key_norm"] = norms.query.data_ptr(), norms.key.data_ptr()
+            for name in decoder.PRODUCTS:
+                getattr(layer, name).describe(call[name])
+        calls["gate_up"]["is_gated"] = 1
+        self._calls = calls
+        self._widths = [int(calls[name]["num_blocks"][0]) * BLOCK for name in ("qkv", "gate_up")]
+
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
+        stored: Tensor,
+        kept: Collection[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the cache [L, 2, K, S, D].
+
+        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
+        """
+        call = np.zeros(1, growth.RECORD)
+        own, rows = call[0]["own"], plan.new_rows(x.device).contiguous()
+        own["cos"], own["sin"], own["cache_rows"] = cos.data_ptr(), sin.data_ptr(), rows.data_ptr()
+        own["num_rows"], out = len(x), torch.empty_like(x)
+        outputs = [torch.empty_like(x) if index in kept else out for index in range(len(self._calls))]
+        phases = growth.INPUT_NORM, growth.NORM
+        plan.queries.update(self.launch(call, phases, x, outputs, plan.spans[0], stored, plan.keep_layers))
+        return outputs[-1], [outputs[index] for index in kept]
+
+    def launch(
+        self,
+        call: Any,
+        phases: tuple[int, int],
+        x: Tensor,
+        outputs: Sequence[Tensor],
+        span: KeySpan,
+        stored: Tensor,
+        keep: Collection[int] = (),
+    ) -> dict[int, Tensor]:
+        """Run phases of a call, whose layers read x [R, C] and write outputs, for all sequences as many rows.
+
+        Returns the queries [B, T, H, D] of the layers `keep`.
+        """
+        calls, num_rows, (num_keys, _, head_dim) = self._calls.copy(), len(x), stored.shape[2:]
+        group = self._widths[0] // head_dim // (num_keys - int(call[0]["own"]["num_copied"])) - 2
+        widths = {"normed": x.shape[1], "middle": x.shape[1], "qkv": self._widths[0], "gated": self._widths[1] // 2}
+        widths["mixed"] = num_keys * group * head_dim
+        made = {name: empty_rows(x, num_rows, width) for name, width in widths.items()}
+        mixed = made["mixed"].view(len(span.starts), -1, num_keys * group, head_dim)
+        turned = [torch.empty_like(mixed)] * len(calls)
+        for index in keep:
+            turned[index] = torch.empty_like(mixed)
+        needed = _describe(calls["attention"], mixed, stored[0, 0], stored[0, 1], mixed, span, self._scale)
+        calls["attention"]["q"] = [each.data_ptr() for each in turned]
+        for name in ("k", "v"):
+            calls["attention"][name] += np.arange(len(calls)) * stored.stride(0) * stored.element_size()
+        results = [each.data_ptr() for each in outputs]
+        at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
+        chain = {
+            "qkv": (at["normed"], 0, at["qkv"]),
+            "o_proj": (at["mixed"], [x.data_ptr(), *results[:-1]], at["middle"]),
+            "gate_up": (at["normed"], 0, at["gated"]),
+            "down_proj": (at["gated"], at["middle"], results),
+        }
+        for name, places in chain.items():
+            for field, place in zip(("x", "residual", "out"), places, strict=True):
+                calls[name][field] = place
+        _run_phases(call, calls, *phases)
+        del needed
+        return {index: turned[index] for index in keep}
+
+
+class Head:
+    """An EAGLE head of ours, with its addresses."""
+
+    def __init__(
+        self,
+        layer: Decoder,
+        linears: Mapping[str, Any],
+        norms: Mapping[str, Tensor],
+        embedding: Tensor,
+        vocabulary: Tensor,
+        angles: Tensor,
+        eps: float,
+        num_copied: int,
+    ):
+        """Take its one layer, and what stands around it.
+
+        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
+        norms: weights [C] of the embedding, the features and the output, by names of `growth.Call`. angles [2,
+        positions, D]: cosines, and sines, whose first half is negative.
+        """
+        self._kept = linears, norms, embedding, angles
+        self._layer, self._vocabulary = layer, vocabulary
+        self._call = np.zeros(1, growth.RECORD)
+        [record] = self._call
+        for name, linear in linears.items():
+            linear.describe(record[name])
+        own = record["own"]
+        own["num_copied"], own["num_read"], own["eps"] = num_copied, 4 if num_copied else 1, eps
+        kept = {"embedding": embedding, "vocabulary": vocabulary, "cosines": angles[0], "sines": angles[1], **norms}
+        for name, tensor in kept.items():
+            own[name] = tensor.data_ptr()
+
+    def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
+        """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
+
+        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
+        T, C] before each row; positions [B, T].
+        """
+        rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
+        rows[:, growth.POSITION], rows[:, growth.SOURCE] = positions.flatten(), torch.arange(len(rows))
+        rows[:, growth.READ : growth.READ + tokens.shape[2]] = tokens.flatten(0, 1)
+        kept = {"tree_rows": rows, "sources": features.contiguous()}
+        kept["cache_rows"] = plan.new_rows(tokens.device).contiguous()
+        hidden = empty_rows(stored, len(rows), features.shape[2])
+        phases = growth.EMBED, growth.LOGITS
+        self._run(self._call.copy(), phases, len(rows), hidden, kept, plan.spans[0], stored)
+        return hidden.view(features.shape)
+
+    def grow(
+        self,
+        roots: Tensor,
+        hidden: Tensor,
+        texts: Tensor,
+        places: Tensor,
+        stored: Tensor,
+        num_nodes: int,
+        num_levels: int,
+        least_gain: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs hidden [B, C].
+
+        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
+        Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
+        """
+        batch, most_rows = len(roots), num_nodes * (num_levels - 1)
+        num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
+        rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
+        pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
+        pool[:, 0, growth.TOKEN], pool[:, 0, growth.PARENT], pool[:, 0, growth.ROW] = roots, -1, torch.arange(batch)
+        log_probs = torch.zeros(batch, most_pooled)
+        outputs = empty_rows(stored, len(rows), hidden.shape[1])
+        outputs[:batch] = hidden
+        kept = {
+            "tree_rows": rows,
+            "cache_rows": torch.empty_like(rows[:, 0]),
+            "sequences": torch.cat([places, texts], 1),
+            "sources": outputs,
+            "pool": pool,
+            "log_probs": log_probs,
+            "best": torch.empty(len(rows), num_best),
+            "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
+        }
+        call = self._call.copy()
+        own = call[0]["own"]
+        own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
+        own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
+        mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
+        starts, visible = places.T.tolist()
+        span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
+        self._run(call, (growth.LOGITS, growth.NUM_KINDS), batch, outputs, kept, span, stored)
+        count = int(own["num_pooled"])
+        return pool[:, :count, : growth.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
+
+    def _run(
+        self,
+        call: Any,
+        phases: tuple[int, int],
+        num_rows: int,
+        hidden: Tensor,
+        kept: dict[str, Tensor],
+        span: KeySpan,
+        stored: Tensor,
+    ) -> None:
+        """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first level.
+
+        kept: the tensors of a `growth.Call`.
+        """
+        [record] = call
+        own, size, head_dim = record["own"], hidden.shape[1], stored.shape[4]
+        wide = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
+        wide |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size, "cos": head_dim}
+        wide["sin"] = head_dim
+        made = {name: empty_rows(stored, len(hidden), width) for name, width in wide.items()}
+        kept |= {"cos": made["cos"], "sin": made["sin"], "copied": made["copy"]}
+        for name, tensor in kept.items():
+            own[name] = tensor.data_ptr()
+        own["num_rows"], own["num_sequences"] = num_rows, len(span.starts)
+        chain = {
+            "fuse": (made["joined"], made["x"]),
+            "copy": (made["embedded"], made["copy"]),
+            "lm_head": (hidden, made["lm_head"]),
+        }
+        for name, (read, written) in chain.items():
+            record[name]["x"], record[name]["out"] = read.data_ptr(), written.data_ptr()
+        self._layer.launch(call, phases, made["x"], [hidden], span, stored)
+
+
+@cache
+def _thread_pool() -> Any:
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does all.
+
+    A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+
+
+def num_workers() -> int:
+    """Return on how many threads kernels run: as many as torch has."""
+    return torch.get_num_threads() if _thread_pool() else 1
+
+
+def _run_on_all(entry: Any, call: Any) -> None:
+    """Call numba's `entry` with a record on each of `num_workers()` threads."""
+    address = ctypes.c_void_p(call.ctypes.data)
+    if num_workers() == 1:
+        entry.ctypes(address)
+    else:
+        _thread_pool()(ctypes.c_void_p(entry.address), address, num_workers(), 0)
