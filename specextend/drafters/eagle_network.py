@@ -17,7 +17,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import Norm, are_compiled, joined_in_one_call, linear, pack
+from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, norm, pack
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees, prune
 from specextend.drafters.causal import HISTORY, histories, last_tokens
@@ -305,7 +305,7 @@ class EagleNetwork:
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            Norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
+            norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(

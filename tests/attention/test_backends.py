@@ -154,7 +154,7 @@ def answer_the_question(q, k, v, span, scale):
 def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
     """It is made for the machine at hand, so it must prove itself there; a run starts without it."""
     backends.compiled_is_right.cache_clear()
-    backends.load_compiled.cache_clear()
+    backends.compiled.cache_clear()
     if failure == "numba cannot":
         monkeypatch.setattr(compiled.items, "kernel", fail_to_compile)
     elif failure == "wrong":
@@ -166,6 +166,7 @@ def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
     q, k, v = tensors(1, 3, (4, 2), 40, HEAD_DIM, torch.float32)
     found, expected = (kernel(q, k, v, KeySpan([0], [40]), SCALE) for kernel in (AUTO, load_backend("sdpa", CPU)))
     backends.compiled_is_right.cache_clear()
+    backends.compiled.cache_clear()
     assert all(map(torch.equal, found, expected))
 
 

@@ -24,9 +24,9 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import decoder, growth, items, products, tiles, vectors
+from specextend.attention.compiled import decoder, growth, items, products, tiles
 from specextend.attention.compiled.blocks import HEADER
-from specextend.attention.compiled.products import BLOCK, lay_out
+from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
 
 ROWS = 192 if tiles.HAS_TILES else 96
@@ -69,7 +69,8 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     lse = torch.empty(q.shape[:3] if span.needs_lse else 0, dtype=torch.float32)
     call = np.zeros(1, items.RECORD)
     kept = _describe(call, q, k, v, out, span, scale)
-    call["lse"] = lse.data_ptr()
+    if span.needs_lse:
+        _point(call, lse=lse)
     _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
     del kept
     return out, lse
@@ -83,6 +84,7 @@ def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: Ke
     num_sequences, num_queries, num_heads, head_dim = q.shape
     assert q.stride(3) == k.stride(2) == 1
     assert (q.stride(2), k.stride()) == (head_dim, v.stride())
+    assert num_sequences == 1 or q.stride(0) == num_queries * q.stride(1)
     threads, group, longest = num_workers(), num_heads // len(k), max(span.lengths)
     rows = min(ROWS, num_queries * group)
     num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
@@ -93,29 +95,39 @@ def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: Ke
     workspace = torch.empty(threads * own + num_groups * parts, dtype=torch.uint8)
     counters = torch.zeros(len(calls), 2 + num_groups, dtype=torch.int64)
     places = span.places(q.device)
-    mask = None if span.mask is None or span.window is not None else span.mask.contiguous()
     size = q.element_size()
+    _point(calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace)
     fields = {
-        "q": q.data_ptr(), "q_token": q.stride(1) * size, "k": k.data_ptr(), "v": v.data_ptr(),
-        "head": k.stride(0) * size, "row": k.stride(1) * size, "out": out.data_ptr(), "places": places.data_ptr(),
+        "q_token": q.stride(1) * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
         "causal": span.causal or span.window is not None, "window": span.window or longest,
         "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k), "group": group,
-        "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "workspace": workspace.data_ptr(),
-        "parts": workspace.data_ptr() + threads * own, "scale": scale,
+        "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
+        "parts": workspace.data_ptr() + threads * own,
         "counters": counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
     }  # fmt: skip
-    if mask is not None:
-        fields |= {"mask": mask.data_ptr(), "mask_width": mask.shape[2]}
     for name, value in fields.items():
         calls[name] = value
-    return [workspace, counters, places, *([] if mask is None else [mask])]
+    kept = [workspace, counters, places]
+    if span.mask is not None and span.window is None:
+        kept.append(span.mask.contiguous())
+        _point(calls, mask=kept[-1])
+        calls["mask_width"] = span.mask.shape[2]
+    return kept
 
 
-def describe_weight(product: Any, weight: Tensor, scales: Tensor, bias: Tensor) -> None:
-    """Fill the fields of a record of `products` that say what a layer's weight is."""
-    product["weight"], product["scales"], product["bias"] = weight.data_ptr(), scales.data_ptr(), bias.data_ptr()
+def _point(record: Any, **tensors: Tensor) -> None:
+    """Fill fields of a record, or of several, with the addresses of tensors."""
+    for name, tensor in tensors.items():
+        record[name] = tensor.data_ptr()
+
+
+def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
+    """Make a record of `products`: a weight that is laid out, its scales and bias [O] in fp32, which are to be kept."""
+    product = np.zeros(1, products.RECORD)[0]
+    _point(product, weight=weight, scales=scales, bias=bias)
     product["is_int8"] = weight.dtype == torch.int8
     product["num_blocks"], product["num_pairs"] = len(weight), weight[0].numel() // (2 * BLOCK)
+    return product
 
 
 def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
@@ -123,22 +135,20 @@ def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
-def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
-    """Return x [..., I] times a weight that is laid out, times scales [O] and plus bias [O] in fp32, as [..., O].
+def multiply(x: Tensor, product: Any) -> Tensor:
+    """Return x [..., I] times a product's weight, with its scales and bias, as [..., O].
 
     x is bf16. It runs on as many threads as torch.
     """
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    num_rows = len(x)
     padded = x.contiguous()
-    if num_rows % tiles.ROWS and tiles.HAS_TILES:
+    if len(x) % tiles.ROWS and tiles.HAS_TILES:
         padded = empty_rows(x, *x.shape).copy_(x)
-    out = torch.empty(*shape, len(weight) * BLOCK, dtype=x.dtype)
+    out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
     call = np.zeros(1, growth.RECORD)
-    product = call[0]["lm_head"]
-    describe_weight(product, weight, scales, bias)
-    product["x"], product["out"] = padded.data_ptr(), out.data_ptr()
-    call[0]["own"]["num_rows"] = num_rows
+    call["lm_head"] = product
+    _point(call["lm_head"], x=padded, out=out)
+    call["own"]["num_rows"] = len(x)
     _run_phases(call, np.zeros(1, decoder.RECORD), growth.LOGITS, growth.RANK)
     return out
 
@@ -150,26 +160,8 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), growth.LINE // 8, dtype=torch.int64)
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
     own["first"], own["end"], own["layers"], own["num_layers"] = first, end, layers.ctypes.data, len(layers)
-    own["workspace"], own["counters"] = workspace.data_ptr(), counters.data_ptr()
+    _point(own, workspace=workspace, counters=counters)
     _run_on_all(growth.kernel(), call)
-
-
-def can_multiply() -> bool:
-    """Compile the kernel, or read it from disk, and try it.
-
-    Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.
-    """
-    if not ({"avx2", "fma"} <= vectors.processor_features() and can_make(growth.kernel)):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
-    scales = torch.rand(BLOCK, generator=generator)
-    for each in (weight, (20 * weight).to(torch.int8)):
-        exact = x.float() @ each.float().T * scales + bias.float()
-        found = multiply(x, lay_out(each), scales, bias.float())
-        if not torch.allclose(found.float(), exact, atol=0.02, rtol=0.01):
-            return False
-    return True
 
 
 class Decoder:
@@ -183,12 +175,12 @@ class Decoder:
         calls = np.zeros(len(layers), decoder.RECORD)
         for layer, call in zip(layers, calls, strict=True):
             own, norms = call["own"], layer.head_norms
-            own["input_norm"], own["post_norm"] = (x.weight.data_ptr() for x in (layer.input_norm, layer.post_norm))
+            _point(own, input_norm=layer.input_norm.weight, post_norm=layer.post_norm.weight)
             own["eps"] = layer.input_norm.eps
             if norms is not None:
-                own["query_norm"], own["key_norm"] = norms.query.data_ptr(), norms.key.data_ptr()
+                _point(own, query_norm=norms.query, key_norm=norms.key)
             for name in decoder.PRODUCTS:
-                getattr(layer, name).describe(call[name])
+                call[name] = getattr(layer, name).product
         calls["gate_up"]["is_gated"] = 1
         self._calls = calls
         self._widths = [int(calls[name]["num_blocks"][0]) * BLOCK for name in ("qkv", "gate_up")]
@@ -208,8 +200,9 @@ class Decoder:
         """
         call = np.zeros(1, growth.RECORD)
         own, rows = call[0]["own"], plan.new_rows(x.device).contiguous()
-        own["cos"], own["sin"], own["cache_rows"] = cos.data_ptr(), sin.data_ptr(), rows.data_ptr()
-        own["num_rows"], out = len(x), torch.empty_like(x)
+        positions, out = torch.arange(len(x)), torch.empty_like(x)
+        _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
+        own["num_rows"] = len(x)
         outputs = [torch.empty_like(x) if index in kept else out for index in range(len(self._calls))]
         phases = growth.INPUT_NORM, growth.NORM
         plan.queries.update(self.launch(call, phases, x, outputs, plan.spans[0], stored, plan.keep_layers))
@@ -283,12 +276,10 @@ class Head:
         self._call = np.zeros(1, growth.RECORD)
         [record] = self._call
         for name, linear in linears.items():
-            linear.describe(record[name])
+            record[name] = linear.product
         own = record["own"]
         own["num_copied"], own["num_read"], own["eps"] = num_copied, 4 if num_copied else 1, eps
-        kept = {"embedding": embedding, "vocabulary": vocabulary, "cosines": angles[0], "sines": angles[1], **norms}
-        for name, tensor in kept.items():
-            own[name] = tensor.data_ptr()
+        _point(own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms)
 
     def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
         """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
@@ -297,10 +288,10 @@ class Head:
         T, C] before each row; positions [B, T].
         """
         rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
-        rows[:, growth.POSITION], rows[:, growth.SOURCE] = positions.flatten(), torch.arange(len(rows))
+        rows[:, growth.SOURCE] = torch.arange(len(rows))
         rows[:, growth.READ : growth.READ + tokens.shape[2]] = tokens.flatten(0, 1)
         kept = {"tree_rows": rows, "sources": features.contiguous()}
-        kept["cache_rows"] = plan.new_rows(tokens.device).contiguous()
+        kept |= {"positions": positions.contiguous(), "cache_rows": plan.new_rows(tokens.device).contiguous()}
         hidden = empty_rows(stored, len(rows), features.shape[2])
         phases = growth.EMBED, growth.LOGITS
         self._run(self._call.copy(), phases, len(rows), hidden, kept, plan.spans[0], stored)
@@ -333,6 +324,7 @@ class Head:
         kept = {
             "tree_rows": rows,
             "cache_rows": torch.empty_like(rows[:, 0]),
+            "positions": torch.empty_like(rows[:, 0]),
             "sequences": torch.cat([places, texts], 1),
             "sources": outputs,
             "pool": pool,
@@ -366,22 +358,15 @@ class Head:
         kept: the tensors of a `growth.Call`.
         """
         [record] = call
-        own, size, head_dim = record["own"], hidden.shape[1], stored.shape[4]
-        wide = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
-        wide |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size, "cos": head_dim}
-        wide["sin"] = head_dim
-        made = {name: empty_rows(stored, len(hidden), width) for name, width in wide.items()}
-        kept |= {"cos": made["cos"], "sin": made["sin"], "copied": made["copy"]}
-        for name, tensor in kept.items():
-            own[name] = tensor.data_ptr()
+        own, size = record["own"], hidden.shape[1]
+        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
+        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
+        made = {name: empty_rows(stored, len(hidden), width) for name, width in widths.items()}
+        _point(own, copied=made["copy"], **kept)
         own["num_rows"], own["num_sequences"] = num_rows, len(span.starts)
-        chain = {
-            "fuse": (made["joined"], made["x"]),
-            "copy": (made["embedded"], made["copy"]),
-            "lm_head": (hidden, made["lm_head"]),
-        }
-        for name, (read, written) in chain.items():
-            record[name]["x"], record[name]["out"] = read.data_ptr(), written.data_ptr()
+        _point(record["fuse"], x=made["joined"], out=made["x"])
+        _point(record["copy"], x=made["embedded"], out=made["copy"])
+        _point(record["lm_head"], x=hidden, out=made["lm_head"])
         self._layer.launch(call, phases, made["x"], [hidden], span, stored)
 
 

@@ -124,7 +124,8 @@ def rotate_rows(element, own, layer, number):
     head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
     num_queries = num_keys * call.group
     for row in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
-        place, angles = integers(element, own.cache_rows, own.num_rows)[row] * call.row, row * head_bytes
+        place = integers(element, own.cache_rows, own.num_rows)[row] * call.row
+        angles = integers(element, own.positions, own.num_rows)[row] * head_bytes
         first = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
         queries, keys, values = call.q + row * call.q_token, call.k + place, call.v + place
         for i in range(num_queries + num_keys):

@@ -38,7 +38,7 @@ LINE = 64
 """Bytes of a cache line: what threads count in has one of its own."""
 TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
 """Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
-POSITION, SOURCE, NODE, CURSOR, READ = range(5)
+SOURCE, NODE, CURSOR, READ = range(4)
 """Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the tokens it reads."""
 START, VISIBLE, TEXT = range(3)
 """Columns of sequences: first row in the cache, rows that are visible, the first of the last three tokens."""
@@ -64,8 +64,10 @@ class Call(NamedTuple):
     """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
     num_rows: int
     cos: int
-    """[R, D], as `sin`, whose first half is negative."""
+    """[positions, D], as `sin`, whose first half is negative."""
     sin: int
+    positions: int
+    """[R] int64"""
     cache_rows: int
     """[R] int64, to be written."""
     copied: int
@@ -76,9 +78,6 @@ class Call(NamedTuple):
     embedding_norm: int
     feature_norm: int
     norm: int
-    cosines: int
-    """[positions, D], as `sines`, whose first half is negative."""
-    sines: int
     vocabulary: int
     """[V] int64 token ids."""
     num_read: int
@@ -258,6 +257,7 @@ def describe_rows(element, own, attention, width):
     own.num_expanded += width
     sequences = integers(element, own.sequences, (own.num_sequences, 5))
     cache_rows = integers(element, own.cache_rows, own.num_rows)
+    positions = integers(element, own.positions, own.num_rows)
     spans = integers(element, attention.places, (2, own.num_sequences))
     mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
     mask[:] = 0
@@ -267,7 +267,7 @@ def describe_rows(element, own, attention, width):
         node = pool[row[NODE]]
         node[ROW], node[PLACE] = number, before + place
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
-        row[POSITION] = known[VISIBLE] + node[DEPTH] - 1
+        positions[number] = known[VISIBLE] + node[DEPTH] - 1
         cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
         spans[1, sequence] = known[VISIBLE] + own.num_expanded
         each = row[NODE]
@@ -359,7 +359,6 @@ def embed_rows(element, call, layer, number):
     """Write what an item's rows read: their tokens' embeddings, normalised, and the features before them."""
     own = call.own
     row_bytes, num_vectors = 4 * layer.qkv.num_pairs, 2 * layer.qkv.num_pairs // LANES
-    head_bytes = 2 * layer.attention.head_dim
     for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         row = rows_of(element, own)[place]
         out, joined = call.copy.x + place * own.num_read * row_bytes, call.fuse.x + 2 * place * row_bytes
@@ -369,9 +368,6 @@ def embed_rows(element, call, layer, number):
         copy_row(BITS, out, row_bytes // VECTOR_BYTES, joined)
         source = own.sources + row[SOURCE] * row_bytes
         normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
-        turn, angle = place * head_bytes, row[POSITION] * head_bytes
-        copy_row(BITS, own.cosines + angle, head_bytes // VECTOR_BYTES, own.cos + turn)
-        copy_row(BITS, own.sines + angle, head_bytes // VECTOR_BYTES, own.sin + turn)
 
 
 @numba.njit

@@ -245,5 +245,3 @@ def lay_out(weight: Tensor) -> Tensor:
     order = (0, 1, 3, 2, 4) if _IN_COLUMNS else (0, 3, 1, 2, 4)
     pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(order)
     return (pairs.transpose(-1, -2) if weight.dtype == torch.int8 else pairs).contiguous()
-
-

@@ -8,7 +8,7 @@ import torch
 from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
-from specextend.attention.trials import (
+from specextend.proof.trials import (
     Call,
     Heads,
     prompt_calls,
