@@ -104,7 +104,9 @@ def load_backend(name: str, device: torch.device) -> Attend:
 @cache
 def compiled_is_right(dtype: torch.dtype) -> bool:
     """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it is right here."""
-    if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS or not kernel.can_compile(dtype):
+    if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS:
+        return False
+    if not kernel.can_make(kernel.items.kernel, kernel.ELEMENTS[dtype]):
         return False
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in ((1, 70, 4, 64), *[(2, 200, 64)] * 2))

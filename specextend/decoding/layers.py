@@ -178,12 +178,12 @@ def compiled_kernel() -> Any:
     calls = compiled()
     if calls is None or not {"avx2", "fma"} <= calls.tiles.processor_features():
         return None
-    return calls if calls.can_make(calls.growth.kernel) and _computes_a_layer(calls) else None
+    return calls if calls.can_make(calls.phases.kernel) and _computes_a_layer(calls) else None
 
 
 @torch.inference_mode()
 def _computes_a_layer(kernel: Any) -> bool:
-    """Return True if a compiled layer of random weights gives what the same one gives in fp32 by plain torch."""
+    """Return True if a compiled layer of random weights, and a product in int8, give what plain torch gives in fp32."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -205,4 +205,8 @@ def _computes_a_layer(kernel: Any) -> bool:
     for name in PRODUCTS:
         setattr(layer, name, CompiledLinear(getattr(layer, name), kernel))
     found = kernel.Decoder([layer], attention.scaling).run(*inputs, plan, stored, ())[0]
-    return bool((found.float() - exact).norm() <= 4 * torch.finfo(found.dtype).eps * exact.norm())
+    weight, scales = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator), torch.rand(64)
+    laid_out = kernel.products.lay_out(weight)
+    of_int8 = kernel.multiply(inputs[0], kernel.product_of(laid_out, scales, scales))
+    pairs = (found, exact), (of_int8, x @ weight.float().T * scales + scales)
+    return all((one.float() - other).norm() <= 4 * torch.finfo(one.dtype).eps * other.norm() for one, other in pairs)

@@ -111,16 +111,12 @@ class CachedModel:
 
     def join_layers(self) -> None:
         """Run all layers in one compiled call from now on, if that can be made here."""
-        self._decoder, why = joined_in_one_call(self.model.model.layers, self.scale), ""
+        attends, why = compiled_is_right(self.dtype), "torch runs this model, type or processor"
+        self._decoder = joined_in_one_call(self.model.model.layers, self.scale) if attends else None
         if self._decoder is not None:
             why = f"by {self._decoder.instructions}"
-        attends = compiled_is_right(self.dtype)
         why_attention = "compiled for this processor" if attends else "torch's own kernel attends"
         self.trials += (
             Trial(name="compiled attention", taken=attends, why=why_attention),
-            Trial(
-                name="compiled layers",
-                taken=self.runs_in_one_call,
-                why=why or "torch runs this model, type or processor",
-            ),
+            Trial(name="compiled layers", taken=self.runs_in_one_call, why=why),
         )

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.backends import load_backend
-from specextend.attention.compiled import growth
+from specextend.attention.compiled import phases
 from specextend.attention.compiled.calls import Decoder
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.reference import attend_reference
@@ -127,7 +127,7 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
     if fault == "it is wrong":
         monkeypatch.setattr(Decoder, "run", lambda *call: (1.1 * run(*call)[0], []))
     else:
-        monkeypatch.setattr(growth, "kernel", fail)
+        monkeypatch.setattr(phases, "kernel", fail)
     compiled_kernel.cache_clear()
     assert compiled_kernel() is None
     compiled_kernel.cache_clear()

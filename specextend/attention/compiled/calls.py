@@ -1,7 +1,7 @@
 """The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE head, in a call each.
 
 A call fills records with addresses, strides and counts, and starts the threads of torch's own pool, which take items
-in turn: `items` says what they are of attention, `products` of linear layers, `growth` of all phases.
+in turn: `items` says what they are of attention, `products` of linear layers, `phases` of all else.
 
 The result for a query, or a row, is bitwise the same whatever others are in the call and however many threads there
 are. That of a node of a tree is the one that its token would have behind its path alone: the mask says which rows those
@@ -15,7 +15,7 @@ Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` mas
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.compiled import decoder, growth, items, products, tiles
+from specextend.attention.compiled import items, phases, products, tiles
 from specextend.attention.compiled.blocks import HEADER
 from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
@@ -36,18 +36,13 @@ ITEMS_PER_WORKER = 4
 ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
 
 
-def can_make(kernel: Callable[[], Any]) -> bool:
+def can_make(kernel: Callable[..., Any], *element: type) -> bool:
     """Compile a kernel, or read it from disk; return False if numba cannot make it for this processor."""
     try:
-        kernel()
+        kernel(*element)
     except (NumbaError, OSError, RuntimeError):
         return False
     return True
-
-
-def can_compile(dtype: torch.dtype) -> bool:
-    """Return True if numba makes the kernel of `dtype`."""
-    return can_make(partial(items.kernel, ELEMENTS[dtype]))
 
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
@@ -145,23 +140,23 @@ def multiply(x: Tensor, product: Any) -> Tensor:
     if len(x) % tiles.ROWS and tiles.HAS_TILES:
         padded = empty_rows(x, *x.shape).copy_(x)
     out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
-    call = np.zeros(1, growth.RECORD)
+    call = np.zeros(1, phases.RECORD)
     call["lm_head"] = product
     _point(call["lm_head"], x=padded, out=out)
     call["own"]["num_rows"] = len(x)
-    _run_phases(call, np.zeros(1, decoder.RECORD), growth.LOGITS, growth.RANK)
+    _run_phases(call, np.zeros(1, phases.LAYER), phases.LOGITS, phases.RANK)
     return out
 
 
 def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     """Run the phases from the kind `first` on and before `end`."""
     own = call[0]["own"]
-    num_phases = growth.NUM_KINDS + (len(layers) - 1) * growth.OF_LAYER
-    counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), growth.LINE // 8, dtype=torch.int64)
+    num_phases = phases.NUM_KINDS + (len(layers) - 1) * phases.NUM_OF_LAYER
+    counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64)
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
     own["first"], own["end"], own["layers"], own["num_layers"] = first, end, layers.ctypes.data, len(layers)
     _point(own, workspace=workspace, counters=counters)
-    _run_on_all(growth.kernel(), call)
+    _run_on_all(phases.kernel(), call)
 
 
 class Decoder:
@@ -172,14 +167,14 @@ class Decoder:
     def __init__(self, layers: Sequence[Any], scale: float):
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
         self._kept, self._scale = layers, scale
-        calls = np.zeros(len(layers), decoder.RECORD)
+        calls = np.zeros(len(layers), phases.LAYER)
         for layer, call in zip(layers, calls, strict=True):
             own, norms = call["own"], layer.head_norms
             _point(own, input_norm=layer.input_norm.weight, post_norm=layer.post_norm.weight)
             own["eps"] = layer.input_norm.eps
             if norms is not None:
                 _point(own, query_norm=norms.query, key_norm=norms.key)
-            for name in decoder.PRODUCTS:
+            for name in phases.OF_LAYER:
                 call[name] = getattr(layer, name).product
         calls["gate_up"]["is_gated"] = 1
         self._calls = calls
@@ -198,20 +193,20 @@ class Decoder:
 
         Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
-        call = np.zeros(1, growth.RECORD)
+        call = np.zeros(1, phases.RECORD)
         own, rows = call[0]["own"], plan.new_rows(x.device).contiguous()
         positions, out = torch.arange(len(x)), torch.empty_like(x)
         _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
         own["num_rows"] = len(x)
         outputs = [torch.empty_like(x) if index in kept else out for index in range(len(self._calls))]
-        phases = growth.INPUT_NORM, growth.NORM
-        plan.queries.update(self.launch(call, phases, x, outputs, plan.spans[0], stored, plan.keep_layers))
+        kinds = phases.INPUT_NORM, phases.NORM
+        plan.queries.update(self.launch(call, kinds, x, outputs, plan.spans[0], stored, plan.keep_layers))
         return outputs[-1], [outputs[index] for index in kept]
 
     def launch(
         self,
         call: Any,
-        phases: tuple[int, int],
+        kinds: tuple[int, int],
         x: Tensor,
         outputs: Sequence[Tensor],
         span: KeySpan,
@@ -246,7 +241,7 @@ class Decoder:
         for name, places in chain.items():
             for field, place in zip(("x", "residual", "out"), places, strict=True):
                 calls[name][field] = place
-        _run_phases(call, calls, *phases)
+        _run_phases(call, calls, *kinds)
         del needed
         return {index: turned[index] for index in keep}
 
@@ -268,12 +263,12 @@ class Head:
         """Take its one layer, and what stands around it.
 
         linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
-        norms: weights [C] of the embedding, the features and the output, by names of `growth.Call`. angles [2,
+        norms: weights [C] of the embedding, the features and the output, by names of `phases.Call`. angles [2,
         positions, D]: cosines, and sines, whose first half is negative.
         """
         self._kept = linears, norms, embedding, angles
         self._layer, self._vocabulary = layer, vocabulary
-        self._call = np.zeros(1, growth.RECORD)
+        self._call = np.zeros(1, phases.RECORD)
         [record] = self._call
         for name, linear in linears.items():
             record[name] = linear.product
@@ -288,13 +283,13 @@ class Head:
         T, C] before each row; positions [B, T].
         """
         rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
-        rows[:, growth.SOURCE] = torch.arange(len(rows))
-        rows[:, growth.READ : growth.READ + tokens.shape[2]] = tokens.flatten(0, 1)
+        rows[:, phases.SOURCE] = torch.arange(len(rows))
+        rows[:, phases.READ : phases.READ + tokens.shape[2]] = tokens.flatten(0, 1)
         kept = {"tree_rows": rows, "sources": features.contiguous()}
         kept |= {"positions": positions.contiguous(), "cache_rows": plan.new_rows(tokens.device).contiguous()}
         hidden = empty_rows(stored, len(rows), features.shape[2])
-        phases = growth.EMBED, growth.LOGITS
-        self._run(self._call.copy(), phases, len(rows), hidden, kept, plan.spans[0], stored)
+        kinds = phases.EMBED, phases.LOGITS
+        self._run(self._call.copy(), kinds, len(rows), hidden, kept, plan.spans[0], stored)
         return hidden.view(features.shape)
 
     def grow(
@@ -317,7 +312,7 @@ class Head:
         num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
         rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, growth.TOKEN], pool[:, 0, growth.PARENT], pool[:, 0, growth.ROW] = roots, -1, torch.arange(batch)
+        pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = roots, -1, torch.arange(batch)
         log_probs = torch.zeros(batch, most_pooled)
         outputs = empty_rows(stored, len(rows), hidden.shape[1])
         outputs[:batch] = hidden
@@ -339,14 +334,14 @@ class Head:
         mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
         starts, visible = places.T.tolist()
         span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
-        self._run(call, (growth.LOGITS, growth.NUM_KINDS), batch, outputs, kept, span, stored)
+        self._run(call, (phases.LOGITS, phases.NUM_KINDS), batch, outputs, kept, span, stored)
         count = int(own["num_pooled"])
-        return pool[:, :count, : growth.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
+        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
 
     def _run(
         self,
         call: Any,
-        phases: tuple[int, int],
+        kinds: tuple[int, int],
         num_rows: int,
         hidden: Tensor,
         kept: dict[str, Tensor],
@@ -355,7 +350,7 @@ class Head:
     ) -> None:
         """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first level.
 
-        kept: the tensors of a `growth.Call`.
+        kept: the tensors of a `phases.Call`.
         """
         [record] = call
         own, size = record["own"], hidden.shape[1]
@@ -367,7 +362,7 @@ class Head:
         _point(record["fuse"], x=made["joined"], out=made["x"])
         _point(record["copy"], x=made["embedded"], out=made["copy"])
         _point(record["lm_head"], x=hidden, out=made["lm_head"])
-        self._layer.launch(call, phases, made["x"], [hidden], span, stored)
+        self._layer.launch(call, kinds, made["x"], [hidden], span, stored)
 
 
 @cache

@@ -82,7 +82,6 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
             return returns(element, *wanted), generate
 
         definition.__name__ = definition.__qualname__ = emit.__name__
-        definition.__doc__ = emit.__doc__
         parameters = [first, second, *rest]
         definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in parameters]
