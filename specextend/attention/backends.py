@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from math import inf
 from typing import Any
 
@@ -133,10 +134,9 @@ def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) 
 def compiled() -> Any:
     """Return the module of the compiled calls, or None where numba is not installed."""
     try:
-        from specextend.attention.compiled import calls
+        return import_module("specextend.attention.compiled.calls")
     except ImportError:
         return None
-    return calls
 
 
 def load_triton(device: torch.device) -> Attend:

@@ -43,7 +43,7 @@ def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     model.model.norm = norm(model.model.norm)
 
 
-def norm(stock: Any) -> nn.RMSNorm:
+def norm(stock: Any) -> Any:
     """Make a norm of one operator, in fp32 inside, rounded once, with a stock norm's weight and epsilon."""
     made = nn.RMSNorm(len(stock.weight), stock.variance_epsilon, device="meta")
     made.weight = nn.Parameter(stock.weight, requires_grad=False)

@@ -70,7 +70,8 @@ class DraftTrees:
             return self
         missing = 0, num_nodes - self.num_nodes
         pairs = zip(self.tensors, _PADDING, strict=True)
-        return DraftTrees(*(pad(each, missing, value=value) for each, value in pairs), self.sizes)
+        token_ids, parents, depths, log_probs = (pad(each, missing, value=value) for each, value in pairs)
+        return DraftTrees(token_ids, parents, depths, log_probs, self.sizes)
 
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
@@ -115,13 +116,15 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
     index, roots = uploaded.split([len(places), len(token_ids)])
 
     pairs, shape = zip(trees.tensors, _PADDING, strict=True), (len(roots), trees.num_nodes)
-    placed = [each.new_full(shape, value).index_copy_(0, index, each) for each, value in pairs]
-    placed[0][:, 0] = roots
-    placed[3][:, 0] = 0
+    token_ids_placed, parents, depths, log_probs = (
+        each.new_full(shape, value).index_copy_(0, index, each) for each, value in pairs
+    )
+    token_ids_placed[:, 0] = roots
+    log_probs[:, 0] = 0
     sizes = [1] * len(token_ids)
     for place, size in zip(places, trees.sizes, strict=True):
         sizes[place] = size
-    return DraftTrees(*placed, sizes)
+    return DraftTrees(token_ids_placed, parents, depths, log_probs, sizes)
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
