@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
 from specextend.core import counted, first_line
@@ -219,16 +219,16 @@ def _watch(interrupt: Interrupt) -> Event:
 
     Ray ends this process then, seconds or a minute later, and says nothing of what to do.
     """
-    from ray._private.worker import _global_node
+    from ray._private import worker
 
-    over = Event()
+    over, node = Event(), cast("Any", worker._global_node)
 
     def wait_for(name: str, process: Any) -> None:
         code = process.wait()
         if not over.is_set():
             interrupt.tell(f"Ray's {name} has ended ({code})")
 
-    for name, [started] in _global_node.all_processes.items():
+    for name, [started] in node.all_processes.items():
         Thread(target=wait_for, args=(name, started.process), daemon=True).start()
     return over
 
