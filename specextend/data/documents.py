@@ -124,7 +124,7 @@ def _remember(failure: Failure) -> Failure:
 def prepare_rows(name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions) -> Prepared:
     """Put numbered rows into a data set, in the place of those of that name. Raises InputError if all are bad."""
     folder = _open(output)
-    failures: list[Failure] = []
+    failures = [failure for failure in _read_errors(folder) if failure.path != name]
     try:
         reading = read_table(SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options)
     except UnreadableError as error:
