@@ -47,6 +47,12 @@ IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 HOUR_S = 3600.0
 _TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
+PARTS = 40
+"""Parts of a start's time, for each of which the documents that ended are counted."""
+_ENDED = f"""
+    SELECT least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::INT AS part, count(*) AS documents
+    FROM work WHERE run_id = ? AND ended IS NOT NULL GROUP BY part
+"""
 T = TypeVar("T")
 
 
@@ -287,8 +293,8 @@ def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
 
 
 def timeline_section(starts: Sequence[TimedStart], figures: RunFigures) -> list[Values]:
-    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
-    shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
+    """Return the time lines of the last starts; seconds are since a start's beginning."""
+    shown = [timed for timed in starts if timed.works is not None]
     return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, figures)) is not None]
 
 
@@ -306,9 +312,13 @@ def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
     lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
     seats = list(dict.fromkeys(_place(line) for line in lines))
     shown = set(seats[:MOST_SEATS])
+    ended = figures.select(_ENDED, begin, seconds, timed.start.run_id)
+    counts = {row["part"]: row["documents"] for row in ended}
     return {
         "run_id": timed.start.run_id,
         "seconds": seconds,
+        "exit_code": timed.start.exit_code,
+        "ended": [counts.get(part, 0) for part in range(PARTS)],
         "seats_left_out": len(seats) - len(shown),
         "workers": [line for line in lines if _place(line) in shown],
     }
