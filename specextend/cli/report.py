@@ -171,8 +171,6 @@ def export(
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
         return _follow(output, place, kind or "parquet", to, names, is_safe)
     kind = kind or format_of(place) or "parquet"
-    if replace and not format_of(place):
-        raise click.UsageError("--replace is for one file: let DEST end in .jsonl, .csv or .parquet")
     exported = export_answers(outputs, place, kind, only_ids_in, names, is_safe, replace)
     show(_say(exported, to))
     return 0

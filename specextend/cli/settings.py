@@ -75,7 +75,7 @@ def described_schema(config: type[RunConfig]) -> Values:
 
     found = Described.model_json_schema()
     base = "A configuration, or several in a list, whose values this one changes: a shipped name, or a file."
-    found["properties"]["base"] = {"type": ["string", "array"], "items": {"type": "string"}, "description": base}
+    found["properties"]["base"] = {"type": ["string", "array"], "description": base}
     for owner in found["$defs"].values():
         for key in owner["properties"].values():
             key["description"] = " ".join(key.get("description", "").split())

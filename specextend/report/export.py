@@ -144,8 +144,8 @@ def find_runs(paths: Sequence[str]) -> list[Location]:
 
     Raises ValueError if none is found.
     """
-    found = [each for path in paths for each in find_folders(path)]
-    runs = [folder for folder, is_named in found if is_named or read_manifest(folder) is not None]
+    found = chain.from_iterable(map(find_folders, paths))
+    runs = [folder for folder, is_named in found if is_named or read_manifest(folder)]
     if not runs:
         raise ValueError(f"there is no run in {', '.join(paths)}; name the output folders of runs")
     return runs

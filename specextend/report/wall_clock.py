@@ -50,8 +50,10 @@ _TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NO
 PARTS = 40
 """Parts of a start's time, for each of which the documents that ended are counted."""
 _ENDED = f"""
-    SELECT least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::INT AS part, count(*) AS documents
-    FROM work WHERE run_id = ? AND ended IS NOT NULL GROUP BY part
+    SELECT count(ended) AS documents FROM range({PARTS}) AS parts (part) LEFT JOIN (
+        SELECT ended, least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::BIGINT AS part
+        FROM work WHERE run_id = ? AND ended IS NOT NULL
+    ) USING (part) GROUP BY part ORDER BY part
 """
 T = TypeVar("T")
 
@@ -294,8 +296,8 @@ def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
 
 def timeline_section(starts: Sequence[TimedStart], figures: RunFigures) -> list[Values]:
     """Return the time lines of the last starts; seconds are since a start's beginning."""
-    shown = [timed for timed in starts if timed.works is not None]
-    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, figures)) is not None]
+    lines = (_timeline(timed, figures) for timed in starts[-MOST_STARTS:] if timed.works is not None)
+    return [line for line in lines if line is not None]
 
 
 def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
@@ -313,12 +315,11 @@ def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
     seats = list(dict.fromkeys(_place(line) for line in lines))
     shown = set(seats[:MOST_SEATS])
     ended = figures.select(_ENDED, begin, seconds, timed.start.run_id)
-    counts = {row["part"]: row["documents"] for row in ended}
     return {
         "run_id": timed.start.run_id,
         "seconds": seconds,
         "exit_code": timed.start.exit_code,
-        "ended": [counts.get(part, 0) for part in range(PARTS)],
+        "ended": [part["documents"] for part in ended],
         "seats_left_out": len(seats) - len(shown),
         "workers": [line for line in lines if _place(line) in shown],
     }

@@ -226,9 +226,11 @@ def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
     assert merge(to, every, "--replace").code == 0
     found = [json.loads(line) for line in to.read_text().splitlines()]
     assert sorted((line["doc_id"], line["summary"]) for line in found) == [("a", "a2"), ("b", "b1")]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").touch()
     for where, more, said in (
         (to, (tmp_path / "night" / "*",), "there is no run in"),
-        (tmp_path / "folder", (every, "--replace"), "--replace is for one file"),
+        (tmp_path / "folder", (every, "--replace"), "is not empty; name another folder"),
     ):
         ended = merge(where, *more)
         assert (ended.code, said in ended.stderr) == (2, True)
