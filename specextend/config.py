@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -28,7 +29,7 @@ from specextend.decoding.decoding_options import (
     at_least,
 )
 from specextend.model_files import TargetOptions, looks_like_path
-from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder
+from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder, shipped_configs
 from specextend.yaml_values import ConfigError, parse, read_yaml, shown
 
 MAX_WORKERS = 10_000
@@ -183,8 +184,9 @@ class RunConfig(BaseModel):
         """Read a configuration, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
         config: a YAML file, the name of a shipped one, the values of one, or one that was made already; or several,
-        such as a pair and a task, of which a later one wins key by key. Relative paths of a file are relative to its
-        folder; all others, and those of a shipped file, to the current folder.
+        such as a pair and a task, of which a later one wins key by key; `base` in one names those that come before it.
+        Relative paths of a file are relative to its folder; all others, and those of a shipped file, to the current
+        folder.
         Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
         stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
@@ -221,6 +223,7 @@ class Origin(NamedTuple):
 
     name: str
     folder: str
+    is_shipped: bool = False
 
 
 def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
@@ -230,8 +233,9 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     """
     merged: Values = {}
     origins: dict[str, Origin] = {}
-    for each in [config] if isinstance(config, RunConfig | Mapping | str | Path) else config:
-        values, origin = _read(each)
+    given_configs = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
+    for values, origin in chain.from_iterable(map(_read, given_configs)):
+        _drop_demo(values, origin, merged, origins)
         _drop_other_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
@@ -251,15 +255,42 @@ def _keys(values: Values, section: str) -> Values:
     return options if isinstance(options, dict) else {}
 
 
-def _read(config: OneConfig) -> tuple[Values, Origin]:
-    """Return the values of a configuration, and where they come from. Raises ConfigError."""
+def _drop_demo(values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]) -> None:
+    """Take the demo's paths and columns, which a shipped configuration has, out where somebody's own are given."""
+    demos = {key for key, source in origins.items() if source.is_shipped}
+    if origin.is_shipped and "path" in _keys(merged, "input") and "input.path" not in demos:
+        values.pop("input", None)
+    if origin.is_shipped and "path" in _keys(merged, "output") and "output.path" not in demos:
+        _keys(values, "output").pop("path", None)
+    if "path" in _keys(values, "input"):
+        merged["input"] = {key: each for key, each in _keys(merged, "input").items() if f"input.{key}" not in demos}
+
+
+def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
+    """Yield the values of the configurations that `base` names, then its own, each with their origin.
+
+    above: the files that led here. Raises ConfigError, also for a file that is its own base.
+    """
     if isinstance(config, RunConfig):
-        return config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
+        yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
+        return
     if isinstance(config, Mapping):
-        return json.loads(_as_json(dict(config))), Origin("values", os.getcwd())
-    path = find_config(config)
-    is_shipped = path.resolve().is_relative_to(CONFIGS.resolve())
-    return read_yaml(path), Origin(str(config), os.getcwd() if is_shipped else os.path.abspath(path.parent))
+        origin, values = Origin("values", os.getcwd()), json.loads(_as_json(dict(config)))
+    else:
+        path = find_config(config).resolve()
+        if path in above:
+            raise ConfigError(f"base: {config} leads back to itself; take it out of one of the files")
+        above = (*above, path)
+        is_shipped = path.is_relative_to(CONFIGS.resolve())
+        folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
+        origin, values = Origin(str(config), folder, is_shipped), read_yaml(find_config(config))
+    bases = values.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"base must name a configuration, or several in a list, got {shown(bases)}")
+    for base in bases:
+        yield from _read(base if base in shipped_configs() else os.path.join(origin.folder, base), above)
+    yield values, origin
 
 
 def _apply(values: Values, override: str) -> tuple[str, str]:

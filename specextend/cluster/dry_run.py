@@ -40,7 +40,7 @@ _MEMORY = {
     "target_cache": "cache of the target",
     "draft_caches": "caches of the draft",
     "activations": "a forward pass, about",
-    "workspace": "CUDA and its libraries, about",
+    "workspace": "the process and its libraries, about",
 }
 
 Calibrate = Callable[[Prepared, Estimates], Rates]

@@ -60,6 +60,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
+        environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")  # tries of 40 s; by default 20 of them
         return
     environment.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 leaves the cores to anything else that runs
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, on Linux too, despite its name

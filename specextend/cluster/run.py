@@ -271,6 +271,7 @@ class _LockedRun:
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self._plan_memory(config, plan)
+        self.display.note(f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})")
         with self.ray as early:
             config = settle_cores(config)
             if warning := say_room(config.job):

@@ -81,6 +81,9 @@ def guess_columns(path: str) -> Guess:
         short = [column for column in unique if lengths.get(column, 0) <= _ID_CHARACTERS]
         found = min(short, key=lambda column: lengths.get(column, 0), default=None)
         why = f"unique in {rows}" if found else why
+    spoilt = [column for column in values if _ID_NAMES.search(column) and column not in unique]
+    if spoilt and found not in named:
+        why += f"; {spoilt[0]} is named as one, but has nulls or repeats: input.on_bad_id: error takes it nevertheless"
     others = tuple(column for column in schema.names if column not in (text, found))
     why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
     return Guess(text, why_text, found, why, others, _difference(listing, schema))

@@ -4,6 +4,7 @@ A row names its file with size and time of modification, so that the data set it
 """
 
 import json
+import re
 import secrets
 import tempfile
 from collections import defaultdict
@@ -33,6 +34,7 @@ COLUMNS = {
     **dict.fromkeys(COUNTS, pa.int64()),
 }
 """Columns of every data set."""
+_PART = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
 _EXACT = 1 << 53
@@ -160,6 +162,11 @@ def new_part(folder: Location) -> Location:
     """Return the place of a file behind all that are there; another process that adds one chooses another name."""
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
+
+
+def id_column_of(names: Iterable[str]) -> str | None:
+    """Return the id column of a data set, which the names of its files tell; None for any other files."""
+    return "id" if all(map(_PART.fullmatch, names)) else None
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:

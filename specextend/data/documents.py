@@ -88,7 +88,7 @@ def prepare_documents(
     known = known_files(folder)
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
-    named = [failure for failure in _read_errors(folder) if failure.reason != LEFT_OUT]
+    named = [failure for failure in read_errors(folder) if failure.reason != LEFT_OUT]
     earlier = [failure for failure in named if failure.path in listed]
     failed = {failure.path for failure in earlier}
     new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
@@ -124,7 +124,7 @@ def _remember(failure: Failure) -> Failure:
 def prepare_rows(name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions) -> Prepared:
     """Put numbered rows into a data set, in the place of those of that name. Raises InputError if all are bad."""
     folder = _open(output)
-    failures: list[Failure] = []
+    failures = [failure for failure in read_errors(folder) if failure.path != name]
     try:
         reading = read_table(SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options)
     except UnreadableError as error:
@@ -211,7 +211,8 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "~$"))
 
 
-def _read_errors(folder: Location) -> list[Failure]:
+def read_errors(folder: Location) -> list[Failure]:
+    """Return what a data set lacks; nothing of any other folder."""
     lines = (read_bytes(folder.child(ERRORS)) or b"").decode().split("\n")
     return [Failure(**json.loads(line)) for line in filter(None, lines)]
 

@@ -346,7 +346,7 @@ def find_earlier(
     found: list[EarlierOutput] = []
     left_out: dict[str, list[Location]] = {}
     for path in paths:
-        for location, is_named in _folders(path):
+        for location, is_named in find_folders(path):
             checkpoint()
             if location == own or any(location == each.location for each in found):
                 continue
@@ -373,11 +373,11 @@ def _name(locations: Sequence[Location]) -> str:
     return first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
 
 
-def _folders(path: str) -> list[tuple[Location, bool]]:
+def find_folders(path: str) -> list[tuple[Location, bool]]:
     """Return the folder of a path, or the folders that match a glob, in order, and whether the path names one."""
     root, pattern = split_glob(resolve(path))
     if "**" in pattern:
-        raise InputError(f"input.except_done_in {path}: `**` is not supported; give one `*` for each folder")
+        raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")
     found = [root]
     for each in pattern:
         found = [child for folder in found for child in _folders_like(folder, each)]

@@ -2,14 +2,16 @@
 
 import json
 import time
+from collections import Counter
 
 import pyarrow as pa
 
 from specextend.core import Checkpoint, Values
 from specextend.data.commits import list_commits
+from specextend.data.documents import GONE, LEFT_OUT, read_errors
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
 from specextend.data.run_folder import Start, read_audit, read_heartbeat, read_starts, report_file, time_text
-from specextend.data.storage import Location, read_bytes, resolve, write_bytes
+from specextend.data.storage import Location, is_folder, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.figures import (
     DONE_COLUMNS,
@@ -100,6 +102,8 @@ def build_report(
         "evidence": figures.evidence,
         "choices": figures.choices,
         "errors": errors,
+        "texts": figures.texts,
+        "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
         "timeline": timeline_section(starts, figures),
     }
@@ -122,6 +126,14 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
         checkpoint()
         figures.take(is_done, table)
     return figures
+
+
+def _not_prepared(manifest: Values) -> dict[str, int]:
+    """Count by reason what `specextend prepare` could not read, if the input is its data set and still there."""
+    folder = resolve(manifest["config"]["input"]["path"])
+    if not folder.is_local or not is_folder(folder):
+        return {}
+    return Counter(failure.reason for failure in read_errors(folder) if failure.reason not in (LEFT_OUT, GONE))
 
 
 def _run(manifest: Values) -> Values:

@@ -36,6 +36,7 @@ from specextend.data.parquet import (
 )
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
+from specextend.data.selection import find_folders
 from specextend.data.source import open_source
 from specextend.data.storage import (
     Location,
@@ -138,6 +139,18 @@ def follow(
     return Exported(*settled.count(), num_input_rows(manifest))
 
 
+def find_runs(paths: Sequence[str]) -> list[Location]:
+    """Find the runs in folders, paths or URIs, or globs of them; a folder that a glob finds may hold none.
+
+    Raises ValueError if none is found.
+    """
+    found = chain.from_iterable(map(find_folders, paths))
+    runs = [folder for folder, is_named in found if is_named or read_manifest(folder)]
+    if not runs:
+        raise ValueError(f"there is no run in {', '.join(paths)}; name the output folders of runs")
+    return runs
+
+
 def export_answers(
     outputs: Sequence[Location],
     to: Location,
@@ -145,16 +158,17 @@ def export_answers(
     only_ids_in: str | None = None,
     columns: Sequence[str] = (),
     is_safe: bool = False,
+    replaces: bool = False,
 ) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
 
     A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
-    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. Texts
-    are streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or do not belong
-    together, for a folder that holds files, and for a column that no run has.
+    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. replaces: a file
+    that is there already. Texts are streamed; the ids of all rows are in memory. Raises ValueError for runs that have
+    not ended or do not belong together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
-    check_place(outputs, to)
+    check_place(outputs, to, replaces)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), columns)
@@ -177,13 +191,13 @@ def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
-def check_place(outputs: Sequence[Location], to: Location) -> None:
-    """Raise ValueError for a place in the folder of a run, and for a file that is there already."""
+def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
+    """Raise ValueError for a place in the folder of a run, and for a file that is there already if none `replaces`."""
     for output in outputs:
         if f"{to.path}/".startswith(f"{output.path}/"):
             raise ValueError(f"{to.path} is in the folder of the run; name a place outside")
-    if exists(to) and not is_folder(to):
-        raise ValueError(f"{to.path} is there already; remove it, or choose another name")
+    if not replaces and exists(to) and not is_folder(to):
+        raise ValueError(f"{to.path} is there already; choose another name, or replace it with --replace")
 
 
 @dataclass(frozen=True)

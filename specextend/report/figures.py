@@ -20,6 +20,8 @@ SMALLEST = 512
 NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
+NUM_TEXTS, TEXT_CHARACTERS = 3, 2000
+"""Texts that are shown, drawn at random, and so many more that have a flag; the characters of each, at most."""
 _LIMITED = """
     SELECT worker, count(*) AS documents, sum(prefill_s) AS prefill_s, sum(verify_s) AS verify_s,
         sum(num_forwards) AS num_forwards, sum(num_requests) AS num_prompts,
@@ -51,6 +53,7 @@ _WEIGHTED = {
     "churn_sum": "sum(retrieval_churn * (num_retrievals - 1))",
     "num_churns": "sum(num_retrievals - 1) FILTER (retrieval_churn IS NOT NULL)",
     "tried_again": "count(*) FILTER (attempts > 1)",
+    "num_flagged": "count(*) FILTER (len(quality_flags) > 0)",
 }
 """Sums that are divided by others. A document with one retrieval has no churn: null, and left out of both sums."""
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
@@ -66,9 +69,10 @@ _ONLY_READ = (
     "quality_flags",
     "evidence",
     "choices",
+    "summary",
 )
 DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
-"""Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
+"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds of bytes of each."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
 _DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
@@ -76,7 +80,8 @@ _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.ty
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """JSON has neither NaN nor infinity, and one such row would spoil every sum."""
 _TABLES = (
-    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices) FROM given",
+    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices, summary) FROM given",
+    "CREATE TABLE texts AS SELECT doc_id, quality_flags, summary FROM given",
     "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL)",
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
@@ -86,7 +91,11 @@ _TABLES = (
     FROM done""",
 )
 _ADD_DONE = (
-    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices) REPLACE ({_FINITE}) FROM given",
+    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices, summary) REPLACE ({_FINITE}) FROM given",
+    f"""INSERT INTO texts SELECT doc_id, quality_flags, left(summary, {TEXT_CHARACTERS}) FROM given
+    WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
+    QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
+        OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
     """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
     FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given) GROUP BY each.field""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
@@ -170,6 +179,13 @@ class RunFigures:
         """Return the failed documents by class and stage, each with one example, the most frequent first."""
         return self.select(_ERRORS)
 
+    @property
+    def texts(self) -> dict[str, list[Values]]:
+        """Return a few texts that were drawn at random, and a few others that have a flag."""
+        drawn = self.select("FROM texts ORDER BY md5(doc_id)")
+        flagged = [text for text in drawn[NUM_TEXTS:] if text["quality_flags"]]
+        return {"random": drawn[:NUM_TEXTS], "flagged": flagged[:NUM_TEXTS]}
+
     def _insert(self) -> None:
         """Add the rows that wait: a commit has few of them, and every statement costs the same."""
         if self._waiting:
@@ -206,6 +222,7 @@ def document_figures(figures: RunFigures) -> Values:
         "buckets": [*map(_bucket, buckets)],
         "finish_reasons": _counts(figures, "finish_reason"),
         "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
+        "flagged_texts": sums["num_flagged"],
         "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
         "workers": _counts(figures, "worker"),
         "slowest": _slowest(figures),

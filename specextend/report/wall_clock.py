@@ -47,6 +47,14 @@ IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 HOUR_S = 3600.0
 _TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
+PARTS = 40
+"""Parts of a start's time, for each of which the documents that ended are counted."""
+_ENDED = f"""
+    SELECT count(ended) AS documents FROM range({PARTS}) AS parts (part) LEFT JOIN (
+        SELECT ended, least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::BIGINT AS part
+        FROM work WHERE run_id = ? AND ended IS NOT NULL
+    ) USING (part) GROUP BY part ORDER BY part
+"""
 T = TypeVar("T")
 
 
@@ -287,9 +295,9 @@ def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
 
 
 def timeline_section(starts: Sequence[TimedStart], figures: RunFigures) -> list[Values]:
-    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
-    shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
-    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, figures)) is not None]
+    """Return the time lines of the last starts; seconds are since a start's beginning."""
+    lines = (_timeline(timed, figures) for timed in starts[-MOST_STARTS:] if timed.works is not None)
+    return [line for line in lines if line is not None]
 
 
 def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
@@ -306,9 +314,12 @@ def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
     lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
     seats = list(dict.fromkeys(_place(line) for line in lines))
     shown = set(seats[:MOST_SEATS])
+    ended = figures.select(_ENDED, begin, seconds, timed.start.run_id)
     return {
         "run_id": timed.start.run_id,
         "seconds": seconds,
+        "exit_code": timed.start.exit_code,
+        "ended": [part["documents"] for part in ended],
         "seats_left_out": len(seats) - len(shown),
         "workers": [line for line in lines if _place(line) in shown],
     }

@@ -128,7 +128,7 @@ def test_a_run_says_what_memory_it_planned_and_used(demo):
     ended, output = demo
     [start] = json.loads((output / "report.json").read_text())["starts"]
     planned, used = start["memory_gib"]["planned"], start["memory_gib"]["used"]
-    assert 0 < planned < used  # on a CPU, the used memory is all of the process
+    assert used / 2 < planned < 2 * used  # on a CPU all of the process: it was planned without its libraries
     [said] = re.findall(r"memory: planned ([\d.]+) GiB, used ([\d.]+) GiB at most", ended.stderr)
     assert float(said[0]) == pytest.approx(planned, abs=0.06)
     assert 0 < float(said[1]) <= used + 0.06

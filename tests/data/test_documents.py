@@ -14,9 +14,11 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
+from specextend.core import DocumentKey
 from specextend.data.document_kinds import DocumentOptions, check_packages
 from specextend.data.documents import ERRORS, prepare_documents
-from specextend.data.inputs import InputError
+from specextend.data.inputs import InputError, InputOptions
+from specextend.data.source import open_source
 from specextend.data.storage import resolve, write_bytes
 from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, Ended, in_process
@@ -373,6 +375,36 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
         {"id": f"{folder}:test:0", "text": "one", "pages": 1},
         {"id": f"{folder}:test:2", "text": "three", "pages": 3},
     ]
+
+
+def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prepare):
+    """The list of failures was written anew, and a file that is missing was named nowhere any more."""
+    (folder / "broken.pdf").write_bytes(b"no pdf")
+    prepare()
+    hub = folder.parent / "hub"
+    hub.mkdir()
+    pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
+    for _ in range(2):
+        assert in_process("prepare.py", "hf", str(hub), "--output", f"{folder}.out").code == 3
+        assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
+
+
+def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
+    """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins."""
+    (folder / "a.txt").write_text("one two three")
+    prepare()
+    source = open_source(InputOptions(path=f"{folder}.out"))
+    assert (source.options.id_column, source.doc_id(DocumentKey(0, 0))) == ("id", "a.txt")
+    pq.write_table(pa.table({"text": ["another"]}), f"{folder}.out/mine.parquet")
+    assert open_source(InputOptions(path=f"{folder}.out")).options.id_column is None
+
+
+def test_two_fields_are_not_one_text(folder):
+    """The first one was dropped without a word."""
+    (folder / "a.jsonl").write_text('{"title": "a", "body": "b"}')
+    fields = ("--text-field", "title", "--text-field", "body")
+    ended = in_process("prepare.py", "documents", str(folder), *fields, "--output", f"{folder}.out")
+    assert (ended.code, "one field holds the text" in ended.stderr) == (2, True)
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):

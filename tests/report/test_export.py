@@ -211,8 +211,29 @@ def test_a_file_that_is_there_already_is_kept(night, tmp_path, more):
     (to := tmp_path / "answers").write_text("mine")
     ended = specextend("export", str(night(1, {"a": "a1"})), *more, "--to", str(to))
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-    assert f"{to} is there already; remove it, or choose another name" in ended.stderr
+    assert f"{to} is there already; choose another name, or replace it with --replace" in ended.stderr
     assert to.read_text() == "mine"
+
+
+def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
+    """As cron does it, by a glob, which a store needs too: nobody is there at night to remove a file."""
+    to, every = tmp_path / "answers.jsonl", tmp_path / "nights" / "*"
+    (tmp_path / "nights" / "notes").mkdir(parents=True)  # no run
+    night(1, {"a": "a1", "b": "b1"})
+    assert merge(to, every).code == 0
+    night(2, {"a": "a2"})
+    assert merge(to, every).code == 2
+    assert merge(to, every, "--replace").code == 0
+    found = [json.loads(line) for line in to.read_text().splitlines()]
+    assert sorted((line["doc_id"], line["summary"]) for line in found) == [("a", "a2"), ("b", "b1")]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").touch()
+    for where, more, said in (
+        (to, (tmp_path / "night" / "*",), "there is no run in"),
+        (tmp_path / "folder", (every, "--replace"), "is not empty; name another folder"),
+    ):
+        ended = merge(where, *more)
+        assert (ended.code, said in ended.stderr) == (2, True)
 
 
 def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
