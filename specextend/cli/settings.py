@@ -98,10 +98,10 @@ def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
     It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says in the file why it
     takes which columns for the text and the id.
     """
+    from specextend.config import read_yaml
     from specextend.data.columns import guess_columns
     from specextend.data.instructions import Instruction
     from specextend.data.storage import is_uri
-    from specextend.yaml_values import read_yaml
 
     stem = Path(path.rstrip("/")).stem.strip("*") or "documents"
     to = to or Path(f"{stem}.yaml")

@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from specextend.core import Checkpoint, ReadOnly, counted
-from specextend.data.database import Database
+from specextend.data.database import Database, matches
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import CHECKED, damaged_as, gathered, plain_rows, read_file, write_table
-from specextend.data.row_filter import matches
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, resolve

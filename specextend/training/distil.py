@@ -31,8 +31,16 @@ from specextend.models import load_tokenizer
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from specextend.training.eagle_head import train_eagle
-from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
-from specextend.training.recording import Answer, PromptMaker, Recorder, Text
+from specextend.training.recording import (
+    Answer,
+    PromptMaker,
+    Recorder,
+    Text,
+    add_answers,
+    read_answers,
+    tokens_per_step,
+    with_draft,
+)
 from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
 
 Item = TypeVar("Item")

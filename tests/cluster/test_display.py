@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from specextend.cluster.display import (
+from specextend.cluster.progress import (
     BarDisplay,
+    Snapshot,
     describe,
     open_display,
 )
-from specextend.cluster.progress import Snapshot
 
 
 def snapshot():
