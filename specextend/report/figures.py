@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import ReadOnly, Values
+from specextend.core import ReadOnly, Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
@@ -141,6 +141,13 @@ class RunFigures:
         self._waiting.append(rows)
         if sum(map(len, self._waiting)) >= BATCH_ROWS:
             self._insert()
+
+    def create(self, name: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Create a table of a few rows beside those of the documents. columns: their names with their types."""
+        self.select(f"CREATE OR REPLACE TABLE {name} ({columns})")
+        if rows:
+            arrays = [*map(pa.array, zip(*mended(rows), strict=True))]
+            self._database.add(pa.table(arrays, [*map(str, range(len(arrays)))]), f"INSERT INTO {name} FROM given")
 
     def select(self, query: str, *values: Any) -> list[Values]:
         """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with times and buckets."""
