@@ -16,7 +16,8 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, cast
 
 from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
 from specextend.core import counted, first_line
@@ -204,11 +205,32 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
         what = "started" if folder else "joined"
         raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
     interrupt.install()
+    over = _watch(interrupt) if folder else Event()
     try:
         interrupt.check()  # Ray may have swallowed what its own handler raised
         yield
     finally:
+        over.set()
         _shut_down(interrupt)
+
+
+def _watch(interrupt: Interrupt) -> Event:
+    """Tell the run to stop when a process of its private Ray ends before the event that is returned is set.
+
+    Ray ends this process then, seconds or a minute later, and says nothing of what to do.
+    """
+    from ray._private import worker
+
+    over, node = Event(), cast("Any", worker._global_node)
+
+    def wait_for(name: str, process: Any) -> None:
+        code = process.wait()
+        if not over.is_set():
+            interrupt.tell(f"Ray's {name} has ended ({code})")
+
+    for name, [started] in node.all_processes.items():
+        Thread(target=wait_for, args=(name, started.process), daemon=True).start()
+    return over
 
 
 @contextmanager
