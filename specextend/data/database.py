@@ -33,8 +33,8 @@ def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConne
 class Database:
     """A database that is gone with this object. What does not fit into its memory goes to temporary files.
 
-    Of one thread, and deterministic. Not for texts: rows are handled 2,048 at a time, whatever their size. All methods
-    raise OSError if the temporary folder has no room.
+    Of one thread, and deterministic. Texts must come in small tables: rows are handled 2,048 at a time, whatever their
+    size. All methods raise OSError if the temporary folder has no room.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Database:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
-    def add(self, given: pa.Table, *statements: str) -> None:
-        """Execute statements in which a table goes by the name `given`."""
+    def add(self, given: pa.Table, *statements: str) -> list[Values]:
+        """Execute statements in which a table goes by the name `given`; return the rows that the last one finds."""
         self._connection.register("given", given)
-        for statement in statements:
-            self.select(statement)
+        [*_, rows] = map(self.select, statements)
         self._connection.unregister("given")
+        return rows
 
     def select(self, query: str, *values: Any) -> list[Values]:
         """Return the rows that a query finds. values: of the query's parameters."""

@@ -1,26 +1,21 @@
 """The wall clock of a run: how long its starts took, what each worker did when, how a run ended, and what it cost.
 
-A worker is paid for from the moment it has a process until it is released. What it does in that time is one of KINDS:
-they add up to the worker-seconds that were paid. Times are seconds since the epoch.
+A worker is paid for from the moment it has a process until it is released. What it does in that time is of
+seven kinds, which add up to the worker-seconds that were paid: `prefill`, `decode` and `other` at work on documents
+that are done; `waiting`: ready, and at none of these; `lost`: from the last document of a worker that died, or whose
+start was stopped, to its end; `loading`: until the first worker of a seat is ready; `dead`: from the end of a worker to
+the moment when its successor is ready. Times are seconds since the epoch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
 
 from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import RELEASED, Heartbeat, Start, parse_time, time_text
 from specextend.report.figures import RunFigures
 
-KINDS = ("prefill", "decode", "other", "waiting", "lost", "loading", "dead")
-"""What a worker's time is spent on: the first three at work on documents that are done.
-
-`waiting`: ready, and at none of these. `lost`: from the last document of a worker that died, or whose start was
-stopped, to its end. `loading`: until the first worker of a seat is ready. `dead`: from the end of a worker to the
-moment when its successor is ready.
-"""
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
 RESOLUTION = 400
@@ -36,9 +31,10 @@ _STARTS = (
 )
 """The starts in order. sign: their last sign of life; has_end: something is recorded as their end."""
 _WORKERS = (
-    "place INT, number INT, seat TEXT, name TEXT, asked DOUBLE, begun DOUBLE, ready DOUBLE, gone DOUBLE, "
-    "used_gib DOUBLE, has_died BOOL"
+    "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, ready DOUBLE, "
+    "gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
 )
+_RECORDED = attrgetter("worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib")
 """The workers of each start, in order; one that was never ready has no name."""
 _WORKS = """
     SELECT run_id, worker AS name, count(*) AS documents, max(ended) AS last,
@@ -79,8 +75,9 @@ _SEATS = """
 """
 """What each seat, which its workers had one after another, was paid for beside documents."""
 _PAID = """
-    SELECT place, gpus, price, has_end, began, ended, is_stopped, if(ended < began, 0, ended - began) AS seconds,
-        documents, 3600 * documents / nullif(seconds, 0) AS documents_per_hour,
+    SELECT place, run_id, gpus, price, has_end, began, ended, is_stopped, documents,
+        documents + coalesce(asked, 0) > 0 AS is_shown, if(ended < began, 0, ended - began) AS seconds,
+        3600 * documents / nullif(seconds, 0) AS documents_per_hour,
         if(has_workers, {'asked': coalesce(asked, 0), 'ready': coalesce(ready, 0), 'died': coalesce(died, 0)}, NULL)
             AS workers,
         used_gib,
@@ -157,18 +154,42 @@ _WALL_CLOCK = """
     FROM sums, documents
 """
 """The sums over all starts: rates of the whole job, hours, shares of the paid time, and cost."""
-_IDLE = f"""
-    WITH idle AS (
-        SELECT greatest(0, $1 - greatest(ready, last)) AS idle, idle > {IDLE_SHARE} * $2 AS is_long
-        FROM (SELECT name, last FROM works WHERE run_id = $3)
-        FULL JOIN (SELECT name, ready, gone FROM held WHERE was_ready AND place = $4) USING (name)
-        WHERE coalesce(ready, last) IS NOT NULL AND coalesce(gone, $1) >= $1
+_TAIL = f"""
+    WITH start AS (
+        SELECT place, run_id, nullif(seconds, 0) AS seconds, is_stopped
+        FROM paid WHERE documents > 0 ORDER BY place DESC LIMIT 1
+    ), own AS (
+        SELECT began, ended, row_number() OVER (ORDER BY ended DESC) AS number
+        FROM work JOIN start USING (run_id) WHERE ended IS NOT NULL AND NOT is_stopped
+    ), whole AS (
+        SELECT count(*) AS documents, (count(*) + 99) // 100 AS last_percent, min(began) AS first, max(ended) AS last
+        FROM own
+    ), idle AS (
+        SELECT greatest(0, whole.last - greatest(ready, works.last)) AS idle, idle > {IDLE_SHARE} * seconds AS is_long
+        FROM (SELECT name, last FROM works JOIN start USING (run_id)) AS works
+        FULL JOIN (SELECT name, ready, gone FROM held JOIN start USING (place) WHERE was_ready) USING (name)
+        CROSS JOIN whole CROSS JOIN start
+        WHERE coalesce(ready, works.last) IS NOT NULL AND coalesce(gone, whole.last) >= whole.last
+    ), waits AS (
+        SELECT coalesce(min(idle, 2)[2], 0) AS last_worker_alone_s, count(*) AS workers,
+            count(*) FILTER (is_long) AS idle_workers, coalesce(median(idle) FILTER (is_long), 0) AS idle_median_s
+        FROM idle
     )
-    SELECT coalesce(min(idle, 2)[2], 0) AS last_worker_alone_s, count(*) AS workers,
-        count(*) FILTER (is_long) AS idle_workers, coalesce(median(idle) FILTER (is_long), 0) AS idle_median_s
-    FROM idle
+    SELECT run_id, documents, last_percent AS last_percent_documents,
+        last - coalesce((SELECT ended FROM own WHERE number = last_percent + 1), first) AS last_percent_s, waits.*
+    FROM start, whole, waits WHERE documents > 0
 """
-"""How long before the last document each worker that was there at the end had ended its own."""
+"""The end of the last start with documents, if it came to their end: how long its last hundredth took, and how long
+before the last document each worker that was there at the end had ended its own."""
+_LINES = """
+    SELECT coalesce(worker, works.name) AS worker, seat, asked - $3 AS asked_s, begun - $3 AS begun_s,
+        ready - $3 AS ready_s, gone - $3 AS gone_s, reason, coalesce(documents, 0) AS documents,
+        coalesce(workers.name, works.name) AS name
+    FROM (FROM workers WHERE place = $1) AS workers
+    FULL JOIN (FROM works WHERE run_id = $2) AS works ON workers.name = works.name
+    ORDER BY seat NULLS LAST, asked, number, works.name
+"""
+"""The workers of a start; of one that was killed only its rows may know."""
 _TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
 
 
@@ -179,12 +200,13 @@ def clock_sections(starts: Sequence[Start], figures: RunFigures, heartbeat: Hear
     """
     _collect(starts, figures, heartbeat)
     [wall_clock] = figures.select(_WALL_CLOCK)
-    paid = figures.select("FROM paid")
+    paid = figures.select("FROM paid ORDER BY place")
+    shown = [start for start in paid if start["is_shown"]]
     return {
         "wall_clock": wall_clock,
         "starts": [*map(_start, starts, paid)],
-        "tail": _tail(starts, paid, figures),
-        "timeline": _timelines(starts, paid, figures),
+        "tail": next(iter(figures.select(_TAIL)), None),
+        "timeline": [line for start in shown[-MOST_STARTS:] if (line := _timeline(start, figures)) is not None],
     }
 
 
@@ -209,18 +231,7 @@ def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat 
         for place, start in enumerate(starts)
     ]
     of_workers = [
-        (
-            place,
-            number,
-            str(worker.seat),
-            worker.name,
-            worker.asked,
-            worker.begun,
-            worker.ready,
-            worker.gone,
-            worker.used_gib,
-            worker.reason not in (None, RELEASED),
-        )
+        (place, number, worker.reason not in (None, RELEASED), *_RECORDED(worker))
         for place, start in enumerate(starts)
         for number, worker in enumerate(start.workers or ())
     ]
@@ -242,69 +253,24 @@ def _start(start: Start, paid: ReadOnly) -> Values:
     }
 
 
-def _tail(starts: Sequence[Start], paid: Sequence[ReadOnly], figures: RunFigures) -> Values | None:
-    """Describe the end of the last start with documents, if it came to their end; None if it is not recorded."""
-    last = max((row["place"] for row in paid if row["documents"]), default=None)
-    if last is None or paid[last]["is_stopped"]:
-        return None
-    run_id, ended = starts[last].run_id, "FROM work WHERE run_id = ? AND ended IS NOT NULL"
-    [own] = figures.select(f"SELECT count(*) AS n, min(began) AS first, max(ended) AS last {ended}", run_id)
-    if not own["n"]:
-        return None
-    num_last = -(-own["n"] // 100)
-    before = figures.select(f"SELECT ended {ended} ORDER BY ended DESC LIMIT 1 OFFSET {num_last}", run_id)
-    [idle] = figures.select(_IDLE, own["last"], paid[last]["seconds"] or None, run_id, last)
-    return {
-        "run_id": run_id,
-        "documents": own["n"],
-        "last_percent_documents": num_last,
-        "last_percent_s": own["last"] - (before[0]["ended"] if before else own["first"]),
-        **idle,
-    }
-
-
-def _timelines(starts: Sequence[Start], paid: Sequence[ReadOnly], figures: RunFigures) -> list[Values]:
-    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
-    both = [*zip(starts, paid, strict=True)]
-    shown = [each for each in both if each[1]["documents"] or (each[1]["documents"] == 0 and each[0].workers)]
-    return [line for each in shown[-MOST_STARTS:] if (line := _timeline(*each, figures)) is not None]
-
-
-def _timeline(start: Start, paid: ReadOnly, figures: RunFigures) -> Values | None:
-    begin, seconds = paid["began"], paid["seconds"]
+def _timeline(start: ReadOnly, figures: RunFigures) -> Values | None:
+    """Return the time line of a start; seconds are since its beginning. None if it is not recorded, or empty."""
+    run_id, begin, seconds = start["run_id"], start["began"], start["seconds"]
     if begin is None or not seconds:
         return None
-    listed = figures.stream(_TIMES, start.run_id)
+    listed = figures.stream(_TIMES, run_id)
     spans = {worker: _spans(times, begin, seconds) for worker, times in groupby(listed, itemgetter("worker"))}
-    found = figures.select("SELECT name, documents FROM works WHERE run_id = ? ORDER BY name", start.run_id)
-    documents = {row["name"]: row["documents"] for row in found}
-    records = [asdict(worker) for worker in start.workers or ()]
-    recorded = {record["name"] for record in records}
-    records += [{"worker": name, "name": name} for name in documents if name not in recorded]  # their driver was killed
-    lines = [_line(record, documents, spans, begin) for record in records]
-    lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
-    seats = list(dict.fromkeys(map(_place, lines)))
-    shown = set(seats[:MOST_SEATS])
+    lines = figures.select(_LINES, start["place"], run_id, begin)
+    seats: defaultdict[int | str, list[Values]] = defaultdict(list)
+    for line in lines:
+        line["spans"] = spans.get(line.pop("name"), [])
+        seats[line["worker"] if line["seat"] is None else line["seat"]].append(line)
+    shown = list(seats.values())[:MOST_SEATS]
     return {
-        "run_id": start.run_id,
+        "run_id": run_id,
         "seconds": seconds,
         "seats_left_out": len(seats) - len(shown),
-        "workers": [line for line in lines if _place(line) in shown],
-    }
-
-
-def _place(line: ReadOnly) -> int | str:
-    return line["worker"] if line["seat"] is None else line["seat"]
-
-
-def _line(record: ReadOnly, documents: Mapping[str, int], spans: Mapping[str, list[Any]], begin: float) -> Values:
-    """Describe one worker. record: of WorkerRecord, or its name alone if only its rows know it."""
-    times = {key: record.get(key) for key in ("asked", "begun", "ready", "gone")}
-    return {
-        **{key: record.get(key) for key in ("worker", "seat", "reason")},
-        **{f"{key}_s": None if time is None else time - begin for key, time in times.items()},
-        "documents": documents.get(record["name"], 0),
-        "spans": spans.get(record["name"], []),
+        "workers": [line for seat in shown for line in seat],
     }
 
 
