@@ -99,7 +99,7 @@ def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
     takes which columns for the text and the id.
     """
     from specextend.config import read_yaml
-    from specextend.data.columns import guess_columns
+    from specextend.data.check import guess_columns
     from specextend.data.instructions import Instruction
     from specextend.data.storage import is_uri
 

@@ -1,4 +1,4 @@
-"""What drafts learn from: prompts around documents and pieces of them, and the target's states at its answers.
+"""A training's settings, and what drafts learn from: prompts around documents or pieces, and the target's states.
 
 The target's own answers, given in the engine with the run's sampling, are what a draft will be asked for. They lie in
 Parquet files of a folder. The target reads each once behind its prompt, and its hidden states are kept in a file.
@@ -8,11 +8,11 @@ Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,17 +27,54 @@ from specextend.data.instructions import Around
 from specextend.data.parquet import CHECKED, write_table
 from specextend.data.prompts import Prompts
 from specextend.data.storage import atomic_output, resolve
-from specextend.decoding.decoding_options import DraftOptions
+from specextend.decoding.decoding_options import DraftOptions, at_least
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
 from specextend.document_requests import document_seed
 from specextend.loading import load_engine
 from specextend.stats import DecodingStats
-from specextend.training.task import Show, TrainOptions
+
+Show = Callable[..., None]
+"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
 
 
-@dataclass(frozen=True)
-class Text:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Settings of a whole training. Lengths are in tokens."""
+
+    start_from: str = ""
+    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary; empty: a new one."""
+    num_rounds: int = 4
+    """Most rounds of answers, training and evaluation."""
+    num_answers: int = 256
+    """Own answers of the target that each round adds."""
+    min_tokens: int = 1024
+    """Shortest piece of a document that is answered; shorter documents are not used."""
+    max_tokens: int = 5120
+    """Longest piece of a document that is answered."""
+    vocabulary: int = 8192
+    """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
+    copy_heads: int = 2
+    """Number of KV heads that look up earlier occurrences of the last tokens."""
+    num_epochs: int = 4
+    """Epochs of each round over all recordings so far."""
+    learning_rate: float = 4e-4
+    """Peak learning rate."""
+    seed: int = 0
+    """Seed of pieces and training."""
+
+    def __post_init__(self) -> None:
+        least = {"copy_heads": 0, "vocabulary": 16}
+        least |= dict.fromkeys(("num_rounds", "num_answers", "min_tokens", "num_epochs"), 1)
+        for name, value in least.items():
+            at_least(name, getattr(self, name), value)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+
+class Text(NamedTuple):
     """A document of the corpus."""
 
     token_ids: Tensor
@@ -46,8 +83,7 @@ class Text:
     """Its own; None: the run's."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A prompt and the target's own answer to it."""
 
     prompt_token_ids: list[int]
@@ -90,8 +126,7 @@ class PromptMaker:
         return piece
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """The tokens of a prompt and of the answer behind it, and the target's hidden states at them."""
 
     token_ids: Tensor
@@ -106,7 +141,7 @@ class Recording:
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
         with atomic_output(resolve(str(path))) as temporary:
-            save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, temporary)
+            save_file({name: tensor.contiguous() for name, tensor in self._asdict().items()}, temporary)
 
     @staticmethod
     def load(path: Path) -> Recording:
@@ -144,7 +179,7 @@ class Recorder:
 ROWS = 32
 """Answers in a file; so many are lost at most if a training is killed."""
 TOKENS = pa.list_(pa.int32())
-SCHEMA = pa.schema([("number", pa.int64()), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)])
+SCHEMA = pa.schema([("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)])
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:
