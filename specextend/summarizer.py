@@ -226,9 +226,9 @@ def _first(results: pa.Table) -> Values:
 
 
 def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
-    columns: Values = {options.text_column: pa.array(texts, pa.string())}
+    columns: Values = {options.text_column: pa.array(texts, "string")}
     if options.id_column is not None:
-        columns[options.id_column] = pa.array(map(str, range(len(texts))), pa.string())
+        columns[options.id_column] = pa.array(map(str, range(len(texts))), "string")
     return pa.table(columns)
 
 

@@ -124,8 +124,7 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     )
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """The wall-clock seconds from the begin of a start until its last document is done."""
 
     seconds: float
@@ -413,7 +412,7 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
     hourly = {name: 3600 * forecast.documents / each for name, each in seconds.items() if each}
     return {
         "rates": asdict(rates),
-        "forecast": asdict(forecast),
+        "forecast": forecast._asdict(),
         "documents_per_hour": hourly or None,
         "by": None if by is None else _by(outlook, by),
         "cost": _cost(forecast, config.report.price_per_worker_hour),

@@ -7,10 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, NamedTuple, TextIO, cast
 
 import numpy as np
 from rich.console import Console
@@ -59,8 +59,7 @@ class AwakeClock:
         return self._now
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Figures of a run at one moment."""
 
     num_rows: int
@@ -330,7 +329,7 @@ class JsonDisplay(Display):
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Write an event, if enough time has passed since the last one."""
         if self._pace.is_due(now):
-            self.event("progress", **asdict(snapshot))
+            self.event("progress", **snapshot._asdict())
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """Write an event with a message."""

@@ -211,7 +211,7 @@ class _Ending:
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
-            table = pa.Table.from_arrays(summary_columns(rows, self._answers) + columns, schema=schema)
+            table = pa.table(summary_columns(rows, self._answers) + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy())
 
     def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
@@ -223,8 +223,8 @@ class _Ending:
             self._checkpoint()
             chosen, mask = mask[:num_rows], mask[num_rows:]
             rows = pa.concat_tables([ERROR_SCHEMA.empty_table(), *results.take(int(chosen.sum()))])
-            own = rows_where(pa.Table.from_arrays(columns, schema=pa.schema(fields)), chosen).columns if fields else []
-            yield pa.Table.from_arrays(rows.columns + own, schema=schema)
+            own = rows_where(pa.table(columns, schema=pa.schema(fields)), chosen).columns if fields else []
+            yield pa.table(rows.columns + own, schema=schema)
 
     def _summaries_schema(self, number: int) -> pa.Schema:
         fields = [*summary_fields(self._text_column, self._answers), *self._source.passthrough_fields]
@@ -368,7 +368,7 @@ def _keys(table: pa.Table) -> NDArray[np.int64]:
 
 
 def _in_order(table: pa.Table) -> pa.Table:
-    return table.take(pa.array(np.argsort(_keys(table), kind="stable"))).combine_chunks()
+    return table.take(np.argsort(_keys(table), kind="stable")).combine_chunks()
 
 
 def _batches(table: pa.Table) -> Iterator[pa.Table]:
@@ -380,7 +380,7 @@ def _batches(table: pa.Table) -> Iterator[pa.Table]:
 def _stored_batches(file: IO[bytes]) -> Iterator[pa.Table]:
     file.seek(0)
     with ipc.open_stream(pa.PythonFile(file, mode="r")) as reader:
-        yield from (pa.Table.from_batches([batch]) for batch in reader)
+        yield from (pa.table(batch) for batch in reader)
 
 
 class Tables:
