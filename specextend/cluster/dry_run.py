@@ -32,12 +32,12 @@ from specextend.cluster.checks import (
     open_rows,
     say_left_out,
 )
-from specextend.cluster.environment import connected, is_local, say_room, settle_cores
+from specextend.cluster.environment import connected, is_local, say_room, settle_cores, start_worker
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError, reading
 from specextend.cluster.messages import Done, Outcome
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import describe_duration
-from specextend.cluster.worker import EngineFactory, checked_engine, worker_actor
+from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, Values, counted
@@ -225,10 +225,11 @@ def calibrate(
     begin, size = time.monotonic(), decoding.batch_size
     checked = partial(checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"])
     with connected(interrupt):
-        actor = worker_actor(config := settle_cores(config), size).remote(config, prepared.source, checked)
+        config = settle_cores(config)
+        actor = start_worker(config.job)
         wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
         try:
-            _, info = wait([actor.ready.remote()])
+            _, info = wait([actor.ready.remote(config, prepared.source, checked)])
             start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
             say(f"calibrating with {documents} on {info.device}, models loaded after {start_s:.1f} s")
