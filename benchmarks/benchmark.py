@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specextend import RunConfig, SamplingParams
-from specextend.yaml_values import read_yaml
+from specextend.config import read_yaml
 
 PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "llama.cpp-ngram", "openvino", "openvino-lookup"]
 ProbeKind = Literal["passkey", "needles", "quote"]

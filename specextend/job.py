@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from specextend.cluster.display import Display, open_display
 from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError, RefusedError
+from specextend.cluster.progress import Display, open_display
 from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
 from specextend.data.commits import Retry

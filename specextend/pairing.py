@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,8 +151,7 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
     return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * draft_facts.kv_numbers_per_token)
 
 
-@dataclass(frozen=True)
-class DraftSize:
+class DraftSize(NamedTuple):
     """The numbers, each of the target's dtype, that a draft holds in memory."""
 
     num_parameters: int

@@ -54,8 +54,7 @@ class Arguments:
         """Load the configuration. Raises RefusedError."""
         from specextend.cluster.environment import is_submitted
         from specextend.cluster.exits import RefusedError
-        from specextend.config import RunConfig
-        from specextend.yaml_values import ConfigError
+        from specextend.config import ConfigError, RunConfig
 
         allow_relative = not is_submitted(os.environ)
         try:
@@ -180,8 +179,8 @@ def start(arguments: Arguments) -> int:
 
     if is_local():
         check_limits()  # or the imports below may fail
-    from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt
+    from specextend.cluster.progress import open_display
 
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
@@ -206,9 +205,8 @@ def start(arguments: Arguments) -> int:
 def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     from specextend.cluster.checks import prepare
-    from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
+    from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
-    from specextend.cluster.forecast import calibrate
 
     config = arguments.load()
     try:
@@ -300,7 +298,7 @@ def _status(output: str) -> int:
 
 def _say(line: str, event: str, arguments: Arguments, keep: str = "") -> None:
     """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for `printable`."""
-    from specextend.cluster.display import Forgiving, JsonDisplay
+    from specextend.cluster.progress import Forgiving, JsonDisplay
 
     stderr = Forgiving(sys.stderr)
     if arguments.log == "json":

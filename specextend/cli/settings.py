@@ -15,7 +15,7 @@ from specextend.shipped import TASKS, find_config, shipped_configs
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
-    from specextend.data.columns import Guess
+    from specextend.data.check import Guess
 
 
 @click.command()
@@ -94,7 +94,7 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     takes which columns for the text and the id. --config: the pair to begin with, and perhaps a task.
     """
     from specextend.config import merge
-    from specextend.data.columns import guess_columns
+    from specextend.data.check import guess_columns
     from specextend.data.instructions import Instruction
 
     stem = Path(path.rstrip("/")).stem.strip("*") or "documents"

@@ -23,7 +23,6 @@ from specextend.cluster.checks import (
     prepare,
     say_left_out,
 )
-from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
 from specextend.cluster.environment import connected, say_room, settle_cores
 from specextend.cluster.exits import (
@@ -42,7 +41,7 @@ from specextend.cluster.exits import (
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Failed, Tried, failed_row
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.cluster.progress import Ledger
+from specextend.cluster.progress import Display, Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine

@@ -108,7 +108,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             kind = pa.string()
     texts = [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
-    return pa.array(texts, pa.string())
+    return pa.array(texts, "string")
 
 
 def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
@@ -225,7 +225,7 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
     for i, part in enumerate(parts):
         table = _read(part, ["id", "source_path", "source_row"])
         database.add(table, f"INSERT INTO rows SELECT *, {i}, row_number() OVER () - 1 FROM given")
-    gone = pa.table({"source_path": pa.array(without, pa.string())})
+    gone = pa.table({"source_path": pa.array(without, "string")})
     database.add(gone, "DELETE FROM rows WHERE source_path IN (FROM given)", _REPEATED)
     return database
 
@@ -246,4 +246,4 @@ def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
             is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)
             begin += len(table)
             if is_kept.any():
-                yield table.filter(pa.array(is_kept))
+                yield table.filter(is_kept)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from specextend.core import Values, one_line, printable
 from specextend.data.answers import schema_of, string_fields
-from specextend.data.row_filter import filter_columns
+from specextend.data.database import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20

@@ -272,7 +272,7 @@ class Source:
         mask = np.zeros(len(ids), bool)
         mask[self.bad_ids[number]] = True
         places = [self.place(DocumentKey(number, row)) for row in self.bad_ids[number].tolist()]
-        return pc.replace_with_mask(ids, pa.array(mask), pa.array(places, kind))
+        return pc.replace_with_mask(ids, mask, pa.array(places, kind))
 
     def _has_bad_id(self, key: DocumentKey) -> bool:
         rows = self.bad_ids.get(key.file)

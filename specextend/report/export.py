@@ -6,11 +6,10 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -72,8 +71,7 @@ _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """Count what an export has written, in documents."""
 
     done: int
@@ -129,9 +127,9 @@ def follow(
             needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             done, _ = settled.settle(commit, name)
-            answers = commit.take(pa.array(done))
+            answers = commit.take(done)
             if len(answers) and name not in written:
-                table = pa.Table.from_arrays(summary_columns(answers, schema_of_answers), schema=full)
+                table = pa.table(summary_columns(answers, schema_of_answers), schema=full)
                 file = folder.child(name.removesuffix("parquet") + kind)
                 _write(file, kind, schema, [table.select(schema.names)], is_safe)
         seen |= sizes.keys()
@@ -200,8 +198,7 @@ def check_place(outputs: Sequence[Location], to: Location, replaces: bool = Fals
         raise ValueError(f"{to.path} is there already; choose another name, or replace it with --replace")
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """The folder of a run."""
 
     path: str
@@ -266,7 +263,7 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
         files += [(file, True) for file in run.answers]
         files += [(file, False) for file in run.failures]
     database, sizes = Database(), []
-    everything = pa.array([], pa.large_string())
+    everything = pa.array([], "large_string")
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
     for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
         database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
@@ -277,8 +274,8 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     exported = Exported(**counts, rows=rows, difference=next(lines, ""))
     mask = np.zeros(sum(sizes), bool)
-    for row in database.stream("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL"):
-        mask[row["answer"]] = True
+    [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
+    mask[answers] = True
     masks = np.split(mask, np.cumsum(sizes))
     return [(file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer], exported
 
@@ -354,11 +351,11 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
         try:
             return plain_text(column)
         except pa.ArrowInvalid:
-            return _as_text(column.cast(pa.large_binary()), lambda value: value.decode(errors="replace"))
+            return _as_text(column.cast("large_binary"), lambda value: value.decode(errors="replace"))
     if pa.types.is_duration(kind):
-        return _as_text(column.cast(pa.int64()), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
+        return _as_text(column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds
-        return pc.replace_substring(column.cast(pa.large_string()), pattern=" ", replacement="T")
+        return pc.replace_substring(column.cast("large_string"), pattern=" ", replacement="T")
     return (
         column
         if pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or kind.num_fields
@@ -368,7 +365,7 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _as_text(column: pa.ChunkedArray, spell: Callable[[Any], str]) -> pa.ChunkedArray:
     texts = [None if value is None else spell(value) for value in column.to_pylist()]
-    return pa.chunked_array([pa.array(texts, pa.large_string())])
+    return pa.chunked_array([pa.array(texts, "large_string")])
 
 
 def _json(value: Any) -> str:

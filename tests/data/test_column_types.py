@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.columns import guess_columns
+from specextend.data.check import guess_columns
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputError, InputOptions

@@ -15,7 +15,7 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_comman
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
 from specextend.data.document_kinds import DocumentOptions
-from specextend.data.document_readers import SourceFile, read_files
+from specextend.data.documents import SourceFile, read_files
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions

@@ -7,8 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from specextend.cluster.checks import prepare
-from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
-from specextend.cluster.forecast import Rates
+from specextend.cluster.dry_run import Rates, describe_dry_run, dry_run, parse_time
 from specextend.config import RunConfig
 from tests.job.conftest import CONFIG, Ended, write_corpus
 
