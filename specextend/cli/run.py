@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import partial, wraps
@@ -176,7 +176,7 @@ def _exit_when_told(code: int) -> None:
 @_guarded
 def start(arguments: Arguments) -> int:
     """Run or resume a job, and show what came of it. Returns the exit code."""
-    from specextend.cluster.environment import check_limits, is_local
+    from specextend.cluster.environment import check_limits, early_ray, is_local
 
     if is_local():
         check_limits()  # or the imports below may fail
@@ -187,10 +187,13 @@ def start(arguments: Arguments) -> int:
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
     gc.freeze()  # what was imported is no garbage
-    from specextend.cluster.run import run_job  # it imports Ray
+    with ExitStack() as stack:
+        if ray := early_ray(config.job, config.output.path, interrupt):
+            stack.callback(ray.close)
+        from specextend.cluster.run import run_job  # it imports Ray
 
-    with closing(open_display(log=arguments.log)) as display:
-        code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none")
+        display = stack.enter_context(closing(open_display(log=arguments.log)))
+        code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none", ray=ray)
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
         conclude(config.output.path)

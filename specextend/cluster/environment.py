@@ -11,12 +11,15 @@ import os
 import resource
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, cast
 
 from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
 from specextend.core import counted, first_line
@@ -174,20 +177,96 @@ def say_room(job: JobOptions) -> str | None:
     return f"no node of the cluster has room for a worker of {wanted}; {end}"
 
 
+class WorkerActor:
+    """A worker as Ray sees it: it imports at once, which takes seconds, and knows its run only when that is planned."""
+
+    def __init__(self) -> None:
+        """Import what a worker needs."""
+        import specextend.cluster.worker as module
+
+        self._make = module.Worker
+
+    async def begun(self) -> str:
+        """Answer as soon as there is a process, with its host."""
+        return os.uname().nodename
+
+    async def ready(self, *options: Any) -> Any:
+        """Load the models. options: those of `Worker`."""
+        self._worker = self._make(*options)
+        return await self._worker.ready()
+
+    async def run(self, *lease: Any) -> Any:
+        """Decode the document of a lease."""
+        return await self._worker.run(*lease)
+
+    async def progress(self) -> Any:
+        """Report what has been decoded."""
+        return await self._worker.progress()
+
+
+def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | None:
+    """Begin to start a private Ray if the run will need one; a run that is complete hardly does.
+
+    output: the folder of the run.
+    """
+    is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if is_joined or not is_local() or Path(output, "_SUCCESS").exists():
+        return None
+    return EarlyRay(job, interrupt)
+
+
+def start_worker(job: JobOptions) -> Any:
+    """Start an actor with the resources of one worker. The driver replaces actors that die, Ray does not."""
+    import ray
+
+    actor = ray.remote(WorkerActor)
+    return actor.options(
+        num_cpus=job.num_cores, num_gpus=job.gpus_per_worker, max_restarts=0, max_task_retries=0
+    ).remote()
+
+
+class EarlyRay(ExitStack):
+    """A private Ray that comes up, and whose workers import what they need, while this process does the same."""
+
+    def __init__(self, job: JobOptions, interrupt: Interrupt):
+        """Begin to start it."""
+        super().__init__()
+        self._interrupt = interrupt
+        self._thread = ThreadPoolExecutor(1)  # Ray's processes end with the thread that started them
+        self._workers = self._thread.submit(self._start, job)
+
+    def _start(self, job: JobOptions) -> list[Any]:
+        self.enter_context(connected(self._interrupt))
+        cores = cores_per_worker(job, nodes_up())
+        return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(job.workers)]
+
+    def __enter__(self) -> list[Any]:  # type: ignore[override]
+        """Wait until it is up; return its workers. Raises what `connected` raises."""
+        workers = self._workers.result()
+        self._interrupt.install()
+        return workers
+
+    def close(self) -> None:
+        """Shut it down if it is up."""
+        wait([self._workers])
+        super().close()
+
+
 @contextmanager
-def connected(interrupt: Interrupt) -> Iterator[None]:
+def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
     """Connect to Ray for a `with` block: to the cluster that this process has joined already, to a private one
     (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
 
-    `interrupt` takes SIGTERM back whenever Ray has taken it. Raises ClusterError and InterruptedRunError.
+    Yields the workers that have been started; here none. `interrupt` takes SIGTERM back whenever Ray has taken it.
+    Raises ClusterError and InterruptedRunError.
     """
     import ray
 
     if ray.is_initialized():
-        yield
+        yield []
         return
     with _private_folder(interrupt) if is_local() else nullcontext("") as folder, _attached(interrupt, folder):
-        yield
+        yield []
 
 
 @contextmanager
@@ -204,11 +283,32 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
         what = "started" if folder else "joined"
         raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
     interrupt.install()
+    over = _watch(interrupt) if folder else Event()
     try:
         interrupt.check()  # Ray may have swallowed what its own handler raised
         yield
     finally:
+        over.set()
         _shut_down(interrupt)
+
+
+def _watch(interrupt: Interrupt) -> Event:
+    """Tell the run to stop when a process of its private Ray ends before the event that is returned is set.
+
+    Ray ends this process then, seconds or a minute later, and says nothing of what to do.
+    """
+    from ray._private import worker
+
+    over, node = Event(), cast("Any", worker._global_node)
+
+    def wait_for(name: str, process: Any) -> None:
+        code = process.wait()
+        if not over.is_set():
+            interrupt.tell(f"Ray's {name} has ended ({code})")
+
+    for name, [started] in node.all_processes.items():
+        Thread(target=wait_for, args=(name, started.process), daemon=True).start()
+    return over
 
 
 @contextmanager
@@ -223,18 +323,12 @@ def _private_folder(interrupt: Interrupt) -> Iterator[str]:
         made = tempfile.TemporaryDirectory(prefix="sx-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise ClusterError(f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder") from error
-    before = interrupt.last
-
-    def last() -> None:
-        before()
-        made.cleanup()  # Ray's processes end with this one; killed before it, they would take its exit code along
-
-    interrupt.last = last
-    try:
-        with made as folder:
-            yield f"{folder}/ray"  # Ray lets everybody into the folder that it is given
-    finally:
-        interrupt.last = before
+    interrupt.cleanup = (
+        made.cleanup
+    )  # Ray's processes end with this one; killed before it, they take its exit code along
+    with made as folder:
+        yield f"{folder}/ray"  # Ray lets everybody into the folder that it is given
+    made.cleanup()  # once more, for what a process wrote as it ended
 
 
 def _shut_down(interrupt: Interrupt) -> None:
@@ -259,7 +353,7 @@ def _connect(folder: str) -> None:
                 num_cpus=num_cores(),
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,  # it warns of other threads than the main one
                 _temp_dir=folder,
             )
     else:

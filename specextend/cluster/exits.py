@@ -3,6 +3,7 @@
 SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits with 75.
 """
 
+import _thread
 import os
 import signal
 import sys
@@ -139,6 +140,8 @@ class Interrupt:
         """
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
+        self.cleanup: Callable[[], None] = lambda: None
+        """The call after that."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.reason = ""
         """Why the run was told to stop; empty if it was not."""
@@ -150,6 +153,10 @@ class Interrupt:
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
+        if threading.current_thread() is not threading.main_thread():  # which alone can
+            _thread.interrupt_main(signal.SIGURG)
+            return
+        signal.signal(signal.SIGURG, lambda *_: self.install())
         if self._wakeup is None:
             heard, self._wakeup = os.pipe()
             os.set_blocking(self._wakeup, False)
@@ -185,7 +192,13 @@ class Interrupt:
         if not self._told.wait(deadline_s):
             self.tell("job.deadline_s has passed")
         if not self._over.wait(self._grace_s):
-            end_process(EXIT_INTERRUPTED, self.last)
+            end_process(EXIT_INTERRUPTED, self._leave)
+
+    def _leave(self) -> None:
+        try:
+            self.last()
+        finally:
+            self.cleanup()
 
 
 def end_process(code: int, last: Callable[[], object]) -> None:

@@ -19,10 +19,10 @@ from ray.exceptions import RayError
 
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.checks import Prepared, check_machine
-from specextend.cluster.environment import connected, settle_cores
+from specextend.cluster.environment import connected, settle_cores, start_worker
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.messages import Done, Outcome
-from specextend.cluster.worker import EngineFactory, checked_engine, worker_actor
+from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
@@ -207,10 +207,11 @@ def calibrate(
     begin, size = time.monotonic(), decoding.batch_size
     checked = partial(checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"])
     with connected(interrupt):
-        actor = worker_actor(config := settle_cores(config), size).remote(config, prepared.source, checked)
+        config = settle_cores(config)
+        actor = start_worker(config.job)
         wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
         try:
-            _, info = wait([actor.ready.remote()])
+            _, info = wait([actor.ready.remote(config, prepared.source, checked)])
             start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
             say(f"calibrating with {documents} on {info.device}, models loaded after {start_s:.1f} s")

@@ -5,9 +5,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.checks import (
@@ -81,10 +82,12 @@ def run_job(
     retry_errors: Retry = "none",
     report: Callable[..., object] = write_report,
     factory: EngineFactory = load_engine,
+    ray: AbstractContextManager[list[Any]] | None = None,
 ) -> int:
     """Run or resume a job. Returns the exit code, 0 or 3.
 
     report: writes the run's report; takes what `write_report` takes. factory: makes a worker's engine, on the worker.
+    ray: connects to a Ray, in place of `connected`.
     Raises the exceptions of `exits.py`, and any that nobody foresaw.
     """
     interrupt.last = lambda: display.note(
@@ -104,7 +107,9 @@ def run_job(
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
         record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-        locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, factory)
+        locked = _LockedRun(
+            prepared, lock, run_id, record, display, interrupt, report, factory, ray or connected(interrupt)
+        )
         interrupt.last = locked.end_by_force
         return locked.finish(retry_errors)
 
@@ -121,6 +126,7 @@ class _LockedRun:
     interrupt: Interrupt
     report: Callable[..., object]
     factory: EngineFactory
+    ray: AbstractContextManager[list[Any]]
     figures: RunFigures = field(default_factory=RunFigures)
     """Of all results, collected while they are put in order."""
 
@@ -265,11 +271,11 @@ class _LockedRun:
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self._plan_memory(config, plan)
-        with connected(self.interrupt):
+        with self.ray as early:
             config = settle_cores(config)
             if warning := say_room(config.job):
                 self.display.note(f"warning: {warning}")
-            driver = self._driver(config, plan, ledger, tried)
+            driver = self._driver(config, plan, ledger, tried, early)
             try:
                 yield driver
             finally:
@@ -289,7 +295,9 @@ class _LockedRun:
                 f"cache, which takes {longest} of the longest documents at once, and {mean} as long as the mean"
             )
 
-    def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
+    def _driver(
+        self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried], early: list[Any]
+    ) -> Driver:
         source, output, job = self.prepared.source, self.prepared.output, config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
@@ -302,7 +310,7 @@ class _LockedRun:
                 config,
                 source,
                 partial(checked_engine, factory=self.factory, hashes=self.prepared.manifest["identity"]["hashes"]),
-                num_leases,
+                early,
             ),
             roster=Roster(job.workers),
             committer=Committer(

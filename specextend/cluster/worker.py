@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import ray
 import torch
@@ -52,7 +51,7 @@ def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[st
 
 
 class Worker:
-    """Holds an engine and answers `run` with a document's outcome. `worker_actor` makes it an actor."""
+    """Holds an engine and answers `run` with a document's outcome. `WorkerActor` makes it an actor."""
 
     _engine: Engine
     _prompts: Prompts
@@ -70,10 +69,6 @@ class Worker:
         """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
         self._name = f"{os.uname().nodename}:{os.getpid()}"
-
-    async def begun(self) -> str:
-        """Answer as soon as there is a process, with its host."""
-        return os.uname().nodename
 
     async def ready(self) -> WorkerInfo:
         """Load the models. Raises whatever keeps them from loading."""
@@ -221,17 +216,6 @@ class Worker:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
-
-
-def worker_actor(config: RunConfig, num_leases: int) -> Any:
-    """Make the actor class with the resources of one worker. The driver replaces actors that die, Ray does not."""
-    return ray.remote(Worker).options(
-        num_cpus=config.job.num_cores,
-        num_gpus=config.job.gpus_per_worker,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=num_leases + 16,
-    )
 
 
 def _exit_on_device_error(error: BaseException) -> None:

@@ -24,6 +24,7 @@ from ray.exceptions import (
 )
 
 from specextend.cluster.display import Pace
+from specextend.cluster.environment import start_worker
 from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.messages import (
     Begun,
@@ -40,7 +41,7 @@ from specextend.cluster.messages import (
     WorkerInfo,
 )
 from specextend.cluster.progress import AwakeClock
-from specextend.cluster.worker import EngineFactory, worker_actor
+from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
 from specextend.data.source import Source
@@ -209,7 +210,8 @@ class Pool:
     config: RunConfig
     source: Source
     factory: EngineFactory
-    num_leases: int
+    early: list[Any] = field(default_factory=list)
+    """Actors that have been started already."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
@@ -221,10 +223,10 @@ class Pool:
         """Start an actor; `Begun` follows, then `Ready`, or `StartFailed` at any time."""
         if self._source_ref is None:
             self._source_ref = ray.put(self.source)
-        handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
+        handle = self.early.pop() if self.early else start_worker(self.config.job)
         self._actors[worker] = _Actor(handle)
         self._expect(handle.begun.remote(), _Call(worker, "begun"))
-        self._expect(handle.ready.remote(), _Call(worker, "ready"))
+        self._expect(handle.ready.remote(self.config, self._source_ref, self.factory), _Call(worker, "ready"))
 
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""

@@ -1,5 +1,6 @@
 """Files that are read in processes of their own: one that hangs its reader, or ends it, fails alone."""
 
+import errno
 import io
 import multiprocessing
 import resource
@@ -13,7 +14,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
 from queue import LifoQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from specextend.core import Values, one_line
 from specextend.data.document_kinds import DocumentOptions, NumberedRow, UnreadableError, as_row, read_document, rows_of
@@ -24,6 +27,8 @@ PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
 _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is done."""
+_COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
+"""Ends of paths whose content pyarrow decompresses."""
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 
@@ -51,10 +56,14 @@ class Reading(NamedTuple):
 def _read_file(file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False) -> Reading:
     """Return what a file holds; one that cannot be read is read once more before anything is said of it."""
     try:
-        with file.location.filesystem.open_input_stream(file.location.path) as stream:
+        with file.location.filesystem.open_input_stream(file.location.path) as opened:
+            stream = _Counted(opened)
             if file.kind in ("jsonl", "csv"):
-                return read_table(file, rows_of(file.kind, io.BufferedReader(stream), options), folder, options)
-            row = read_document(file.kind, stream.read(), options)
+                lines = rows_of(file.kind, io.BufferedReader(stream), options)
+                return read_table(file, _whole(lines, stream, file), folder, options)
+            content = stream.readall()
+            stream.check(file)
+            row = read_document(file.kind, content, options)
     except UnreadableError as error:
         return _failed(file, error.reason, error.message)
     except MemoryError:
@@ -68,6 +77,41 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions, *, 
         return _failed(file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}")
     row["title"] = row["title"] or PurePath(file.location.name).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
+
+
+class _Counted(io.RawIOBase):
+    """A stream whose bytes are counted: a store may end one early without an error."""
+
+    def __init__(self, stream: pa.NativeFile):
+        self._stream, self._num_bytes = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = self._stream.readinto(buffer)
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def readall(self) -> bytes:
+        content = self._stream.read()
+        self._num_bytes += len(content)
+        return content
+
+    def check(self, file: SourceFile) -> None:
+        """Raise OSError if fewer bytes came than the file has."""
+        is_compressed = file.location.path.endswith(_COMPRESSED)  # then its own end says so
+        if not is_compressed and self._num_bytes != file.size:
+            raise OSError(errno.EIO, f"{self._num_bytes:,} of {file.size:,} bytes came")
+
+
+def _whole(lines: Iterator[NumberedRow], stream: _Counted, file: SourceFile) -> Iterator[NumberedRow]:
+    try:
+        yield from lines
+    except UnreadableError:
+        stream.check(file)
+        raise
+    stream.check(file)
 
 
 def _columns(file: SourceFile) -> Values:

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -88,7 +89,7 @@ PRIVATE = """if True:
                 while True:
                     interrupt.check()
             if sys.argv[1] == "force":
-                interrupt.last()
+                interrupt.cleanup()
                 os._exit(0)
     except (ZeroDivisionError, InterruptedError, Exception) as error:
         print(type(error).__name__, flush=True)
@@ -113,6 +114,30 @@ def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tm
         "end of Ray",
     )
     assert not Path(folder).exists()
+
+
+EARLY = """if True:
+    import os, sys
+    from specextend.cluster.environment import early_ray
+    from specextend.cluster.exits import Interrupt
+    from specextend.config import JobOptions
+
+    early = early_ray(JobOptions(), sys.argv[2], Interrupt())
+    if sys.argv[1] == "entered":
+        import ray
+        with early as [worker]:
+            assert ray.get(worker.begun.remote()) == os.uname().nodename
+    early.close()
+    assert not os.listdir(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("end", ["entered", "refused"])
+def test_a_ray_that_comes_up_while_a_run_is_planned_has_its_worker_and_leaves_nothing(end):
+    """A refused run does not enter it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        environment = prepared(**os.environ | {"RAY_TMPDIR": folder})
+        subprocess.run([sys.executable, "-c", EARLY, end, folder], env=environment, check=True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.contract.conftest import Run
@@ -86,6 +87,22 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == undisturbed
     assert run.commits().items() >= kept.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, summarize_here, undisturbed, name):
+    """The system ends the largest process when memory is short; Ray took the driver along, and said nothing to do."""
+    process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"], address="local")
+    wait_for(lambda: is_paused(process.pid), "pause")
+    [child] = [each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == name]
+    child.kill()
+    process.send_signal(signal.SIGCONT)
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 75, stderr
+    assert f"interrupted: Ray's {name} has ended (-9); finished work is on disk, run again to resume" in stderr
+    assert summarize_here(*run.arguments()).code == 0
+    assert run.result() == undisturbed
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ class FaultyStore(SimulatedStore):
         self.fault: int | float = 1.0
         self.num_faults = 0.0
 
+    def __getstate__(self):
+        return {"fault": self.fault, "num_faults": self.num_faults}
+
     def take_fault(self):
         """What the read that begins comes to."""
         self.num_faults -= 1

@@ -4,14 +4,18 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_command
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
+from specextend.data.document_kinds import DocumentOptions
+from specextend.data.document_readers import SourceFile, read_files
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions
@@ -103,6 +107,27 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
         open_source(InputOptions(path=str(tmp_path / "in")))
     assert exit_code_of_command(said.value) == EXIT_FAILED
     assert not is_damaged_row(replace(run, root=store.at(run.root.path)), DocumentKey(0, 1))
+
+
+@pytest.mark.parametrize("fault", ["EIO", "nothing", "a half"])
+def test_a_document_of_which_not_all_bytes_come_is_unreachable(tmp_path, store, fault):
+    """Half of it would be a document like any other."""
+    contents = {"text": "some text", "jsonl": '{"text": "some text"}\n' * 2}
+    for kind, content in contents.items():
+        (tmp_path / kind).write_text(content)
+    store.fault = FAULTS[fault]
+    for num_faults, texts, reasons in ((1, 3, []), (math.inf, 0, ["unreachable"] * 2)):
+        store.num_faults = num_faults
+        files = [
+            SourceFile(store.at(tmp_path / kind), kind, kind, kind, len(content), datetime.now(UTC))
+            for kind, content in contents.items()
+        ]
+        readings = list(read_files(files, resolve(str(tmp_path)), DocumentOptions(workers=1)))
+        read = [row for reading in readings for row in reading.rows]
+        for reading in readings:
+            read += pq.read_table(tmp_path / reading.pending).to_pylist() if reading.pending else []
+        assert [row["text"] for row in read] == ["some text"] * texts
+        assert [failure.reason for reading in readings for failure in reading.failures] == reasons
 
 
 @pytest.mark.parametrize("where", DAMAGES)

@@ -135,6 +135,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
         ("max_new_tokens_column", "limit", 'CAST("limit" AS BIGINT)'),
         ("num_tokens_column", "ratio", 'CAST("ratio" AS BIGINT)'),
         ("reference_column", "bytes", 'decode("bytes")'),
+        ("reference_column", "wide", 'decode("wide")'),
     ],
 )
 def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option, column, cast):
@@ -146,9 +147,12 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option
         "ratio": [8.0],
         "bytes": [b"x"],
         "fixed": [b"abcd"],
+        "wide": [b"a" * 65],
         "price": [Decimal("1.5")],
     }
-    path = write("a.parquet", columns, types={"fixed": pa.binary(4), "price": pa.decimal128(9, 2)})
+    path = write(
+        "a.parquet", columns, types={"fixed": pa.binary(4), "wide": pa.binary(65), "price": pa.decimal128(9, 2)}
+    )
     options = {"text_column": "body", option: column}
     message = run_error(path, **options)
     assert f"column '{column}' (input.{option}) is " in message
