@@ -88,7 +88,8 @@ class Benchmark(BaseModel):
         return {name: self._config(value) for name, value in self.variants.items()}
 
     def _config(self, variant: PeerName | dict[str, Any] | None) -> RunConfig:
-        shared = {"decoding.max_batch_size": 1, **self.set, "input.path": self.documents}
+        sizes = {"decoding.max_batch_size": 1, "decoding.max_new_tokens": self.max_new_tokens}
+        shared = {**sizes, **self.set, "input.path": self.documents}
         values = shared | variant if isinstance(variant, dict) else shared
         return RunConfig.load(self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 

@@ -224,3 +224,35 @@ def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):
     expected = {each.request_id: each.token_ids for each in plain.generate([*short, long])}
     assert done == expected | {f"{name} again": expected[name] for name in map(str, range(20))}
     assert most == 8, "2,048 rows are eight regions of 256"
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle", "merged-eagle"])
+def test_what_a_draft_sees_takes_no_more_memory_than_a_full_batch_can_use(draft, pair, caches):
+    """It was as large as all keys of the draft, of which a retrieval shows one in eight; the batch runs as before."""
+    sizes = {"decoding__max_batch_size": 3, "decoding__max_new_tokens": 32}
+    engine = tiny_engine(pair, draft, **sizes)
+    _, *of_draft = (cache.stored.shape[3] for cache in caches)
+    assert 3 * min(of_draft) < 2 * max(of_draft)
+    most = 0
+
+    def coming():
+        nonlocal most
+        for n in range(7):
+            most = max(most, engine.num_active)
+            yield request(str(n), random_prompt(1000 + n, n), 32)
+
+    done = {each.request_id: each.token_ids for each in engine.generate(coming())}
+    plain = tiny_engine(pair, decoding__mode="autoregressive")
+    prompts = [request(str(n), random_prompt(1000 + n, n), 32) for n in range(7)]
+    assert done == {each.request_id: each.token_ids for each in plain.generate(prompts)}
+    assert most == 2, "the third joins when it is asked for"
+
+
+def test_an_output_for_which_a_draft_has_no_room_is_refused(pair):
+    """In a line that says what to set; others go on."""
+    engine = tiny_engine(pair, "eagle", decoding__max_new_tokens=16, decoding__max_batch_size=1)
+    errors = {}
+    asked = [request("long", random_prompt(40), 1900), request("short", random_prompt(700), 16)]
+    done = [each.request_id for each in engine.generate(asked, lambda name, error: errors.setdefault(name, str(error)))]
+    assert done == ["short"]
+    assert "raise decoding.max_new_tokens" in errors["long"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_cuda
 from tests.attention.calls import random_mask, regions, tensors
@@ -98,7 +98,7 @@ def _stand_ins():
     ("heads", "kind", "lengths", "dtype"),
     covering(
         GROUPS,
-        [*MASKS, "window"],
+        [*MASKS],
         [[300, 77], [17, 40], [41, 17]],
         [torch.float32, torch.bfloat16],
     ),
@@ -108,12 +108,7 @@ def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
     starts, num_rows = regions(lengths)
     q, k, v = tensors(2, 17, heads, num_rows, 64, dtype)
 
-    def span():
-        if kind == "window":
-            return AttentionPlan(starts, lengths, 17, window=30).spans[0]
-        return MASKS[kind](starts, lengths)
-
-    found = attend_cuda(q, k, v, span(), SCALE)
-    expected = attend_reference(q, k, v, span(), SCALE)
+    found = attend_cuda(q, k, v, MASKS[kind](starts, lengths), SCALE)
+    expected = attend_reference(q, k, v, MASKS[kind](starts, lengths), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

@@ -10,7 +10,7 @@ from numba.core.errors import NumbaError
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled import attend as compiled
-from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
@@ -100,33 +100,6 @@ def test_a_kernel_equals_the_reference_over_a_prefix_and_under_a_tree_mask(kerne
 def test_a_kernel_equals_the_reference_in_a_causal_block(kernel, heads, num_queries, dtype):
     """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
     assert_kernel_is_the_reference(kernel, [num_queries] * 3, num_queries, heads, dtype, causal=True)
-
-
-@pytest.mark.parametrize(
-    ("backend", "window", "num_queries"),
-    covering([attend_reference, *KERNELS.values()], [1, 16, 512], [1, 7, 600]),
-)
-def test_a_window_is_a_band(backend, window, num_queries):
-    """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
-    lengths = [num_queries, num_queries + 3, num_queries + 700]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(3, num_queries, (4, 2), num_rows, HEAD_DIM, torch.float32)
-    [span] = AttentionPlan(starts, lengths, num_queries, window=window).spans
-    band = torch.zeros(3, num_queries, max(lengths), dtype=torch.bool)
-    for b, length in enumerate(lengths):
-        own = torch.arange(num_queries)[:, None] + length - num_queries
-        key = torch.arange(length)[None]
-        band[b, :, max(lengths) - length :] = (key <= own) & (key > own - window)
-    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask=band), SCALE)
-    span.needs_lse = True
-    assert_close(backend(q, k, v, span, SCALE), expected)
-    assert max(span.lengths) <= num_queries + window - 1, "rows outside every window are not even read"
-
-
-def test_the_band_of_a_window_is_made_where_it_is_read():
-    """On the host it took as long as a small draft's chunk: 4096 x 4607 numbers, which a GPU then waited for."""
-    plan = AttentionPlan([5], [4607], 4096, window=512, device=torch.device("meta"))
-    assert plan.spans[0].mask.device.type == "meta"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -148,7 +148,7 @@ def head_of(dtype, in_one_call, without=()):
     pack(target.model)
     target.model.get_input_embeddings = lambda: embedding
     rope = rope_frequencies(shape.rope, shape.head_dim, "shipped")
-    network = EagleNetwork(shape, weights, vocabulary, target, embedding.weight, 512, rope)
+    network = EagleNetwork(shape, weights, vocabulary, target, embedding.weight, (512, 512), rope)
     network.cache.working.stored[:] = torch.randn(network.cache.working.stored.shape, generator=generator).to(dtype)
     return network
 

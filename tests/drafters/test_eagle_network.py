@@ -169,7 +169,7 @@ class Case:
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
         weights, vocabulary = read_weights(head), read_vocabulary(head)
         lm_head = model.lm_head.weight
-        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
+        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, (4096, 4096), rope, layers)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(100))

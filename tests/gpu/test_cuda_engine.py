@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specextend.core import Request, SamplingParams
-from specextend.decoding.device import CudaCapture, Graphs
+from specextend.decoding.device import GPU, CudaCapture, Graphs
 from specextend.drafters.causal import CausalDrafter
 from specextend.proof import tiny_pair
 from specextend.proof.child import make_requests
@@ -17,7 +17,8 @@ from specextend.proof.tiny_pair import TinyPair
 
 pytestmark = pytest.mark.gpu
 
-CHUNK = 256
+CHUNK = GPU.prefill_chunk
+"""What an engine reads at once: a draft that is made for less refuses it."""
 MODEL = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 REFERENCE = Kernels(prompts="reference", steps="reference")
 
