@@ -144,7 +144,7 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
     return (_dry_run if dry_run else start)(Arguments(**given))
 
 
-def _guarded(do: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments], int]:
     """Do it in an environment of its own, and say in one line how it ended if not well. Returns the exit code."""
 
     @wraps(do)
@@ -154,15 +154,16 @@ def _guarded(do: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
         from specextend.cluster.environment import prepare_environment
 
         prepare_environment(os.environ)
-        try:
-            return do(arguments)
-        except exits.RunError as error:
-            is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
-            _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
-            return exits.exit_code(error)
-        except exits.InterruptedRunError as error:
-            _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
-            return exits.exit_code(error)
+        with ExitStack() as stack:  # what it closes may take seconds, so an error is said before
+            try:
+                return do(arguments, stack)
+            except exits.RunError as error:
+                is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
+                _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
+                return exits.exit_code(error)
+            except exits.InterruptedRunError as error:
+                _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
+                return exits.exit_code(error)
 
     return guarded
 
@@ -173,7 +174,7 @@ def _exit_when_told(code: int) -> None:
 
 
 @_guarded
-def start(arguments: Arguments) -> int:
+def start(arguments: Arguments, stack: ExitStack) -> int:
     """Run or resume a job, and show what came of it. Returns the exit code."""
     from specextend.cluster.environment import check_limits, early_ray, is_local
 
@@ -186,12 +187,11 @@ def start(arguments: Arguments) -> int:
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
     gc.freeze()  # what was imported is no garbage
-    with ExitStack() as stack:
-        if ray := early_ray(config.job, config.output.path, interrupt):
-            stack.callback(ray.close)
-        from specextend.cluster.run import run_job  # it imports Ray
+    if ray := early_ray(config.job, config.output.path, interrupt):
+        stack.callback(ray.close)
+    from specextend.cluster.run import run_job  # it imports Ray
 
-        display = stack.enter_context(closing(open_display(log=arguments.log)))
+    with closing(open_display(log=arguments.log)) as display:
         code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none", ray=ray)
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
@@ -202,7 +202,7 @@ def start(arguments: Arguments) -> int:
 
 
 @_guarded
-def _dry_run(arguments: Arguments) -> int:
+def _dry_run(arguments: Arguments, _: ExitStack) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time

@@ -143,7 +143,11 @@ def find_runs(paths: Sequence[str]) -> list[Location]:
     Raises ValueError if none is found.
     """
     found = chain.from_iterable(map(find_folders, paths))
-    runs = [folder for folder, is_named in found if is_named or read_manifest(folder)]
+    runs = [
+        folder
+        for folder, is_named in found
+        if is_named or read_manifest(folder) or list_results(summaries_folder(folder))
+    ]
     if not runs:
         raise ValueError(f"there is no run in {', '.join(paths)}; name the output folders of runs")
     return runs
@@ -221,7 +225,8 @@ class _Run(NamedTuple):
         answers, failures = ([folder.child(name) for name in list_results(folder)] for folder in folders)
         if not answers and not manifest:
             raise ValueError(f"{output.path} holds no run")
-        if not answers and num_input_rows(manifest):
+        footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file in (*answers, *failures))
+        if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
             raise ValueError(f"{output.path} has not ended: run it again, or take what is done with --follow")
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"

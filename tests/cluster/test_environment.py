@@ -124,11 +124,12 @@ EARLY = """if True:
     from specextend.cluster.exits import Interrupt
     from specextend.config import JobOptions
 
-    early = early_ray(JobOptions(), sys.argv[2], Interrupt())
+    early = early_ray(JobOptions(workers=4096, cpus_per_worker=1), sys.argv[2], Interrupt())
     if sys.argv[1] == "entered":
         import ray
-        with early as [worker]:
-            assert ray.get(worker.begun.remote()) == os.uname().nodename
+        with early as workers:
+            hosts = [worker.begun.remote() for worker in workers]
+            assert ray.get(hosts) == [os.uname().nodename] * int(ray.cluster_resources()["CPU"])
     early.close()
     assert not os.listdir(sys.argv[2])
 """

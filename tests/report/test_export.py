@@ -270,10 +270,13 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     number, text = night(3, {"a": "a3"}, source=1), night(4, {"a": "a4"}, source="x")
     (unfinished := tmp_path / "unfinished").mkdir()
     write_manifest_file(resolve(str(unfinished)), config_of(str(unfinished)), 4)
+    killed = night(6, {"a": "a6"}, failed=("b",))  # while it wrote its results
+    (killed / "errors" / "part-00000.parquet").unlink()
     for runs, said in (
         ((first, keywords), "texts in keywords, "),
         ((number, text), "the runs differ in their columns"),
         ((first, unfinished), "has not ended: run it again"),
+        ((first, killed), "has not ended: run it again"),
         ((first, tmp_path / "in"), "holds no run"),
     ):
         ended = merge(tmp_path / "merged", *runs)
