@@ -80,6 +80,8 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
     ended = call(*arguments(folder, *flags))
     assert ended.code == 3, ended.stderr
     assert "complete already, 5 rows: 3 done, 2 failed\nexit 3, no _SUCCESS" in ended.stderr
+    said = ended.stderr.splitlines()[-1]
+    assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
     assert (sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)) == before
     assert not (folder / "out" / "_SUCCESS").exists()
 
@@ -93,13 +95,6 @@ def test_a_retry_says_which_error_rows_it_leaves_out(call, finished):
         assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
         assert (left_out in ended.stdout) == is_said
     assert call(*arguments(finished, "--retry-errors=some")).code == 2
-
-
-def test_the_last_line_advises_a_retry_only_where_it_may_help(call, folder):
-    """It did right after saying that no row is retryable."""
-    for flags in ((), ("--retry-errors",)):
-        said = call(*arguments(folder, *flags)).stderr.splitlines()[-1]
-        assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
 
 
 @pytest.mark.parametrize("flags", [("--retry-errors",), ("--retry-errors=all", "--dry-run")])
@@ -302,8 +297,8 @@ def test_a_stdout_that_takes_no_more_is_said_in_one_line(job, folder):
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
 
 
-def test_documents_of_another_format_become_parquet(tmp_path):
-    """`prepare.py jsonl` and `text`; what cannot be read is exit 2, in one line."""
+def test_lines_of_json_become_parquet(tmp_path):
+    """`prepare.py jsonl`: of fields that some lines lack the others are null."""
     lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     fields = ["--text-field", "body", "--id-field", "n"]
@@ -313,10 +308,3 @@ def test_documents_of_another_format_become_parquet(tmp_path):
         {"id": "7", "text": "one", "reference": None},
         {"id": "8", "text": "two", "reference": "2"},
     ]
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "b.txt").write_text("b\u00e9", encoding="utf-8")
-    assert in_process("prepare.py", "text", str(tmp_path / "texts"), "--output", str(tmp_path / "b")).code == 0
-    assert pq.read_table(tmp_path / "b")["text"].to_pylist() == ["b\u00e9"]
-    ended = in_process("prepare.py", "text", str(tmp_path / "nowhere"), "--output", str(tmp_path / "c"))
-    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-    assert not (tmp_path / "c").exists()

@@ -1,6 +1,7 @@
 """An input row ends in exactly one output row, in its place."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -78,6 +79,34 @@ def test_damaged_summaries_are_written_again(where, source, output, done):
     assert unfinished(source, output) == ["part-00002.parquet"]
     assert finalize(source, output) == Counts(5, 5, 0)
     assert read(output, "summaries", 2) == whole
+
+
+class Killed(BaseException):
+    """The process ended here: nothing catches it."""
+
+
+@pytest.mark.parametrize("num_files", range(6))
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done, failed):
+    """Each file is whole or not there, so a second finalize only adds what is missing."""
+    CommitWriter(output, "0000000a").commit([done(0, 0), failed(0, 1), done(0, 2), failed(2, 0), done(2, 1)])
+    left = iter(range(num_files))
+
+    def replace(old, new, rename=os.replace):
+        if next(left, None) is None:
+            raise Killed
+        rename(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(os, "replace", replace)
+        finalize(source, output)
+    assert finalize(source, output) == Counts(5, 3, 2)
+    assert [read(output, "summaries", number)["doc_id"].to_pylist() for number in range(3)] == [
+        ["id-0-0", "id-0-2"],
+        [],
+        ["id-2-1"],
+    ]
+    assert [read(output, "errors", number)["doc_id"].to_pylist() for number in (0, 2)] == [["id-0-1"], ["id-2-0"]]
+    assert not list(Path(output.path).rglob(".*")), "no litter of the killed one is left"
 
 
 def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, output, done):

@@ -1,12 +1,10 @@
 """Storage on the real S3 protocol: moto's server on loopback, found and unlocked through the environment alone."""
 
-import json
 import os
 import pickle
 import subprocess
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +14,7 @@ import pytest
 
 from specextend.cluster.checks import prepare
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code, exit_code_of_command
-from specextend.cluster.lock import OutputLock, held, read_lock
+from specextend.cluster.exits import EXIT_FAILED, StoreError, exit_code, exit_code_of_command
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
@@ -165,21 +162,6 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused
     finally:
         s3.refuses = lambda method, path: False
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
-
-
-def test_two_drivers_do_not_share_a_folder(s3, output):
-    with held(OutputLock(output, "0000000a")):
-        found = read_lock(output)
-    assert found.run_id == "0000000a"
-    assert read_lock(output) is None, "it goes with its driver"
-    second = OutputLock(output, "0000000b")
-    for heartbeat in (1.0, 2.0):
-        elsewhere = json.dumps(asdict(found) | {"host": "another-host", "heartbeat": heartbeat})
-        write_bytes(output.child("_run", "lock"), elsewhere.encode())
-        if heartbeat == 1.0:
-            assert not second.try_take()
-    with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
-        second.try_take()
 
 
 @pytest.mark.slow
