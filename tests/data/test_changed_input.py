@@ -12,9 +12,9 @@ import pytest
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputChangedError, InputOptions
-from specextend.data.source import open_source
+from specextend.data.inputs import InputChangedError
 from specextend.data.storage import list_files
+from tests.data.conftest import opened
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
@@ -46,7 +46,7 @@ def path(write):
 
 @pytest.fixture
 def source(path):
-    return open_source(InputOptions(path=str(path)))
+    return opened(path)
 
 
 @pytest.mark.parametrize("change", CHANGES)

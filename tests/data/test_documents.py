@@ -17,9 +17,9 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from specextend.core import DocumentKey
 from specextend.data.document_kinds import DocumentOptions, check_packages
 from specextend.data.documents import ERRORS, prepare_documents
-from specextend.data.inputs import InputError, InputOptions
-from specextend.data.source import open_source
+from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
+from tests.data.conftest import opened
 from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, Ended, in_process
 
@@ -393,10 +393,10 @@ def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
     """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins."""
     (folder / "a.txt").write_text("one two three")
     prepare()
-    source = open_source(InputOptions(path=f"{folder}.out"))
+    source = opened(f"{folder}.out")
     assert (source.options.id_column, source.doc_id(DocumentKey(0, 0))) == ("id", "a.txt")
     pq.write_table(pa.table({"text": ["another"]}), f"{folder}.out/mine.parquet")
-    assert open_source(InputOptions(path=f"{folder}.out")).options.id_column is None
+    assert opened(f"{folder}.out").options.id_column is None
 
 
 def test_two_fields_are_not_one_text(folder):
