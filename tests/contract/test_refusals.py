@@ -82,6 +82,12 @@ def assert_refused(ended, said, output):
         ),
         (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),
         (["prompt.max_prompt_tokens=3"], "tokens of the 3 that max_new_tokens 24 leaves for the prompt"),
+        (["job.cpus_per_worker=4096"], "job.cpus_per_worker is 4096 but this machine has"),
+        pytest.param(
+            ["job.gpus_per_worker=1"],
+            "job.gpus_per_worker is 1 but this machine has",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for"),
+        ),
         (["target.device=cuda"], "needs job.gpus_per_worker above 0"),
     ],
 )
@@ -192,14 +198,6 @@ def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_pat
 def test_wrong_arguments_exit_with_2(call, arguments):
     """As every other wrong thing that a user can say."""
     assert call(*arguments).code == 2
-
-
-@pytest.mark.parametrize(("key", "number"), [("cpus_per_worker", 4096), ("gpus_per_worker", 1)])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for")
-def test_more_than_the_machine_has_is_refused(call, corpus, tmp_path, key, number):
-    """Ray would wait for it for ever."""
-    ended = call(*on(corpus, tmp_path / "out"), "--set", f"job.{key}={number}")
-    assert_refused(ended, f"job.{key} is {number} but this machine has", tmp_path / "out")
 
 
 def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus, tmp_path):

@@ -3,9 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +16,6 @@ from tests.data.conftest import opened
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
-
-Write = Callable[..., Path]
 
 
 def write_again(path, write):

@@ -1,8 +1,6 @@
 """Malformed inputs: each is a clear error or an error row, never a traceback and never a row lost."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +13,6 @@ from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.selection import select_rows
 from tests.data.conftest import opened
 from tests.job.conftest import rows, summarize
-
-Write = Callable[..., Path]
 
 NAMED_A_COLUMN_IN_LATIN_1, ENDED_THE_PROCESS, LOST_A_ROW = 67, 1444, 1589
 """Seeds of what was found among six thousand files; the last two before the job had learnt to expect them."""

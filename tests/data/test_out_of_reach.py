@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -36,7 +35,6 @@ from tests.data.conftest import opened
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
-Write = Callable[..., Path]
 
 
 @pytest.fixture
