@@ -19,11 +19,6 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
-@pytest.fixture(scope="module")
 def alone(pair):
     """What a request gives in an engine that has seen nothing else, without a draft."""
     engine = tiny_engine(pair, decoding__mode="autoregressive")

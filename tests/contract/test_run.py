@@ -175,16 +175,6 @@ def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo, tmp_
     assert ", by its quality figures the best of the first 8:\n" in shown
 
 
-def test_a_complete_run_is_left_alone(demo, call):
-    """Run again by a scheduler that retries: no model, no Ray, no file touched."""
-    _, output = demo
-    before = {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()}
-    ended = call("--config", str(CONFIG), "--output", str(output), *DEMO)
-    assert ended.code == 0
-    assert "complete already" in ended.stderr
-    assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
-
-
 def test_somebody_elses_file_among_the_summaries_is_not_read(demo, tmp_path, call):
     """The run was a success; a note of somebody's must not turn that into a traceback."""
     output = tmp_path / "copy"
