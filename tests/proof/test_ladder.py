@@ -153,6 +153,15 @@ def test_a_proof_without_the_time_for_a_rung_goes_on_at_the_next_start(subject, 
     assert [name for _, name in counted] == ["first", "second", "second"]
 
 
+def test_without_a_folder_to_write_a_start_proves_all_the_same(subject, counted, tmp_path, monkeypatch):
+    """A home that is read-only, or full, or no folder, ended every worker of a node."""
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
+    assert load(subject).kernels == Kernels(prompts="flash")
+    assert len(counted) == 2
+
+
 @pytest.mark.parametrize("change", ["driver", "torch", "code", "shape"])
 def test_a_kept_proof_is_not_used_after_a_change(change, subject, counted, tmp_path, monkeypatch):
     """What was right with one of them may be wrong with another."""
