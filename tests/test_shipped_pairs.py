@@ -59,40 +59,36 @@ MEAN_TOKENS = {"qwen2.5-7b-24gb": 8_000, "llama3.2-3b-24gb": 8_000}
 """Of the documents that the comment on the cache names."""
 
 
-@pytest.fixture
-def shipped(request, tmp_path):
-    """A configuration with folders for its models that hold the published config, and the file's text."""
-    file = CONFIGS / f"{request.param}.yaml"
-    config = RunConfig.load(file)
-    overrides = []
-    for section, model in (("target", config.target.model), ("draft", config.draft.model)):
-        family, *shape = PUBLISHED[model]
-        (tmp_path / section).mkdir()
-        values = family | dict(zip(SHAPE, shape, strict=True))
-        (tmp_path / section / "config.json").write_text(json.dumps(values))
-        overrides.append(f"{section}.model={tmp_path / section}")
-    return RunConfig.load(file, overrides), file.read_text(encoding="utf-8")
+def published(folder, model):
+    """The name of a folder that holds nothing but the published config of a model."""
+    family, *shape = PUBLISHED[model]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
+    return str(folder)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
     """A wrong figure in the table above would make every other check here worthless."""
-    family, *shape = PUBLISHED[model]
-    (tmp_path / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
     size = BILLIONS[re.search(r"-([\d.]+[Bb])\b", model).group(1)]
-    assert num_parameters(str(tmp_path)) / 1e9 == pytest.approx(size, abs=0.006)
+    assert num_parameters(published(tmp_path, model)) / 1e9 == pytest.approx(size, abs=0.006)
 
 
-@pytest.mark.parametrize("shipped", ROOM_GIB, indirect=True)
-def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
+@pytest.mark.parametrize("name", ROOM_GIB)
+def test_a_pair_fits_the_machine_it_is_named_for(name, tmp_path):
     """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures."""
-    config, text = shipped
+    file = CONFIGS / f"{name}.yaml"
+    text = file.read_text(encoding="utf-8")
+    hub = RunConfig.load(file)
+    target = published(tmp_path / "target", hub.target.model)
+    draft = published(tmp_path / "draft", hub.draft.model)
+    config = RunConfig.load(file, [f"target.model={target}", f"draft.model={draft}"])
     facts = read_facts(config.target.model)
     per_token = facts.kv_bytes_per_token(config.target.dtype)
     assert f"{per_token // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
     device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
-    name, longest = request.node.callspec.id, longest_request(config, facts)
+    longest = longest_request(config, facts)
     room_gib = ROOM_GIB[name]
     config = with_batch_size(config, facts, device, room_gib * GIB, (MEAN_TOKENS.get(name, longest), longest))
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
@@ -109,10 +105,9 @@ def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
 def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, tmp_path):
     """Without its weights or the Hub; a head has one layer as wide as the target's."""
     file = CONFIGS / f"{name}.yaml"
-    family, *shape = PUBLISHED[RunConfig.load(file).target.model]
-    (tmp_path / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
-    config = RunConfig.load(file, [f"target.model={tmp_path}", "decoding.mode=autoregressive", "draft=null"])
-    facts, text, gpu = read_facts(str(tmp_path)), file.read_text(encoding="utf-8"), torch.device("cuda")
+    target = published(tmp_path, RunConfig.load(file).target.model)
+    config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive", "draft=null"])
+    facts, text, gpu = read_facts(target), file.read_text(encoding="utf-8"), torch.device("cuda")
     assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
     config = with_batch_size(config, facts, gpu, 79 * GIB)

@@ -1,26 +1,20 @@
 """An engine on a GPU that is not there: every tensor of a step is on it, and the host waits where it must."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specextend.core import Request
-from specextend.decoding.device import GPU, Graphs
-from specextend.proof.subject import Kernels, Subject
+from specextend.decoding.device import Graphs
+from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair
+from tests.gpu.test_cuda_engine import SUBJECT
 from tests.recorded_graph import attend_on_device
 from tests.test_captured_steps import run_again
 from tests.virtual_gpu import virtual_gpu
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 4,
-    "intermediate_size": 192,
-    "vocab_size": 500,
-    "head_dim": 64,
-}
+ON_GPU = replace(SUBJECT, batch=3, num_rows=4096)
 ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
 PROMPT = {"prefill.read", "plan.new_rows", "engine._prefill"}
 """Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""
@@ -28,20 +22,6 @@ RETRIEVAL = {"engine._retrieve"}
 STEP = {"verification.verify"}
 LEVELS = {"tree.live", "tree.grow_trees"}
 """Where a tree that is not captured waits in each level: for the nodes worth expanding, and for the end."""
-
-
-def subject(device):
-    return Subject(
-        device=device,
-        dtype="float32",
-        model=MODEL,
-        num_nodes=8,
-        depth=4,
-        batch=3,
-        longest=400,
-        num_rows=4096,
-        chunk=GPU.prefill_chunk,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +42,7 @@ def expected(requests):
     """What plain decoding on the host says."""
     reference = Kernels(prompts="reference", steps="reference")
     with torch.inference_mode():
-        done = TinyPair(subject("cpu")).decode(reference, requests, 1, speculates=False)
+        done = TinyPair(replace(ON_GPU, device="cpu")).decode(reference, requests, 1, speculates=False)
     return {name: each.token_ids for name, each in done.items()}
 
 
@@ -85,7 +65,7 @@ def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, grap
     A tensor that was forgotten on the host would fail here, too.
     """
     with virtual_gpu() as waits:
-        pair = TinyPair(subject("cuda"))
+        pair = TinyPair(ON_GPU)
         waits.clear()
         found = pair.decode(kernels, requests, batch, graphs)
     assert {name: each.token_ids for name, each in found.items()} == expected

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.attention.test_attend_cuda import efficient, flash
+
 PACKAGE = Path(__file__).parents[1] / "specextend"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 VALUES = ("_local_scalar_dense", "equal", "is_nonzero")
@@ -145,27 +147,7 @@ def _numbered(device):
     return CUDA if device.type == "cuda" else device
 
 
-def _attend(q, k, v, bias, scale, causal):
-    """Attend with q [1, H, T, D] to k, v [1, K, S, D]: out, and the logarithm of the sum of exponentials [1, H, T]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (each.repeat_interleave(group, 1).float() for each in (k, v))
-    scores = q.float() @ k.transpose(2, 3) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), float("-inf"))
-    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)
-
-
-def _flash(q, k, v, dropout=0.0, causal=False, return_mask=False, *, scale):
-    return *_attend(q, k, v, None, scale, causal), torch.empty(0)
-
-
-def _efficient(q, k, v, bias, needs_lse, dropout=0.0, causal=False, *, scale):
-    return *_attend(q, k, v, bias, scale, causal), torch.empty(0)
-
-
 STAND_INS = {
-    _aten._scaled_dot_product_flash_attention.default: _flash,
-    _aten._scaled_dot_product_efficient_attention.default: _efficient,
+    _aten._scaled_dot_product_flash_attention.default: flash,
+    _aten._scaled_dot_product_efficient_attention.default: efficient,
 }

@@ -10,7 +10,7 @@ from numba.core.errors import NumbaError
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled import attend as compiled
-from specextend.attention.plan import KeySpan
+from specextend.attention.plan import KeySpan, merge_states
 from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
@@ -88,31 +88,26 @@ CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
 
 
 @pytest.mark.parametrize(("kernel", "heads", "num_queries", "prefixes", "dtype"), CALLS)
-def test_a_kernel_equals_the_reference_over_a_prefix_and_under_a_tree_mask(kernel, heads, num_queries, prefixes, dtype):
-    """Prefixes that all queries see, some empty, in one call; and the same with the masked rows of a tree behind."""
+def test_a_kernel_equals_the_reference(kernel, heads, num_queries, prefixes, dtype):
+    """Over prefixes that all queries see, some empty; with the masked rows of a tree behind; and in a causal block.
+
+    That is a prefill chunk over itself: torch's kernel aligns `is_causal` at the top left, which is right only here.
+    """
     assert_kernel_is_the_reference(kernel, prefixes, num_queries, heads, dtype)
     mask = random_mask(len(prefixes), num_queries, num_queries)
     lengths = [prefix + num_queries for prefix in prefixes]
     assert_kernel_is_the_reference(kernel, lengths, num_queries, heads, dtype, mask)
-
-
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "dtype"), covering([*KERNELS], GROUPS, NUM_QUERIES, DTYPES))
-def test_a_kernel_equals_the_reference_in_a_causal_block(kernel, heads, num_queries, dtype):
-    """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
     assert_kernel_is_the_reference(kernel, [num_queries] * 3, num_queries, heads, dtype, causal=True)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_other_sequences_are_not_seen(kernel):
-    """Whatever lies between two regions, NaN included, cannot leak into a result."""
-    starts, lengths = [4, 20], [6, 9]
-    q, k, v = tensors(2, 3, (4, 2), 40, HEAD_DIM, torch.float32)
-    spans = [KeySpan(starts, lengths, mask=random_mask(2, 3, 5)) for _ in range(2)]
-    expected = KERNELS[kernel](q, k, v, spans[0], SCALE)
-    outside = torch.ones(40, dtype=torch.bool)
-    outside[4:10] = outside[20:29] = False
-    k[:, outside], v[:, outside] = math.nan, math.nan
-    assert_close(KERNELS[kernel](q, k, v, spans[1], SCALE), expected)
+def test_merging_is_attention_over_the_union():
+    """Both ways round, and with weights that differ by hundreds in the exponent."""
+    q, k, v = tensors(1, 3, (4, 2), 35, HEAD_DIM, torch.float32)
+    k[:, 4:14] *= 40
+    whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
+    parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
+    for a, b in (parts, parts[::-1]):
+        torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
 
 
 def fail_to_compile(element):

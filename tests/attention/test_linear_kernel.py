@@ -85,10 +85,3 @@ def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
 
     monkeypatch.setattr(products, "kernel", fail)
     assert not can_multiply()
-
-
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

@@ -38,13 +38,6 @@ def processor_flags():
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def config_of(*changes):
     """The shipped configuration. Eight chunks of 32: a document of 440 tokens does not fit the draft's view."""
     return RunConfig.load(
