@@ -255,7 +255,8 @@ def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, mon
     commit(stopped, "0000000b", answer(3, "a summary"))
     if folder == "summaries":
         write_table(
-            resolve(str(stopped / folder / "part-00000.parquet")), pa.table({"doc_id": ["a"], "summary": ["a summary"]})
+            resolve(str(stopped / folder / "part-00000.parquet")),
+            pa.table({"doc_id": [*"abcd"], "summary": ["a summary"] * 4}),
         )
     damage(max((stopped / folder).iterdir()), "byte")
     ended = specextend(command[0], str(stopped), *command[1:])
