@@ -136,7 +136,8 @@ def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: to
     The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of each.
     """
     levels, options = config.num_tree_levels, config.decoding
-    trees, staged = config.tree.most_nodes * levels, cache.draft_prefill_window + traits_of(device).prefill_chunk
+    trees, window = config.tree.most_nodes * levels, cache.draft_prefill_window
+    staged = window * (1 - -traits_of(device).prefill_chunk // window)  # whole pieces of a prompt, and one before them
     num_full = num_rows + options.batch_size * aligned(2 * levels + 1)
     if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:  # each may need any number
         return num_full, num_full + options.batch_size * aligned(trees + staged)

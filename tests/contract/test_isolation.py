@@ -100,7 +100,7 @@ def fail():
 
 def test_cancelling_works_from_another_thread(pair):
     """A driver's deadline runs beside the engine, which sits in a step at that moment."""
-    engine = tiny_engine(pair, "bad")
+    engine = tiny_engine(pair, "bad", decoding__max_new_tokens=CONTEXT_LENGTH - 200)
     before = fresh(engine)
     reached, cancelled = threading.Event(), threading.Event()
 
