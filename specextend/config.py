@@ -259,8 +259,10 @@ def _keys(values: Values, section: str) -> Values:
 def _drop_demo(values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]) -> None:
     """Take the demo's paths and columns, which a shipped configuration has, out where somebody's own are given."""
     demos = {key for key, source in origins.items() if source.is_shipped}
-    if origin.is_shipped and "path" in _keys(merged, "input") and "input.path" not in demos:
-        values.pop("input", None)
+    own = {key for key in _keys(merged, "input") if f"input.{key}" not in demos}
+    if origin.is_shipped and own:
+        demo = {} if "path" in own else _keys(values, "input")
+        values["input"] = {key: each for key, each in demo.items() if key not in own}
     if origin.is_shipped and "path" in _keys(merged, "output") and "output.path" not in demos:
         _keys(values, "output").pop("path", None)
     if "path" in _keys(values, "input"):

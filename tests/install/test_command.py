@@ -234,6 +234,8 @@ def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, m
         config = RunConfig.load(order, ["input.id_column=null"])
         assert (config.input.path, config.output.path) == (str(tmp_path / "in"), str(tmp_path / "out"))
         assert (config.input.text_column, config.decoding.max_new_tokens) == ("body", 24)
+    (tmp_path / "ids.yaml").write_text("input: {id_column: key}\n")
+    assert RunConfig.load(["ids.yaml", "tiny-random", "mine.yaml"]).input.id_column == "key"
 
 
 @pytest.mark.parametrize(
