@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from specextend.core import Values, mended
 from specextend.data.database import Database
@@ -100,7 +101,8 @@ _TABLES = (
 )
 _ADD_DONE = (
     f"INSERT INTO done SELECT * EXCLUDE (evidence, choices, summary) REPLACE ({_FINITE}) FROM given",
-    f"""INSERT INTO texts SELECT doc_id, quality_flags, left(summary, {TEXT_CHARACTERS}) FROM given
+    "INSERT INTO texts SELECT doc_id, quality_flags, summary FROM given",
+    f"""CREATE OR REPLACE TABLE texts AS FROM texts
     WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
     QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
         OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
@@ -163,7 +165,8 @@ class RunFigures:
         if not is_done:
             self._database.add(rows, _ADD_ERRORS)
             return
-        self._waiting.append(rows)
+        cut = pc.utf8_slice_codeunits(rows["summary"], 0, TEXT_CHARACTERS)  # or whole texts would wait
+        self._waiting.append(rows.set_column(rows.schema.get_field_index("summary"), "summary", cut))
         if sum(map(len, self._waiting)) >= BATCH_ROWS:
             self._insert()
 
