@@ -76,7 +76,7 @@ def run(
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     _prepare_environment()
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
-        from specextend.cluster.run import run_job  # it imports Ray, which reads the environment
+        from specextend.cluster.lifecycle import run_job  # it imports Ray, which reads the environment
 
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:

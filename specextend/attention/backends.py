@@ -16,8 +16,8 @@ from math import inf
 import torch
 from torch import Tensor
 
+from specextend.attention.plain import LayerKernels, attend_reference
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import LayerKernels, attend_reference
 from specextend.attention.torch_kernels import (
     TORCH,
     attend_by_head,

@@ -189,7 +189,7 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     gc.freeze()  # what was imported is no garbage
     if ray := early_ray(config.job, config.output.path, interrupt):
         stack.callback(ray.close)
-    from specextend.cluster.run import run_job  # it imports Ray
+    from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
         code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none", ray=ray)

@@ -35,10 +35,10 @@ from specextend.cluster.checks import (
 from specextend.cluster.environment import connected, is_local, say_room, settle_cores, start_worker
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError, reading
 from specextend.cluster.messages import Done, Outcome
-from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import describe_duration
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import last_line
+from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, Values, counted
 from specextend.data.commits import Retry

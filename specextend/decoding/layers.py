@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from specextend.attention.plain import HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
-from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import compiled_is_right
+from specextend.attention.plain import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
-from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
 from specextend.attention.trials import Trial, what_differs
 from specextend.decoding.cache import KVCache

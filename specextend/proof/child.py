@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from specextend.attention.backends import shortest_runs
+from specextend.attention.plain import MAX_QUERIES
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import MAX_QUERIES
 from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 from specextend.core import Request, Values, counted
 from specextend.decoding.device import (

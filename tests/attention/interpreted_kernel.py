@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
+from specextend.attention.plain import attend_reference, pack_mask
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference, pack_mask
 from specextend.attention.tree_kernel import attend_tree
 from tests.attention.calls import attend_tree_slowly, random_mask, random_trees, regions, tensors, tree_call
 from tests.covering import covering

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_cuda
 from tests.alive import Live
 from tests.attention.calls import random_mask, regions, tensors

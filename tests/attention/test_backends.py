@@ -10,8 +10,8 @@ from numba.core.errors import NumbaError
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled import attend as compiled
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan, merge_states
-from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from tests.attention import calls
 from tests.attention.calls import random_mask, random_trees, regions
 from tests.covering import covering

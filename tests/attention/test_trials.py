@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
 from specextend.attention.trials import (
     Call,

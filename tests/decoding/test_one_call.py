@@ -13,8 +13,8 @@ pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled.decoder import Decoder
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.layers import compiled_kernel, linear, pack
 from specextend.decoding.model import CachedModel

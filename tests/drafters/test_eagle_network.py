@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided, DraftTrees

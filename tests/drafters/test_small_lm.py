@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specextend import loading
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.attention.trials import Trial
 from specextend.decoding.device import Graphs

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights

@@ -40,12 +40,12 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Failed, Tried, failed_row
-from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import Display, Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
+from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
 from specextend.data.commits import CommitWriter, Progress, Retry
