@@ -11,7 +11,7 @@ from specextend.data.commits import list_commits
 from specextend.data.documents import GONE, LEFT_OUT, read_errors
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
 from specextend.data.run_folder import Start, read_audit, read_heartbeat, read_starts, report_file, time_text
-from specextend.data.storage import Location, is_folder, read_bytes, resolve, write_bytes
+from specextend.data.storage import Location, is_uri, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.figures import (
     DONE_COLUMNS,
@@ -118,11 +118,15 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
 
 
 def _not_prepared(manifest: Values) -> dict[str, int]:
-    """Count by reason what `specextend prepare` could not read, if the input is its data set and still there."""
-    folder = resolve(manifest["config"]["input"]["path"])
-    if not folder.is_local or not is_folder(folder):
+    """Count by reason what `specextend prepare` could not read, if the input is its data set on this machine."""
+    path = manifest["config"]["input"]["path"]
+    if is_uri(path):  # a report needs no store but its own
         return {}
-    return Counter(failure.reason for failure in read_errors(folder) if failure.reason not in (LEFT_OUT, GONE))
+    try:
+        failures = read_errors(resolve(path))
+    except (OSError, ValueError, TypeError):  # no folder, or a file of that name that is somebody else's
+        return {}
+    return Counter(failure.reason for failure in failures if failure.reason not in (LEFT_OUT, GONE))
 
 
 def _run(manifest: Values) -> Values:
