@@ -11,7 +11,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ADDRESS := local
 
-.PHONY: setup models demo test test-slow test-all chromium lint bench
+.PHONY: setup models demo test test-slow test-all chromium lint bench wheel
 setup: $(VENV)/.done
 models: .models/.done
 
@@ -30,6 +30,12 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: setup models
 	rm -rf $(DEMO)
 	$(PY) -m specextend demo --output $(DEMO)
+
+# One file to install: pip install 'out/wheel/specextend-0.1.0-py3-none-any.whl[cpu,documents]'
+wheel: setup
+	rm -rf build out/wheel
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir out/wheel .
+	rm -rf build
 
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specextend import RunConfig, SamplingParams
-from specextend.yaml_values import read_yaml
+from specextend.config import read_yaml
 
 PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "llama.cpp-ngram", "openvino", "openvino-lookup"]
 ProbeKind = Literal["passkey", "needles", "quote"]
@@ -88,7 +88,8 @@ class Benchmark(BaseModel):
         return {name: self._config(value) for name, value in self.variants.items()}
 
     def _config(self, variant: PeerName | dict[str, Any] | None) -> RunConfig:
-        shared = {"decoding.max_batch_size": 1, **self.set, "input.path": self.documents}
+        sizes = {"decoding.max_batch_size": 1, "decoding.max_new_tokens": self.max_new_tokens}
+        shared = {**sizes, **self.set, "input.path": self.documents}
         values = shared | variant if isinstance(variant, dict) else shared
         return RunConfig.load(self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 

@@ -1,8 +1,9 @@
 """The check of a GPU, part by part: is it right there, what would a start choose, and how long do steps take?
 
-`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json` and files of its parts, written as soon as there
-is something to say. Each part has a process and a time of its own, so that one which hangs, or breaks its GPU, costs
-itself alone. The exit code is 1 if a part failed, or a kernel that can run there is wrong.
+`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json`, files of its parts, and `said.txt` with all that
+they said, each written as soon as there is something to say. Each part has a process and a time of its own, so that one
+which hangs, or breaks its GPU, costs itself alone. The exit code is 1 if a part failed, or a kernel that can run there
+is wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -24,17 +26,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, PairShape
 from benchmarks.gpu_steps import decode, try_steps
-from specextend.attention.backends import shortest_runs
+from specextend.attention.backends import Trial, shortest_runs
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import device_name, release_cached, synchronise, traits_of
 from specextend.decoding.measurements import measure_limits
-from specextend.proof.ladder import identity, prove
-from specextend.proof.subject import Subject
+from specextend.proof.ladder import Rung, identity, prove, try_apart
+from specextend.proof.subject import Kernels, Subject
 from specextend.shipped import code_commit
 
 Found = dict[str, Any]
-LIMITS_S = {"kernels": 90, "tiny-pair": 60, "proof-batch-4": 60, "proof-batch-16": 60, "steps": 150, "profile": 40}
-"""Seconds of each part, together less than eight minutes."""
+LIMITS_S = {"kernels": 80, "tiny-pair": 45, "proof-batch-4": 95, "proof-batch-16": 85, "steps": 130, "profile": 40}
+"""Seconds of each part, together less than eight minutes. A proof starts a process for each rung."""
+_CPU_FACTOR = 10
+"""How many times as long the parts may take on a CPU."""
 _TESTS = {"kernels": "tests/gpu/test_cuda.py", "tiny-pair": "tests/gpu/test_cuda_engine.py"}
 PYTEST = (
     *("-m", "gpu", "-q", "-rfEs", "--tb=short", "-c", "/dev/null", "--rootdir", ".", "--confcutdir", "tests/gpu"),
@@ -43,6 +47,7 @@ PYTEST = (
 """Nothing of the repository's own settings, which need packages of their own."""
 _SHOWN = 4000
 """Characters of what a part said that are kept: the last ones."""
+_GRACE_S = 5
 _OPERATORS = 25
 """Lines of a profile."""
 _LENGTH = 16384
@@ -66,8 +71,14 @@ def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> It
     """Yield what a start would choose for a target in batches of the size that the part's name ends with."""
     shape = TINY[0] if tiny else FULL[-1]
     subject = _subject(shape, device, int(name.rpartition("-")[2]), longest=600 if tiny else _LENGTH + 512)
-    proof = prove(subject, limit_s=limit_s)
-    print(f"{shape.name}:", *(f"{trial}\n    ms: {trial.times()}" for trial in proof.trials), sep="\n  ", flush=True)
+    print(f"{shape.name}:", flush=True)
+
+    def attempt(kernels: Kernels, rung: Rung, seconds: float) -> Trial:
+        trial = try_apart(subject, kernels, rung, seconds)
+        print(f"  {trial}\n    ms: {trial.times()}", flush=True)
+        return trial
+
+    proof = prove(subject, limit_s=limit_s, attempt=attempt)
     limits = asdict(measure_limits(device, torch.bfloat16))
     yield {"pair": shape.name, "holds_for": identity(subject), "limits": limits, **asdict(proof)}
 
@@ -148,24 +159,46 @@ def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> in
     """Run a part in this process, and write what it finds after each finding; return the exit code."""
     part = {"steps": steps, "profile": profiles}.get(name, proofs)
     found: list[Found] = []
-    for each in part(name, device, LIMITS_S[name] - 15, tiny=tiny):
+    for each in part(name, device, seconds_for(name, device) - 15, tiny=tiny):
         found.append(each)
         write(folder, name, found)
     return int(any(trial["is_wrong"] for each in found for trial in each.get("trials", ())))
 
 
+def seconds_for(name: str, device: torch.device) -> float:
+    """Return the seconds that a part may take."""
+    return LIMITS_S[name] * (_CPU_FACTOR if device.type == "cpu" else 1)
+
+
 def write(folder: Path, name: str, found: Any) -> None:
-    """Write what was found so far."""
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    """Write what was found so far, whole or not at all."""
+    temporary = folder / f".{name}.tmp"
+    temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / f"{name}.json")
 
 
-def run_limited(command: list[str], limit_s: float) -> tuple[int, str]:
-    """Run a command; return its exit code, and what it said, as far as it came."""
+def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str]:
+    """Run a command, whose words are added to `log` at once; return its exit code, and the last of what it said."""
+    with log.open("ab") as said:
+        begin = said.tell()
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        late = ""
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code, late = 124, f"\nnot done after {limit_s:g} s"
+            _interrupt(process)
+    return code, log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:] + late
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """End a process; it has a few seconds to end what it started, which would use the GPU beside the next part."""
+    process.send_signal(signal.SIGINT)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired as late:
-        return 124, (late.output or b"").decode(errors="replace")[-_SHOWN:] + f"\nnot done after {limit_s:g} s"
-    return done.returncode, done.stdout.decode(errors="replace")[-_SHOWN:]
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main() -> int:
@@ -182,13 +215,13 @@ def main() -> int:
         return run_part(given.part, device, given.out, tiny=given.shapes == "tiny")
     versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
     summary: Found = {"commit": code_commit(), "device": device_name(device), "versions": versions, "parts": {}}
-    for name, limit_s in LIMITS_S.items():
+    for name in LIMITS_S:
         command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--part", name]
         if name in _TESTS:
             command = [sys.executable, "-m", "pytest", _TESTS[name], *PYTEST]
             command += ["--collect-only"] if device.type == "cpu" else []
         begin = time.monotonic()
-        code, said = run_limited(command, limit_s if device.type == "cuda" else 10 * limit_s)
+        code, said = run_limited(command, seconds_for(name, device), given.out / "said.txt")
         summary["parts"][name] = {"code": code, "seconds": time.monotonic() - begin, "said": said}
         write(given.out, "summary", summary)
         print(f"{name}: {'ok' if code == 0 else 'failed'}\n{said}", flush=True)

@@ -171,7 +171,8 @@ class EngineParts:
         rope = rope_frequencies({}, pair.head.head_dim, pair.head.format)
         layers = pair.head.hidden_layers(target.config.num_hidden_layers)
         vocabulary = torch.arange(pair.head.draft_vocab_size)
-        return EagleNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, num_rows, rope, layers)
+        rows = num_rows, num_rows
+        return EagleNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, rows, rope, layers)
 
 
 class TokenNumbers:

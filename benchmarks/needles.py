@@ -318,11 +318,11 @@ class Replayer:
 
     def _select(self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int) -> frozenset[int]:
         """Choose what the draft sees, by the query of the last committed token after `decided` tokens of the answer."""
-        num_tokens, mass = num_prompt + decided, None
+        num_tokens, mass = num_prompt + decided, torch.empty(0)
         if self._layers:
             queries = [each[decided] for each in trace.queries]
             keys = [each[:, :num_tokens] for each in trace.keys]
-            mass = mean_mass(queries, keys, self._options.chunk_size, self._engine.target.scale)
+            mass = mean_mass(queries, keys, self._options.chunk_size, self._engine.target.scale).cpu()
         positions = policy.select(num_tokens, mass, DecodingStats())
         self._drafter.select(_SLOT, positions)
         return frozenset(positions.tolist())

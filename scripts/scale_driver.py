@@ -37,14 +37,17 @@ prepare_environment(os.environ)  # before anything imports ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
 from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
-from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
+from specextend.cluster.lifecycle import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.lock import OutputLock, held  # noqa: E402
 from specextend.cluster.messages import Lease  # noqa: E402
-from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
+from specextend.cluster.progress import (  # noqa: E402
+    AwakeClock,
+    Display,
+    Ledger,
+)
 from specextend.cluster.records import Committer, StartRecord, rows_per_commit  # noqa: E402
-from specextend.cluster.run import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.scheduler import Scheduler  # noqa: E402
 from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402

@@ -30,8 +30,8 @@ from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
 from specextend.cluster.backlog import RowSet
-from specextend.cluster.plan import make_plan
 from specextend.cluster.records import rows_per_commit
+from specextend.cluster.workload import make_plan
 from specextend.core import Completion, DocumentKey
 from specextend.data.check import check_input
 from specextend.data.commits import CommitWriter, pending, read_commits

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -28,8 +31,7 @@ from specextend.decoding.decoding_options import (
     at_least,
 )
 from specextend.model_files import TargetOptions, looks_like_path
-from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder
-from specextend.yaml_values import ConfigError, parse, read_yaml, shown
+from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder, shipped_configs
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
@@ -183,8 +185,9 @@ class RunConfig(BaseModel):
         """Read a configuration, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
         config: a YAML file, the name of a shipped one, the values of one, or one that was made already; or several,
-        such as a pair and a task, of which a later one wins key by key. Relative paths of a file are relative to its
-        folder; all others, and those of a shipped file, to the current folder.
+        such as a pair and a task, of which a later one wins key by key; `base` in one names those that come before it.
+        Relative paths of a file are relative to its folder; all others, and those of a shipped file, to the current
+        folder.
         Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
         stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
@@ -221,6 +224,7 @@ class Origin(NamedTuple):
 
     name: str
     folder: str
+    is_shipped: bool = False
 
 
 def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
@@ -230,8 +234,9 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     """
     merged: Values = {}
     origins: dict[str, Origin] = {}
-    for each in [config] if isinstance(config, RunConfig | Mapping | str | Path) else config:
-        values, origin = _read(each)
+    given_configs = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
+    for values, origin in chain.from_iterable(map(_read, given_configs)):
+        _drop_demo(values, origin, merged, origins)
         _drop_other_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
@@ -251,15 +256,44 @@ def _keys(values: Values, section: str) -> Values:
     return options if isinstance(options, dict) else {}
 
 
-def _read(config: OneConfig) -> tuple[Values, Origin]:
-    """Return the values of a configuration, and where they come from. Raises ConfigError."""
+def _drop_demo(values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]) -> None:
+    """Take the demo's paths and columns, which a shipped configuration has, out where somebody's own are given."""
+    demos = {key for key, source in origins.items() if source.is_shipped}
+    own = {key for key in _keys(merged, "input") if f"input.{key}" not in demos}
+    if origin.is_shipped and own:
+        demo = {} if "path" in own else _keys(values, "input")
+        values["input"] = {key: each for key, each in demo.items() if key not in own}
+    if origin.is_shipped and "path" in _keys(merged, "output") and "output.path" not in demos:
+        _keys(values, "output").pop("path", None)
+    if "path" in _keys(values, "input"):
+        merged["input"] = {key: each for key, each in _keys(merged, "input").items() if f"input.{key}" not in demos}
+
+
+def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
+    """Yield the values of the configurations that `base` names, then its own, each with their origin.
+
+    above: the files that led here. Raises ConfigError, also for a file that is its own base.
+    """
     if isinstance(config, RunConfig):
-        return config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
+        yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
+        return
     if isinstance(config, Mapping):
-        return json.loads(_as_json(dict(config))), Origin("values", os.getcwd())
-    path = find_config(config)
-    is_shipped = path.resolve().is_relative_to(CONFIGS.resolve())
-    return read_yaml(path), Origin(str(config), os.getcwd() if is_shipped else os.path.abspath(path.parent))
+        origin, values = Origin("values", os.getcwd()), json.loads(_as_json(dict(config)))
+    else:
+        path = find_config(config).resolve()
+        if path in above:
+            raise ConfigError(f"base: {config} leads back to itself; take it out of one of the files")
+        above = (*above, path)
+        is_shipped = path.is_relative_to(CONFIGS.resolve())
+        folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
+        origin, values = Origin(str(config), folder, is_shipped), read_yaml(find_config(config))
+    bases = values.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"base must name a configuration, or several in a list, got {shown(bases)}")
+    for base in bases:
+        yield from _read(base if base in shipped_configs() else os.path.join(origin.folder, base), above)
+    yield values, origin
 
 
 def _apply(values: Values, override: str) -> tuple[str, str]:
@@ -383,3 +417,93 @@ def _as_json(values: Values) -> str:
         return json.dumps(values | {"prompt": mended(values.get("prompt", {}))}, default=str)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"a value cannot be read: {first_line(error)}") from None
+
+
+# YAML of people: files, and the values of `--set`; what is wrong is said in one line, which shows no secret
+
+
+MOST_SHOWN = 200
+"""Characters of a value that a message repeats."""
+
+
+class ConfigError(ValueError):
+    """A key or value is not allowed; the message is one line that names the key and what is allowed."""
+
+
+def read_yaml(path: Path) -> Values:
+    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error}{_other_name(path)}") from None
+    try:
+        values = yaml.load(text, _PlainValues)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: {_yaml_problem(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold keys with their values")
+    return values
+
+
+def _other_name(path: Path) -> str:
+    """Say which configuration may be meant by a path that cannot be read; empty if it is that file."""
+    if os.path.isfile(path):  # False, too, if nobody may look there
+        return ""
+    if os.path.isfile(f"{path}.yaml"):
+        return f"; did you mean {path}.yaml?"
+    shipped = shipped_configs()
+    near = did_you_mean(path.name.removesuffix(".yaml"), shipped)
+    return near or f"; the names of shipped ones are {', '.join(shipped)}"
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Say what is wrong with a text and where, without the text, which may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    what = str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
+    return f"{what} (line {mark.line + 1}, column {mark.column + 1})" if mark else what
+
+
+class _PlainValues(yaml.SafeLoader):
+    """A loader that refuses a repeated key, of which YAML silently keeps the last, and aliases.
+
+    A few lines of aliases can stand for more values than any memory holds.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "an alias is not taken, write the value itself", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) != len(node.value):
+            names = [key.value for key, _ in node.value]
+            twice = next((name for name in names if names.count(name) > 1), names[-1])
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice} is repeated", node.start_mark)
+        return mapping
+
+
+def parse(key: str, text: str) -> Any:
+    """Read the value of `--set key=text`. Raises ConfigError for what is no YAML, or would be read in part."""
+    try:
+        value = yaml.load(text, _PlainValues)
+        tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = f"--set {key}: {shown(text)} is not a valid YAML value ({_yaml_problem(error)})"
+        raise ConfigError(f"{problem}; {_how_to_quote(key, text)}") from None
+    if comment := text[tokens[-1].end_mark.index :].strip():
+        raise ConfigError(f"--set {key}: {shown(comment)} is a comment in YAML and would be left out; quote the value")
+    return value
+
+
+def _how_to_quote(key: str, text: str) -> str:
+    """Say how a text is written that YAML would read as something else."""
+    value = json.dumps(text, ensure_ascii=False) if shown(text) == repr(text) else '"..."'
+    return f"quote a text: --set {shlex.quote(f'{key}={value}')}"
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, but not one that holds an address, which may hold a secret, nor a long one."""
+    text = repr(value)
+    return text if "://" not in text and len(text) <= MOST_SHOWN else f"a value of type {type(value).__name__}"

@@ -186,9 +186,10 @@ def printable(text: str, keep: str = "") -> str:
     surrogate pairs and private-use characters become codes such as `\x1b` and `\u202e`, except those in `keep`. Text
     in any language is left unchanged, including the joiners, separators and signs that its script needs.
     """
+    safe = _NEEDED.union(keep)
     return "".join(
-        character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
-        for character in text
+        each if each in safe or unicodedata.category(each) not in _UNSAFE else each.encode("unicode_escape").decode()
+        for each in text
     )
 
 
@@ -220,10 +221,6 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Return an exception's whole message, its lines joined."""
     return " ".join(str(error).split())
-
-
-def _is_unsafe(character: str) -> bool:
-    return unicodedata.category(character) in _UNSAFE and character not in _NEEDED
 
 
 @contextmanager

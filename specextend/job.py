@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from specextend.cluster.display import Display, open_display
 from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError, RefusedError
+from specextend.cluster.progress import Display, open_display
 from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
 from specextend.data.commits import Retry
@@ -76,7 +76,7 @@ def run(
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     _prepare_environment()
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
-        from specextend.cluster.run import run_job  # it imports Ray, which reads the environment
+        from specextend.cluster.lifecycle import run_job  # it imports Ray, which reads the environment
 
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:

@@ -240,7 +240,7 @@ def _rows_within(config: RunConfig, facts: ModelFacts, device: torch.device, bud
     if budget is None:
         return rows
     excess = sum(memory_bytes(config, facts, device).values()) - int(_PLANNED * budget)
-    of_draft = [draft_rows(config, config.cache, each, device) for each in (rows, rows + ALIGNMENT)]
+    of_draft = [sum(draft_rows(config, config.cache, each, device)) for each in (rows, rows + ALIGNMENT)]
     drafts = draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
     per_row = facts.kv_bytes_per_token(config.target.dtype) + drafts * DTYPES[config.target.dtype].itemsize
     return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
@@ -261,7 +261,7 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
-        "draft_caches": aligned(draft_rows(config, config.cache, num_rows, device)) * size * draft.num_cached,
+        "draft_caches": sum(map(aligned, draft_rows(config, config.cache, num_rows, device))) * size * draft.num_cached,
         "activations": _forward_bytes(config, facts, device) + features,
         "workspace": traits_of(device).workspace_bytes + _graph_bytes(config, facts, device),
     }
@@ -278,8 +278,7 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -
     heads = facts.num_heads * facts.head_dim
     merge = chunk * heads * (2 * size + 3 * 4)  # what the prefix gives, and the chunk, and three copies in fp32
     copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0  # flash attention takes no fp32
-    window = chunk * (chunk + config.cache.draft_prefill_window) * (size + 2)  # a draft's mask and its bias
-    return layer + step + merge + copies + window
+    return layer + step + merge + copies
 
 
 def _logits_bytes(config: RunConfig, facts: ModelFacts) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -106,8 +106,7 @@ class HubUnreachableError(ModelError):
     """The Hub does not answer, and its cache on this machine lacks what is asked for; another try may help."""
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of a safetensors file."""
 
     dtype: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ from specextend.models import (
 )
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
-_NUM_CACHES = 2
-"""A draft with a network has a full cache and a working cache."""
 
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
@@ -132,11 +130,19 @@ def load_drafter(
     return NgramDrafter(config.tree, target.device, drafter, clock) if draft.ngram else drafter
 
 
-def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> int:
-    """Return the rows of each of a draft's caches, from those of the target's."""
-    staged = cache.draft_prefill_window + traits_of(device).prefill_chunk
-    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + staged)
-    return num_rows + config.decoding.batch_size * scratch
+def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> tuple[int, int]:
+    """Return the rows of a draft's full and working cache, from those of the target's.
+
+    The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of each.
+    """
+    levels, options = config.num_tree_levels, config.decoding
+    trees, window = config.tree.most_nodes * levels, cache.draft_prefill_window
+    staged = window * (1 - -traits_of(device).prefill_chunk // window)  # whole pieces of a prompt, and one before them
+    num_full = num_rows + options.batch_size * aligned(2 * levels + 1)
+    if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:  # each may need any number
+        return num_full, num_full + options.batch_size * aligned(trees + staged)
+    seen = cache.top_k_chunks * cache.chunk_size + options.max_new_tokens + 2 * levels + 1
+    return num_full, options.batch_size * aligned(max(staged, seen + trees))
 
 
 def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
@@ -148,16 +154,15 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
     if draft.kind == "eagle":
         return _size_eagle(draft)
     draft_facts = read_facts(draft.model, draft.revision)
-    return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * draft_facts.kv_numbers_per_token)
+    return DraftSize(num_parameters(draft.model, draft.revision), draft_facts.kv_numbers_per_token)
 
 
-@dataclass(frozen=True)
-class DraftSize:
+class DraftSize(NamedTuple):
     """The numbers, each of the target's dtype, that a draft holds in memory."""
 
     num_parameters: int
     num_cached: int
-    """Keys and values of one token in all of its caches."""
+    """Keys and values of one row of its caches."""
     num_layers_read: int = 1
     """The target's layers whose outputs it is given for each token of a prompt."""
 
@@ -202,12 +207,10 @@ def _size_eagle(draft: DraftOptions) -> DraftSize:
     count = sum(math.prod(info.shape) for _, _, info in head.sources.values() if info.dtype in FLOATS)
     if head.is_ours and head.draft_vocab_size < head.vocab_size:  # it copies rows of the target's LM head
         count += head.draft_vocab_size * head.hidden_size
-    return DraftSize(
-        count, _NUM_CACHES * 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read
-    )
+    return DraftSize(count, 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read)
 
 
-def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, num_rows: int) -> EagleNetwork:
+def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows: tuple[int, int]) -> EagleNetwork:
     head = read_head(draft.model)
     return EagleNetwork(
         head,
@@ -215,21 +218,21 @@ def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, num_r
         read_vocabulary(head),
         target,
         lm_head,
-        num_rows,
+        rows,
         rope_frequencies(head.rope, head.head_dim, draft.model),
         head.hidden_layers(target.config.num_hidden_layers),
     )
 
 
 def _load_model(
-    draft: DraftOptions, options: TargetOptions, target: CachedModel, num_rows: int, prefill_window: int
+    draft: DraftOptions, options: TargetOptions, target: CachedModel, rows: tuple[int, int], prefill_window: int
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device))
-    cached = CachedModel(model, target.attend, num_rows, target.kernels)
+    cached = CachedModel(model, target.attend, rows[1], target.kernels)
     facts, chunk = read_facts(draft.model, draft.revision), traits_of(target.device).prefill_chunk
     if facts.vocab_size == target.config.vocab_size:
-        return ModelNetwork(cached, num_rows, prefill_window, chunk)
+        return ModelNetwork(cached, rows[0], prefill_window, chunk)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
     num_shared = min(facts.vocab_size, target.config.vocab_size)
     other_id = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
-    return ModelNetwork(cached, num_rows, prefill_window, chunk, num_shared, other_id)
+    return ModelNetwork(cached, rows[0], prefill_window, chunk, num_shared, other_id)

@@ -98,11 +98,6 @@ class DecodingStats:
         """Return the output tokens per second, including prefill."""
         return ratio(self.num_output_tokens, self.total_s)
 
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Return the output tokens after the first per second of decoding."""
-        return ratio(self.num_output_tokens - 1, self.decode_s)
-
     def add(self, other: DecodingStats) -> None:
         """Add the counts and seconds of `other`."""
         for name in (spec.name for spec in fields(self)):

@@ -1,10 +1,13 @@
 """What is alive in this process, so that a test can tell that a request left nothing behind."""
 
 import gc
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specextend.decoding.cache import Region
 from specextend.decoding.engine import Engine
@@ -60,3 +63,24 @@ class Fresh:
 
 def fresh(engine):
     return Fresh(engine, engine.target.cache.rows.num_free, alive())
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, on a device without memory; what was there before does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        results = operator(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for made in tree_leaves(results):
+            if isinstance(made, torch.Tensor) and (storage := made.untyped_storage())._cdata not in given:
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return results
+
+    def _free(self, num_bytes):
+        self.now -= num_bytes

@@ -60,6 +60,16 @@ def local_ray():
 
 
 @pytest.fixture
+def restored_threads():
+    """A test that sets the number of torch's threads gives it back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A Hugging Face Hub on loopback, and an empty cache in front of it."""
     from huggingface_hub import constants  # it reads the environment when it is imported

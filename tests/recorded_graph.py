@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
-from specextend.attention.reference import MAX_MASKED, attend_reference, masked_rows
+from specextend.attention.plain import MAX_MASKED, attend_reference, masked_rows
 from specextend.proof.subject import Kernels
 from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import engine_with, tiny_config

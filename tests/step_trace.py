@@ -5,11 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specextend.drafters.causal import CausalDrafter
-from tests.recorded_graph import DOWNLOADS, has_mask
 
 VIEWS = {
     *("alias", "as_strided", "detach", "detach_", "diagonal", "expand", "lift_fresh", "permute", "select", "slice"),
@@ -26,14 +24,12 @@ class StepTrace:
     num_sequences: int
     operators: Counter[str] = field(default_factory=Counter)
     """Kernels around the models: trees, acceptance, caches and plans."""
-    num_downloads: int = 0
-    """Times that the host reads values of a tensor."""
     num_uploads: int = 0
     """Tensors made of Python's values."""
 
 
 class Tracer(TorchDispatchMode):
-    """Counts operators; those of models are only searched for downloads and uploads."""
+    """Counts operators; those of models are only searched for uploads."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +44,6 @@ class Tracer(TorchDispatchMode):
                 return result
         name = func.overloadpacket.__name__
         step = self.steps[-1]
-        step.num_downloads += name.startswith(DOWNLOADS) or (name.startswith("index") and has_mask(args))
         step.num_uploads += name == "lift_fresh"
         if not self.in_model and name not in VIEWS:
             step.operators[name] += 1
@@ -74,15 +69,6 @@ class Tracer(TorchDispatchMode):
 
         return proposing
 
-    def downloading(self, tolist):
-        """Wrap `Tensor.tolist`, which reads a tensor of a CPU without an operator."""
-
-        def called(tensor):
-            self.steps[-1].num_downloads += 1
-            return tolist(tensor)
-
-        return called
-
 
 @contextmanager
 def tracing(engine, tracer):
@@ -90,7 +76,6 @@ def tracing(engine, tracer):
     drafter = engine.drafter
     assert isinstance(drafter, CausalDrafter)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", tracer.downloading(torch.Tensor.tolist))
         patch.setattr(drafter, "propose", tracer.beginning_steps(drafter.propose))
         for model, name in ((engine.target, "forward_with_features"), (drafter.network, "forward")):
             patch.setattr(model, name, tracer.leaving_out(getattr(model, name)))

@@ -1,5 +1,7 @@
 """Captured steps, without a GPU: steps that are recorded once and replayed decide the tokens of plain decoding."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -49,31 +51,39 @@ def requests(temperature):
     return [request(str(n), random_prompt(n), new, temperature=temperature, seed=n) for n, new in lengths]
 
 
+def tokens_of(engine, temperature=0.0):
+    """What the requests give, by their names."""
+    return {each.request_id: each.token_ids for each in engine.generate(requests(temperature))}
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    """Temperature -> what plain decoding gives."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    return cache(lambda temperature: tokens_of(engine, temperature))
+
+
 @pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
-def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair):
+def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair, plain):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
     capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}
     captured = captured_engine(pair, draft, Graphs(capture), **changes)
     captured.decode_share = device.GPU.decode_share
-    plain = tiny_engine(pair, decoding__mode="autoregressive")
-    outputs = {each.request_id: each.token_ids for each in captured.generate(requests(temperature))}
-    assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(temperature))}
+    assert tokens_of(captured, temperature) == plain(temperature)
     assert capture.num_replays > 2 * capture.num_captured > 4
 
 
-def test_captured_steps_that_were_not_used_for_longest_make_room(pair, monkeypatch):
+def test_captured_steps_that_were_not_used_for_longest_make_room(pair, plain, monkeypatch):
     """Batches of 32 have steps of hundreds of shapes. What is forgotten is captured again, and decides the same."""
     monkeypatch.setattr(device, "MOST_GRAPHS", 3)
     capture = Counting()
     engine = captured_engine(pair, "eagle", Graphs(capture), decoding__max_batch_size=3)
-    outputs = {each.request_id: each.token_ids for each in engine.generate(requests(0.0))}
-    plain = tiny_engine(pair, decoding__mode="autoregressive")
-    assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(0.0))}
+    assert tokens_of(engine) == plain(0.0)
     assert capture.num_captured > 3
     assert capture.num_replays > capture.num_captured
 
 
-def test_a_step_that_cannot_be_captured_ends_all_captures(pair, caplog):
+def test_a_step_that_cannot_be_captured_ends_all_captures(pair, plain, caplog):
     """Chosen once, and said: a job on a driver that lacks something is slower, not dead.
 
     The allocator may go on as if it were captured, so another try is not safe in this process.
@@ -85,15 +95,13 @@ def test_a_step_that_cannot_be_captured_ends_all_captures(pair, caplog):
         raise RuntimeError("operation not permitted")
 
     graphs = Graphs(failing)
-    outputs = [each.token_ids for each in captured_engine(pair, "good", graphs).generate(requests(0.0))]
-    expected = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
-    assert outputs == [each.token_ids for each in expected]
+    assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
     assert (len(tries), graphs.enabled) == (1, False)
     [said] = [each.message for each in caplog.records if "without graphs" in each.message]
     assert "operation not permitted" in said
 
 
-def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair):
+def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
     """The first graph that did not fit ended all others, and a small draft's step is mostly its host."""
     capture, failed = Counting(), []
 
@@ -104,29 +112,25 @@ def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair):
         return capture(name, function)
 
     graphs = Graphs(without_memory_at_first)
-    outputs = [each.token_ids for each in captured_engine(pair, "good", graphs).generate(requests(0.0))]
-    expected = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
-    assert outputs == [each.token_ids for each in expected]
+    assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
     assert graphs.enabled
     assert len(failed) >= 2
     assert capture.num_replays > 0
 
 
 @pytest.mark.parametrize(("nodes", "depth", "least_captured"), [(130, 3, 1), (60, 10, 3), (50, 10, 4)])
-def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pair):
+def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pair, plain):
     """Masks of more than 512 rows go to a kernel that reads lengths on the host, which a replay would find unchanged.
 
     Replayed all the same, 130 nodes gave other tokens than plain decoding from the first on, and levels of 60 x 10
     other trees.
     """
     changes = {"cache__policy": "full", "tree__threshold": 0.0, "tree__nodes": nodes, "tree__depth": depth}
-    capture, trees, outputs = Counting(), {}, {}
+    capture, trees = Counting(), {}
     for graphs in (Graphs(capture), Graphs()):
         engine = captured_engine(pair, "good", graphs, **changes)
         trees[graphs.enabled] = noting_trees(engine)
-        outputs[graphs.enabled] = [each.token_ids for each in engine.generate(requests(0.0))]
-    plain = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
-    assert outputs[True] == outputs[False] == [each.token_ids for each in plain]
+        assert tokens_of(engine) == plain(0.0)
     assert trees[True] == trees[False]
     assert capture.num_captured >= least_captured
 
@@ -151,7 +155,7 @@ def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(dr
 
 
 @pytest.mark.parametrize("draft", ["merged-eagle", "merged-good"])
-def test_trees_that_ngrams_made_have_few_sizes(draft, pair):
+def test_trees_that_ngrams_made_have_few_sizes(draft, pair, plain):
     """They had any, so that no step came often enough to be captured, or pushed out one that had been."""
     names = []
 
@@ -160,9 +164,7 @@ def test_trees_that_ngrams_made_have_few_sizes(draft, pair):
         return record(name, function)
 
     engine = captured_engine(pair, draft, Graphs(capture), tree__threshold=0.0, decoding__max_batch_size=1)
-    outputs = [each.token_ids for each in engine.generate(requests(0.0))]
-    plain = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
-    assert outputs == [each.token_ids for each in plain]
+    assert tokens_of(engine) == plain(0.0)
     assert names.count("verify") <= 2, "of roots, and of trees"
 
 

@@ -1,12 +1,9 @@
 """Memory that a dry run plans, against what an engine of the same configuration holds."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from specextend.attention.plan import AttentionPlan
@@ -27,6 +24,7 @@ from specextend.loading import (
 from specextend.models import load_target
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
+from tests.alive import Live
 from tests.tiny_models import (
     FAMILIES,
     PUBLISHED,
@@ -89,27 +87,6 @@ def parts_of(weight):
     """The tensors of a weight, quantized or not."""
     names = ("qdata", "scale", "scale_and_zero")
     return [getattr(weight, name) for name in names if hasattr(weight, name)] or [weight]
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, on a device without memory; what was there before does not count."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        results = operator(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for made in tree_leaves(results):
-            if isinstance(made, torch.Tensor) and (storage := made.untyped_storage())._cdata not in given:
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return results
-
-    def _free(self, num_bytes):
-        self.now -= num_bytes
 
 
 def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
@@ -206,21 +183,48 @@ def test_a_gpu_that_does_not_hold_the_longest_document_is_refused(pairs):
     assert sum(memory_bytes(chosen, facts, GPU).values()) > budget
 
 
+def decode(engine, requests):
+    """The tokens of each, and how many were active at most when the engine asked for another one."""
+    active = []
+
+    def coming():
+        for each in requests:
+            active.append(engine.num_active)
+            yield each
+
+    return {each.request_id: each.token_ids for each in engine.generate(coming())}, max(active)
+
+
 def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):
     """Short ones together, a long one alone beside few; their tokens are those of plain decoding."""
     engine = load_engine(batch_config(pairs, 32, 2048))
     short = [request(str(n), random_prompt(41, n), 12) for n in range(20)]
     long = request("long", random_prompt(1700), 12)
-    most = 0
-
-    def coming():
-        nonlocal most
-        for each in (*short, long, *(replace(each, request_id=f"{each.request_id} again") for each in short)):
-            most = max(most, engine.num_active)
-            yield each
-
-    done = {each.request_id: each.token_ids for each in engine.generate(coming())}
-    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
-    expected = {each.request_id: each.token_ids for each in plain.generate([*short, long])}
+    again = [replace(each, request_id=f"{each.request_id} again") for each in short]
+    done, most = decode(engine, [*short, long, *again])
+    expected, _ = decode(tiny_engine(pairs("llama"), decoding__mode="autoregressive"), [*short, long])
     assert done == expected | {f"{name} again": expected[name] for name in map(str, range(20))}
     assert most == 8, "2,048 rows are eight regions of 256"
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle", "merged-eagle"])
+def test_what_a_draft_sees_takes_no_more_memory_than_a_full_batch_can_use(draft, pair, caches):
+    """It was as large as all keys of the draft, of which a retrieval shows one in eight; the batch runs as before."""
+    sizes = {"decoding__max_batch_size": 3, "decoding__max_new_tokens": 32}
+    engine = tiny_engine(pair, draft, **sizes)
+    _, *of_draft = (cache.stored.shape[3] for cache in caches)
+    assert 3 * min(of_draft) < 2 * max(of_draft)
+    requests = [request(str(n), random_prompt(1000 + n, n), 32) for n in range(7)]
+    done, most = decode(engine, requests)
+    assert done == decode(tiny_engine(pair, decoding__mode="autoregressive"), requests)[0]
+    assert most == 2, "the third joins when it is asked for"
+
+
+def test_an_output_for_which_a_draft_has_no_room_is_refused(pair):
+    """In a line that says what to set; others go on."""
+    engine = tiny_engine(pair, "eagle", decoding__max_new_tokens=16, decoding__max_batch_size=1)
+    errors = {}
+    asked = [request("long", random_prompt(40), 1900), request("short", random_prompt(700), 16)]
+    done = [each.request_id for each in engine.generate(asked, lambda name, error: errors.setdefault(name, str(error)))]
+    assert done == ["short"]
+    assert "raise decoding.max_new_tokens" in errors["long"]

@@ -31,6 +31,8 @@ LLAMA32 = {
         "original_max_position_embeddings": 8192,
     },
 }
+LLAMA31 = LLAMA32 | {"rope_scaling": LLAMA32["rope_scaling"] | {"factor": 8.0}}
+VICUNA = {"model_type": "llama", "max_position_embeddings": 2048}
 SHAPE = [
     "num_hidden_layers",
     "hidden_size",
@@ -46,8 +48,10 @@ PUBLISHED = {
     "Qwen/Qwen2.5-7B-Instruct": (QWEN2, 28, 3584, 18944, 28, 4, 152064, False),
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
     "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
+    "lmsys/vicuna-7b-v1.3": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
-BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21}
+BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
 """Parameters, tied ones counted once, by the models' cards."""
 ROOM_GIB = {"qwen2.5-1.5b-cpu": 12, "qwen2.5-7b-24gb": 22, "llama3.2-3b-24gb": 22}
 """Memory for weights, caches, a forward pass and its libraries: an A10 and an L4 have 22.5 GiB."""
@@ -55,40 +59,36 @@ MEAN_TOKENS = {"qwen2.5-7b-24gb": 8_000, "llama3.2-3b-24gb": 8_000}
 """Of the documents that the comment on the cache names."""
 
 
-@pytest.fixture
-def shipped(request, tmp_path):
-    """A configuration with folders for its models that hold the published config, and the file's text."""
-    file = CONFIGS / f"{request.param}.yaml"
-    config = RunConfig.load(file)
-    overrides = []
-    for section, model in (("target", config.target.model), ("draft", config.draft.model)):
-        family, *shape = PUBLISHED[model]
-        (tmp_path / section).mkdir()
-        values = family | dict(zip(SHAPE, shape, strict=True))
-        (tmp_path / section / "config.json").write_text(json.dumps(values))
-        overrides.append(f"{section}.model={tmp_path / section}")
-    return RunConfig.load(file, overrides), file.read_text(encoding="utf-8")
+def published(folder, model):
+    """The name of a folder that holds nothing but the published config of a model."""
+    family, *shape = PUBLISHED[model]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
+    return str(folder)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
     """A wrong figure in the table above would make every other check here worthless."""
-    family, *shape = PUBLISHED[model]
-    (tmp_path / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
-    size = BILLIONS[re.search(r"-([\d.]+B)-", model).group(1)]
-    assert num_parameters(str(tmp_path)) / 1e9 == pytest.approx(size, abs=0.006)
+    size = BILLIONS[re.search(r"-([\d.]+[Bb])\b", model).group(1)]
+    assert num_parameters(published(tmp_path, model)) / 1e9 == pytest.approx(size, abs=0.006)
 
 
-@pytest.mark.parametrize("shipped", ROOM_GIB, indirect=True)
-def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
+@pytest.mark.parametrize("name", ROOM_GIB)
+def test_a_pair_fits_the_machine_it_is_named_for(name, tmp_path):
     """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures."""
-    config, text = shipped
+    file = CONFIGS / f"{name}.yaml"
+    text = file.read_text(encoding="utf-8")
+    hub = RunConfig.load(file)
+    target = published(tmp_path / "target", hub.target.model)
+    draft = published(tmp_path / "draft", hub.draft.model)
+    config = RunConfig.load(file, [f"target.model={target}", f"draft.model={draft}"])
     facts = read_facts(config.target.model)
     per_token = facts.kv_bytes_per_token(config.target.dtype)
     assert f"{per_token // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
     device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
-    name, longest = request.node.callspec.id, longest_request(config, facts)
+    longest = longest_request(config, facts)
     room_gib = ROOM_GIB[name]
     config = with_batch_size(config, facts, device, room_gib * GIB, (MEAN_TOKENS.get(name, longest), longest))
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
@@ -99,6 +99,20 @@ def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
     assert f" | {' | '.join(held)} | {sum(sizes.values()):.1f} | " in GUIDE, "docs/choosing-a-pair.md has other figures"
     assert config.decoding.batch_size * MEAN_TOKENS.get(name, longest) <= target_rows(config, facts)
     assert rows_per_sequence(config, longest) <= target_rows(config, facts)
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1-8b-eagle3-a100", "vicuna-7b-eagle-a100"])
+def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, tmp_path):
+    """Without its weights or the Hub; a head has one layer as wide as the target's."""
+    file = CONFIGS / f"{name}.yaml"
+    target = published(tmp_path, RunConfig.load(file).target.model)
+    config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive", "draft=null"])
+    facts, text, gpu = read_facts(target), file.read_text(encoding="utf-8"), torch.device("cuda")
+    assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
+    assert f"context {facts.context_length:,}" in text
+    config = with_batch_size(config, facts, gpu, 79 * GIB)
+    assert config.decoding.batch_size > 1
+    assert sum(memory_bytes(config, facts, gpu).values()) < 70 * GIB, "the rest is for the head"
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.plain import LayerKernels, attend_reference
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import LayerKernels, attend_reference
 from specextend.attention.torch_kernels import (
     TORCH,
     attend_by_head,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specextend.attention.reference import HeadNorms, LayerKernels
+from specextend.attention.plain import HeadNorms, LayerKernels
 
 HEADS = 8
 """Heads of a token that a program rotates."""

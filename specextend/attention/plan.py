@@ -111,10 +111,6 @@ class AttentionPlan:
     """[B, T, M] bool over the last M rows (M >= T), True = visible; all earlier rows are visible. None: causal."""
     tree: TreeAttention = "hybrid"
     """The kind of attention of a masked forward."""
-    window: int | None = None
-    """Number of rows that a causal query sees, including its own; None: all."""
-    device: torch.device | None = None
-    """Where the mask of a window is made; None: on the host, which takes as long as a small model's chunk."""
     keep_layers: frozenset[int] = frozenset()
     """Layers whose queries are kept for retrieval."""
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -132,7 +128,7 @@ class AttentionPlan:
         assert all(length >= self.num_new for length in self.lengths)
         if self.captured:
             self.starts = self.lengths = _Unreadable()
-        self.spans = self._windowed() if self.window is not None else self._split()
+        self.spans = self._split()
 
     def new_rows(self, device: torch.device) -> Tensor:
         """Return the cache rows [B, T] int64 that this forward writes."""
@@ -156,18 +152,6 @@ class AttentionPlan:
             tail.needs_lse = False
             return (tail,)
         return (KeySpan(self.starts, prefix), tail)
-
-    def _windowed(self) -> tuple[KeySpan, ...]:
-        """Make the span of a band: query t of a causal chunk sees the `window` rows up to its own."""
-        assert self.window is not None
-        assert self.mask is None, "a window goes with causal chunks"
-        reach = [min(length, self.num_new + self.window - 1) for length in self.lengths]
-        starts = [s + n - r for s, n, r in zip(self.starts, self.lengths, reach, strict=True)]
-        longest = max(reach)
-        rows = torch.arange(longest, device=self.device)
-        back = rows[-self.num_new :, None] - rows
-        band = (back >= 0) & (back < self.window)
-        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1), window=self.window, needs_lse=False),)
 
 
 def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu
 
+from specextend.attention.plain import HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, KeySpan, merge_states
-from specextend.attention.reference import HeadNorms, LayerKernels
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
 """(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span alone."""

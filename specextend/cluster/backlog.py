@@ -14,7 +14,7 @@ import heapq
 import math
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class TokenEstimate(NamedTuple):
         return self.num_prompt_tokens + self.max_new_tokens
 
 
-class RowSet(Collection[DocumentKey]):
+class RowSet:
     """A set of input rows: one byte for each row of the input."""
 
     def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]):
@@ -66,16 +66,10 @@ class RowSet(Collection[DocumentKey]):
     def __len__(self) -> int:
         return self._size
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: DocumentKey) -> bool:
         """Return True for a key of the set; a part of another input may have keys of rows that no file has."""
-        assert isinstance(key, DocumentKey)
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])
-
-    def __iter__(self) -> Iterator[DocumentKey]:
-        for file, mask in enumerate(self._masks):
-            for row in np.flatnonzero(mask):
-                yield DocumentKey(file, int(row))
 
 
 class Estimates(Mapping[DocumentKey, TokenEstimate]):

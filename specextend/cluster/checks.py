@@ -65,6 +65,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         begun = _begun_selection(config, recorded)
         only = None if begun is None else begun["identity"]["files"]
         source = open_source(config.input, config.output, only, config.prompt.template)
+        config = config.model_copy(update={"input": source.options})
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)

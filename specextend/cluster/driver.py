@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
     Begun,
@@ -25,7 +24,7 @@ from specextend.cluster.messages import (
     Suspected,
     WorkerInfo,
 )
-from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger
+from specextend.cluster.progress import AwakeClock, Display, ErrorGuard, Fact, Ledger, Pace, lease_facts, result_facts
 from specextend.cluster.records import Committer, StartRecord, give_up
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster

@@ -17,7 +17,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,6 +59,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
+        environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")  # tries of 40 s; by default 20 of them
         return
     environment.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 leaves the cores to anything else that runs
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, on Linux too, despite its name
@@ -210,7 +210,7 @@ def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | 
     output: the folder of the run.
     """
     is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    if is_joined or not is_local() or Path(output, "_SUCCESS").exists():
+    if is_joined or not is_local() or os.path.exists(os.path.join(output, "_SUCCESS")):
         return None
     return EarlyRay(job, interrupt)
 
@@ -237,8 +237,11 @@ class EarlyRay(ExitStack):
 
     def _start(self, job: JobOptions) -> list[Any]:
         self.enter_context(connected(self._interrupt))
-        cores = cores_per_worker(job, nodes_up())
-        return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(job.workers)]
+        nodes = nodes_up()
+        cores = cores_per_worker(job, nodes)
+        # Any other would wait for a place that one of these has, and might never use.
+        num_workers = min(job.workers, _room(job, nodes, cores))
+        return [start_worker(replace(job, cpus_per_worker=cores)) for _ in range(num_workers)]
 
     def __enter__(self) -> list[Any]:  # type: ignore[override]
         """Wait until it is up; return its workers. Raises what `connected` raises."""

@@ -37,7 +37,7 @@ from specextend.data.storage import Location, exists, write_bytes
 from specextend.shipped import code_commit, package_version
 
 if TYPE_CHECKING:  # they import torch
-    from specextend.cluster.display import Display
+    from specextend.cluster.progress import Display
     from specextend.config import RunConfig
 
 LEAST_ROWS, ROWS_PER_WORKER = 64, 8

@@ -27,8 +27,7 @@ from specextend.data.rows import Row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
-from specextend.document_requests import Summary, advance, as_document_error, finished_row, summarize
-from specextend.inbox import Inbox
+from specextend.document_requests import Inbox, Summary, advance, as_document_error, finished_row, summarize
 from specextend.loading import GIB
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams

@@ -23,7 +23,6 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from specextend.cluster.display import Pace
 from specextend.cluster.environment import start_worker
 from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.messages import (
@@ -40,7 +39,7 @@ from specextend.cluster.messages import (
     StartFailed,
     WorkerInfo,
 )
-from specextend.cluster.progress import AwakeClock
+from specextend.cluster.progress import AwakeClock, Pace
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line

@@ -20,7 +20,7 @@ from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
 
-_COLUMNS = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
+_COLUMNS = pa.schema([("id", "string"), ("text", "string"), ("max_new_tokens", "int32")])
 _GROUP_ROWS = 64
 URL = "/v1/chat/completions"
 _SHARED = ("temperature", "top_p", "seed", "stop")

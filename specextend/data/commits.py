@@ -213,13 +213,13 @@ def read_results(
         path = commits_folder(output).child(name).path
         done, errors = settled.settle(table, path)
         if len(done):
-            yield table.take(pa.array(done))
+            yield table.take(done)
         if len(errors):
             own = table.select([column for column in columns if column in _ERROR_COLUMNS])
-            failed.append((path, own.take(pa.array(errors))))
+            failed.append((path, own.take(errors)))
     while failed:
         path, own = failed.pop()
-        own = own.filter(pa.array(settled.is_failed(own, path)))
+        own = own.filter(settled.is_failed(own, path))
         if len(own):
             every = table.schema.with_metadata(own.schema.metadata)
             yield pa.concat_tables([every.empty_table(), own], promote_options="default")

@@ -455,17 +455,13 @@ def _read_markdown(data: bytes, options: DocumentOptions) -> tuple[str, str]:
     return heading[1].rstrip().rstrip("#") if heading else "", text
 
 
-def _read_text(data: bytes, options: DocumentOptions) -> tuple[str, str]:
-    return "", decode(data, options.encoding)
-
-
 _READERS: dict[str, Callable[[bytes, DocumentOptions], tuple[Any, ...]]] = {
     "pdf": _read_pdf,
     "docx": _read_docx,
     "html": _read_html,
     "xhtml": partial(_read_html, is_xml=True),
     "markdown": _read_markdown,
-    "text": _read_text,
+    "text": lambda data, options: ("", decode(data, options.encoding)),
 }
 
 

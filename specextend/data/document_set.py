@@ -4,6 +4,7 @@ A row names its file with size and time of modification, so that the data set it
 """
 
 import json
+import re
 import secrets
 import tempfile
 from collections import defaultdict
@@ -33,6 +34,7 @@ COLUMNS = {
     **dict.fromkeys(COUNTS, pa.int64()),
 }
 """Columns of every data set."""
+_PART = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
 _EXACT = 1 << 53
@@ -106,7 +108,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             kind = pa.string()
     texts = [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
-    return pa.array(texts, pa.string())
+    return pa.array(texts, "string")
 
 
 def _joint_schema(footers: list[pq.FileMetaData]) -> pa.Schema:
@@ -160,6 +162,11 @@ def new_part(folder: Location) -> Location:
     """Return the place of a file behind all that are there; another process that adds one chooses another name."""
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
+
+
+def id_column_of(names: Iterable[str]) -> str | None:
+    """Return the id column of a data set, which the names of its files tell; None for any other files."""
+    return "id" if all(map(_PART.fullmatch, names)) else None
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
@@ -218,7 +225,7 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
     for i, part in enumerate(parts):
         table = _read(part, ["id", "source_path", "source_row"])
         database.add(table, f"INSERT INTO rows SELECT *, {i}, row_number() OVER () - 1 FROM given")
-    gone = pa.table({"source_path": pa.array(without, pa.string())})
+    gone = pa.table({"source_path": pa.array(without, "string")})
     database.add(gone, "DELETE FROM rows WHERE source_path IN (FROM given)", _REPEATED)
     return database
 
@@ -239,4 +246,4 @@ def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
             is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)
             begin += len(table)
             if is_kept.any():
-                yield table.filter(pa.array(is_kept))
+                yield table.filter(is_kept)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from specextend.core import Values, one_line, printable
 from specextend.data.answers import schema_of, string_fields
-from specextend.data.row_filter import filter_columns
+from specextend.data.database import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
@@ -84,8 +84,8 @@ class InputOptions:
     text_column: str = "text"
     """The string column with the documents."""
     id_column: str | None = None
-    """A string, integer or UUID column with unique ids; without it the id is
-    `<path relative to the input>:<row in file>`."""
+    """A string, integer or UUID column with unique ids; without it the id is that of a data set of
+    `specextend prepare`, or else `<path relative to the input>:<row in file>`."""
     on_bad_id: Literal["refuse", "error"] = "refuse"
     """Where ids are null or repeated: `refuse` the input, or make each such row an `error` row, of
     equal ids all but the first in input order."""

@@ -147,7 +147,7 @@ def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Seque
         for table, other in zip(stream(parquet, list(columns)), stream(exact, list(columns)), strict=True):
             for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
                 is_exact = values.type == in_ns.type or (
-                    pc.multiply(values.cast(pa.int64()), 1000).equals(in_ns.cast(pa.int64()))
+                    pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
                 )
                 if not is_exact:
                     return False
@@ -210,7 +210,7 @@ def _plain_bytes(values: pa.ChunkedArray) -> int:
 
 def _batches(parquet: pq.ParquetFile, group: int, columns: list[str], num_rows: int) -> Iterator[pa.Table]:
     for batch in parquet.iter_batches(batch_size=num_rows, row_groups=[group], columns=columns):
-        yield pa.Table.from_batches([batch])
+        yield pa.table(batch)
 
 
 def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
@@ -326,22 +326,20 @@ def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
     """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
-    arrays = (table[name].cast(_with_leaves(table[name].type, _stored)) for name in columns)
+    arrays = (
+        table[name].cast(_with_leaves(table[name].type, lambda kind: pa.large_binary() if is_text(kind) else kind))
+        for name in columns
+    )
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
         yield dict(zip(columns, values, strict=True))
-
-
-def _stored(kind: pa.DataType) -> pa.DataType:
-    """Return bytes in the place of text."""
-    return pa.large_binary() if is_text(kind) else kind
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Cast values of a type that `is_id` to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
     if isinstance(values.type, pa.UuidType):
         spelled = [None if value is None else str(value) for value in values.to_pylist()]
-        return pa.chunked_array([pa.array(spelled, pa.large_string())])
-    values = values.cast(pa.large_string())
+        return pa.chunked_array([pa.array(spelled, "large_string")])
+    values = values.cast("large_string")
     values.validate(full=True)
     return values
 

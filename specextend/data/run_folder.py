@@ -213,7 +213,7 @@ class WorkerRecord:
 
     worker: str
     """Name that the driver gave it, such as `worker-3`."""
-    seat: int
+    seat: Annotated[int, Field(ge=0, lt=1 << 31)]
     """The place that a worker which dies leaves to its successor, from 1."""
     asked: _Time
     begun: _Time | None

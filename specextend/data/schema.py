@@ -13,51 +13,49 @@ from specextend.stats import DecodingStats
 
 EVIDENCE = pa.struct(
     [
-        ("field", pa.string()),
-        ("value", pa.string()),
-        ("begin", pa.int64()),
-        ("end", pa.int64()),
-        ("score", pa.float64()),
+        ("field", "string"),
+        ("value", "string"),
+        ("begin", "int64"),
+        ("end", "int64"),
+        ("score", "float64"),
     ]
 )
 """A string of an answer, and where it stands in the document."""
 
-PART_SUMMARY = pa.struct(
-    [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
-)
+PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")])
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
 
-CHOICE = pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])
+CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
 
 
-def _columns(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
+def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
     """Return columns of one type."""
     return [(name, kind) for name in names]
 
 
 SUMMARY_SCHEMA = pa.schema(
     [
-        *_columns(pa.string(), "doc_id", "summary", "finish_reason"),
-        *_columns(pa.int32(), "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens"),
-        ("length_policy", pa.string()),
+        *_columns("string", "doc_id", "summary", "finish_reason"),
+        *_columns("int32", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens"),
+        ("length_policy", "string"),
         ("part_summaries", pa.list_(PART_SUMMARY)),
-        *_columns(pa.int32(), "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"),
-        *_columns(pa.float64(), "mean_acceptance_length", "draft_acceptance_rate"),
+        *_columns("int32", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"),
+        *_columns("float64", "mean_acceptance_length", "draft_acceptance_rate"),
         ("acceptance_histogram", pa.list_(pa.int32())),
-        ("num_retrievals", pa.int32()),
-        *_columns(pa.float64(), "retrieval_coverage", "retrieval_churn", "queue_s", "ttft_s", "decode_s", "total_s"),
-        *_columns(pa.float64(), "prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"),
-        ("output_tokens_per_s", pa.float64()),
+        ("num_retrievals", "int32"),
+        *_columns("float64", "retrieval_coverage", "retrieval_churn", "queue_s", "ttft_s", "decode_s", "total_s"),
+        *_columns("float64", "prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"),
+        ("output_tokens_per_s", "float64"),
         ("quality_flags", pa.list_(pa.string())),
-        ("worker", pa.string()),
-        *_columns(pa.int32(), "attempts", "num_fallbacks", "num_hybrid_steps", "num_memory_retries"),
+        ("worker", "string"),
+        *_columns("int32", "attempts", "num_fallbacks", "num_hybrid_steps", "num_memory_retries"),
         ("started_at", pa.timestamp("ms", tz="UTC")),
-        *_columns(pa.float64(), "copied_fraction", "rouge1", "rouge2", "rougeL", "num_forwards"),
-        ("content_sha256", pa.string()),
-        ("coverage", pa.float64()),
-        *_columns(pa.int32(), "num_requests", "num_cached_tokens"),
-        ("reasoning", pa.string()),
+        *_columns("float64", "copied_fraction", "rouge1", "rouge2", "rougeL", "num_forwards"),
+        ("content_sha256", "string"),
+        ("coverage", "float64"),
+        *_columns("int32", "num_requests", "num_cached_tokens"),
+        ("reasoning", "string"),
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
     ]
@@ -66,19 +64,19 @@ SUMMARY_SCHEMA = pa.schema(
 
 ERROR_SCHEMA = pa.schema(
     [
-        ("key", pa.struct([("file", pa.int32()), ("row", pa.int64())])),
-        *_columns(pa.string(), "doc_id", "error_class", "message", "stage"),
-        ("retryable", pa.bool_()),
-        ("attempts", pa.int32()),
-        *_columns(pa.string(), "content_sha256", "summary"),
+        ("key", pa.struct([("file", "int32"), ("row", "int64")])),
+        *_columns("string", "doc_id", "error_class", "message", "stage"),
+        ("retryable", "bool"),
+        ("attempts", "int32"),
+        *_columns("string", "content_sha256", "summary"),
     ]
 )
 """Our columns of `errors/`; passthrough columns follow them."""
 
 COMMIT_SCHEMA = pa.schema(
     [
-        ("file", pa.int32()),
-        ("row", pa.int64()),
+        ("file", "int32"),
+        ("row", "int64"),
         *SUMMARY_SCHEMA,
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
     ]

@@ -10,10 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
-from itertools import chain, groupby
-from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,36 +19,69 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from specextend.core import Checkpoint, ReadOnly, counted
-from specextend.data.database import Database
+from specextend.data.database import Database, matches
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import CHECKED, damaged_as, gathered, plain_rows, read_file, write_table
-from specextend.data.row_filter import matches
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, resolve
 
-Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
-_SELECTED = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("has_bad_id", pa.bool_())])
-_DRAWS = 1 << 64
-_REPEATED = """
-    CREATE TABLE repeated AS
-    SELECT id, min(rowid) AS first FROM ids GROUP BY id HAVING count(*) > 1 OR id IS NULL
-"""
+_SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
+_CHANGED, _UNCHANGED, _FAILED = 1, 2, 3
+"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
 _BAD = """
     CREATE TABLE bad AS
-    SELECT file, row, ids.id, ids.rowid AS place FROM ids JOIN repeated ON ids.id IS NOT DISTINCT FROM repeated.id
-    WHERE ids.id IS NULL OR ids.rowid > first
+    SELECT file, row, rows.id, rows.rowid AS place
+    FROM rows JOIN (
+        SELECT id, min(rowid) AS first FROM rows GROUP BY id HAVING count(*) > 1 OR id IS NULL
+    ) AS repeated ON rows.id IS NOT DISTINCT FROM repeated.id
+    WHERE rows.id IS NULL OR rows.rowid > first
 """
 _FIRST_BAD = """
-    SELECT file, row, id FROM ids
+    SELECT file, row, id FROM rows
     WHERE id IS NOT DISTINCT FROM (SELECT id FROM bad ORDER BY id IS NOT NULL, place LIMIT 1)
     ORDER BY rowid LIMIT 2
 """
 """The first null, or else the first id that is repeated and where it was before."""
+_BY_PLACE = """
+    UPDATE rows SET id = name || ':' || rows.row
+    FROM bad JOIN given USING (file) WHERE rows.file = bad.file AND rows.row = bad.row
+"""
+_DRAWS = 1 << 64
+_DRAW = "md5_number_upper('0:' || id)"
+_LAST_DRAWN = f"SELECT max(draw) FROM (SELECT {_DRAW} AS draw FROM rows ORDER BY draw LIMIT {{}})"
+_TABLES = (
+    "CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)",
+    "CREATE TABLE found (file INT, row BIGINT, content TEXT)",
+)
+_KNOWN = """
+    CREATE TABLE known AS
+    SELECT file, row, content, state, (origin, file) IN (FROM given) AS is_same FROM earlier JOIN rows USING (id)
+"""
+_DOUBTFUL = """
+    SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
+"""
+"""Rows of files that have been written to since."""
+_STATES = f"""
+    CREATE TABLE states AS
+    SELECT file, row, coalesce(min(state) FILTER (is_same OR known.content = found.content), {_CHANGED}) AS state
+    FROM known LEFT JOIN found USING (file, row) GROUP BY file, row
+"""
+"""What has become of each known row: `found` has the contents of the doubtful ones."""
+_FOUND = f"""
+    SELECT count(*) FILTER (state = {_UNCHANGED}) AS unchanged, count(*) FILTER (state = {_FAILED}) AS failed_before
+    FROM states
+"""
+_DONE = f"FROM rows USING states WHERE rows.file = states.file AND rows.row = states.row AND state >= {_UNCHANGED}"
+_WITHIN_LIMIT = "CREATE OR REPLACE TABLE rows AS FROM rows ORDER BY file, row LIMIT {}"
+_LEFT = f"""
+    SELECT count(*) FILTER (state = {_CHANGED}) AS changed, count(*) - changed AS new
+    FROM rows LEFT JOIN states USING (file, row)
+"""
 
 
 def select_rows(
@@ -66,45 +96,58 @@ def select_rows(
     that was written since. Raises InputError if filter or sample leave no row; that everything is done already is no
     error. checkpoint: called between tables; may raise.
     """
-    options = source.options
-    counts = {"input": source.num_rows}
-    rows: Rows = [np.arange(file.num_rows) for file in source.files]
+    options, num_rows = source.options, source.num_rows
+    if options.id_column is None and not options.selects:
+        return source
+    database = Database()
+    database.select("CREATE TABLE rows (file INT, row BIGINT, id TEXT)")
+    for table in _of_each_file(source.files, partial(_read, source, checkpoint)):
+        database.add(table, "INSERT INTO rows FROM given")
+    counts: dict[str, int] = {}
     if options.filter is not None:
-        rows = list(_of_each_file(source.files, partial(_matching, source, options.filter, checkpoint)))
-        counts["not_matching"] = counts["input"] - _size(rows)
-        _refuse_nothing(rows, f"input.filter {options.filter!r} matches none of {counted(counts['input'], 'row')}")
-    source = _check_ids(source, rows)
+        counts["not_matching"] = num_rows - _size(database)
+        _refuse_nothing(database, f"input.filter {options.filter!r} matches none of {counted(num_rows, 'row')}")
+    source = _check_ids(source, database)
     if not options.selects:
         return source
     if options.sample is not None:
-        before, rows = _size(rows), _sampled(source, rows, options.sample)
-        counts["not_in_sample"] = before - _size(rows)
-        _refuse_nothing(rows, f"input.sample {options.sample} draws none of {counted(before, 'row')}")
-    states = np.zeros(0, np.int8)
+        among = counted(_size(database), "row")
+        is_number = isinstance(options.sample, int)
+        bound = _LAST_DRAWN.format(options.sample) if is_number else int(options.sample * _DRAWS)
+        counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
+        _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
     if options.except_done_in:
-        states = _compare(source, rows, earlier, checkpoint)
-        counts["unchanged"] = int((states == _UNCHANGED).sum())
-        if num_failed := int((states == _FAILED).sum()):
-            counts["failed_before"] = num_failed
-        rows = _where(rows, states < _UNCHANGED)
-        states = states[states < _UNCHANGED]
+        _compare(source, database, earlier, checkpoint)
+        [found] = database.select(_FOUND)
+        counts |= {name: count for name, count in found.items() if count or name == "unchanged"}
+        _delete(database, _DONE)
     if options.limit is not None:
-        before = _size(rows)
-        rows = _where(rows, np.arange(before) < options.limit)
-        counts["over_limit"] = before - _size(rows)
+        counts["over_limit"] = max(0, num_rows - sum(counts.values()) - options.limit)
+        database.select(_WITHIN_LIMIT.format(options.limit))
     if options.except_done_in:
-        counts["changed"] = int((states[: _size(rows)] == _CHANGED).sum())
-        counts["new"] = _size(rows) - counts["changed"]
-    return _limited(source, rows, counts | {"selected": _size(rows)}, notes)
+        [left] = database.select(_LEFT)
+        counts |= left
+    return _limited(source, database, {"input": num_rows, **counts, "selected": _size(database)}, notes)
 
 
-def _check_ids(source: Source, rows: Rows) -> Source:
+def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
+    """Return the rows of a file that match the filter, with their ids if those are needed."""
+    options, number = source.options, file.number
+    needs_ids = options.id_column is not None or options.sample is not None or options.except_done_in
+    rows = np.arange(file.num_rows)
+    if options.filter is not None:
+        rows = _matching(source, options.filter, checkpoint, file)
+    elif not needs_ids:
+        rows = rows[: options.limit]
+    ids = source.ids(number).take(rows) if needs_ids else pa.nulls(len(rows), "string")
+    return pa.table({"file": np.full(len(rows), number, np.int32), "row": rows, "id": ids})
+
+
+def _check_ids(source: Source, database: Database) -> Source:
     """Return the source that knows the rows whose ids are null or repeated. Raises InputError if they are refused."""
     column = source.options.id_column
     if column is None:
         return source
-    database = _with_ids(source, rows)
-    database.select(_REPEATED)
     database.select(_BAD)
     [counts] = database.select("SELECT count(*) AS bad, count(*) - count(id) AS nulls FROM bad")
     if not counts["bad"]:
@@ -118,35 +161,37 @@ def _check_ids(source: Source, rows: Rows) -> Source:
             where = f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in {' and '.join(places)}"
             what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
         raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
-    found = groupby(database.stream("SELECT file, row FROM bad ORDER BY place"), itemgetter("file"))
-    return replace(source, bad_ids={number: np.array([each["row"] for each in bad]) for number, bad in found})
+    names = pa.table({"file": range(len(source.files)), "name": [file.relative_path for file in source.files]})
+    database.add(names, _BY_PLACE)
+    bad = _of_files(database, "bad", len(source.files))
+    return replace(source, bad_ids={number: rows for number, rows in enumerate(bad) if len(rows)})
 
 
-def _with_ids(source: Source, rows: Rows) -> Database:
-    """Return a database with the table `ids`: the id of each row of all files, and its place."""
-
-    def read(file: InputFile) -> pa.Table:
-        numbers = np.full(len(rows[file.number]), file.number, np.int32)
-        return pa.table({"file": numbers, "row": rows[file.number], "id": _ids(source, rows, file)})
-
-    database = Database()
-    database.select("CREATE TABLE ids (file INT, row BIGINT, id TEXT)")
-    for table in _of_each_file(source.files, read):
-        database.add(table, "INSERT INTO ids FROM given")
-    return database
+def _of_files(database: Database, table: str, num_files: int) -> Rows:
+    """Return the rows of each file that are in a table."""
+    files, rows = database.arrays(f"SELECT file, row FROM {table} ORDER BY file, row")
+    return np.split(rows, files.searchsorted(np.arange(1, num_files)))
 
 
-def _refuse_nothing(rows: Rows, what: str) -> None:
-    if not _size(rows):
+def _refuse_nothing(database: Database, what: str) -> None:
+    if not _size(database):
         raise InputError(f"{what}; change it, or leave it out")
 
 
-def _size(rows: Rows) -> int:
-    return sum(map(len, rows))
+def _size(database: Database) -> int:
+    [size] = database.select("SELECT count(*) AS n FROM rows")
+    return int(size["n"])
 
 
-def _limited(source: Source, rows: Rows, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
+def _delete(database: Database, which: str) -> int:
+    """Delete rows; return how many they were."""
+    [deleted] = database.select(f"DELETE {which}")
+    return int(deleted["Count"])
+
+
+def _limited(source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
     """Return the source of the files that have rows left, which are numbered anew."""
+    rows = _of_files(database, "rows", len(source.files))
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = [rows[number] for number in numbers]
@@ -162,7 +207,7 @@ def _digest(names: Iterable[str], rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], Value]) -> Iterator[Value]:
+def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], pa.Table]) -> Iterator[pa.Table]:
     """Call a function that reads a file in small tables on many files at once; yield what it returns in their order."""
     return in_order(read, files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
 
@@ -179,53 +224,13 @@ def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile
     return np.flatnonzero(np.concatenate(masks))
 
 
-def _sampled(source: Source, rows: Rows, sample: float) -> Rows:
-    """Draw a fraction of the rows, or a number of them: those whose ids have the smallest hashes."""
-    if not _size(rows):
-        return rows
-    ids = chain.from_iterable(_of_each_file(source.files, partial(_ids, source, rows)))
-    hashes = (blake2b(f"0:{each.as_py()}".encode(), digest_size=8).digest() for each in ids)
-    draws = np.fromiter(map(int.from_bytes, hashes), np.uint64, _size(rows))
-    if isinstance(sample, int):
-        every = np.sort(draws)
-        bound = every[min(sample, len(every)) - 1]
-    else:
-        bound = np.uint64(int(sample * _DRAWS))
-    return _where(rows, draws <= bound)
-
-
-def _where(rows: Rows, mask: NDArray[np.bool_]) -> Rows:
-    """Keep the rows at which a mask over those of all files is True."""
-    masks = np.split(mask, np.cumsum([len(each) for each in rows])[:-1])
-    return [each[is_kept] for each, is_kept in zip(rows, masks, strict=True)]
-
-
-_NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
-"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
-_KNOWN = """
-    CREATE TABLE known AS
-    SELECT file, row, ids.rowid AS place, content, state, (origin, file) IN (FROM given) AS is_same
-    FROM earlier JOIN ids USING (id)
-"""
-_DOUBTFUL = """
-    SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
-"""
-"""Rows of files that have been written to since."""
-_STATES = f"""
-    SELECT place, coalesce(min(state) FILTER (is_same OR known.content = found.content), {_CHANGED}) AS state
-    FROM known LEFT JOIN found USING (file, row) GROUP BY place
-"""
-"""What has become of each known row: `found` has the contents of the doubtful ones."""
-
-
-def _compare(source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint) -> NDArray[np.int8]:
-    """Say of each row of all files what earlier runs have made of it, and whether it is still the same.
+def _compare(source: Source, database: Database, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint) -> None:
+    """Say of each row what earlier runs have made of it, and whether it is still the same, in the table `states`.
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
-    database = _with_ids(source, rows)
-    database.select("CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)")
-    database.select("CREATE TABLE found (file INT, row BIGINT, content TEXT)")
+    for statement in _TABLES:
+        database.select(statement)
     for origin, each in enumerate(earlier):
         for table in each.read(summaries_folder(each.location), "doc_id", "content_sha256"):
             database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
@@ -240,7 +245,7 @@ def _compare(source: Source, rows: Rows, earlier: Sequence[EarlierOutput], check
         for file in source.files
         if each.holds(file)
     ]
-    schema = pa.schema([("origin", pa.int32()), ("file", pa.int32())])
+    schema = pa.schema([("origin", "int32"), ("file", "int32")])
     database.add(pa.Table.from_pylist(same, schema), _KNOWN)
     numbers, doubtful = database.arrays(_DOUBTFUL)
     written = [source.files[number] for number in np.unique(numbers)]
@@ -250,15 +255,7 @@ def _compare(source: Source, rows: Rows, earlier: Sequence[EarlierOutput], check
 
     for table in _of_each_file(written, contents):
         database.add(table, "INSERT INTO found FROM given")
-    states = np.full(_size(rows), _NEW, np.int8)
-    places, known = database.arrays(_STATES)
-    states[places] = known
-    return states
-
-
-def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
-    """Read the ids of the rows of a file."""
-    return source.ids(file.number).take(pa.array(rows[file.number]))
+    database.select(_STATES)
 
 
 def _contents(source: Source, file: InputFile, rows: NDArray[np.int64], checkpoint: Checkpoint) -> pa.Table:
@@ -292,18 +289,16 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     location, names = selection_file(output), [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
     table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged)
-    files, rows, is_bad = (column.to_numpy() for column in table.columns)
-    ends = np.searchsorted(files, np.arange(1, len(names)))
-    every = np.split(rows, ends)
+    database = Database()
+    database.add(table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id")
+    every, bad = (_of_files(database, which, len(names)) for which in ("rows", "bad"))
     if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
         raise InputError(f"{location.path} does not hold the rows of its run; use another output folder")
-    are_bad = np.split(is_bad, ends)
     here = [file.relative_path for file in source.files]
     numbers = [names.index(name) for name in here]
     chosen = [every[number] for number in numbers]
-    bad = {i: every[number][are_bad[number]] for i, number in enumerate(numbers)}
-    digest = _digest(here, chosen)
-    return replace(source, selection=ChosenRows(chosen, digest, manifest["selection"]), bad_ids=bad)
+    selection = ChosenRows(chosen, _digest(here, chosen), manifest["selection"])
+    return replace(source, selection=selection, bad_ids={i: bad[number] for i, number in enumerate(numbers)})
 
 
 class EarlierOutput(NamedTuple):
@@ -346,7 +341,7 @@ def find_earlier(
     found: list[EarlierOutput] = []
     left_out: dict[str, list[Location]] = {}
     for path in paths:
-        for location, is_named in _folders(path):
+        for location, is_named in find_folders(path):
             checkpoint()
             if location == own or any(location == each.location for each in found):
                 continue
@@ -373,11 +368,11 @@ def _name(locations: Sequence[Location]) -> str:
     return first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
 
 
-def _folders(path: str) -> list[tuple[Location, bool]]:
+def find_folders(path: str) -> list[tuple[Location, bool]]:
     """Return the folder of a path, or the folders that match a glob, in order, and whether the path names one."""
     root, pattern = split_glob(resolve(path))
     if "**" in pattern:
-        raise InputError(f"input.except_done_in {path}: `**` is not supported; give one `*` for each folder")
+        raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")
     found = [root]
     for each in pattern:
         found = [child for folder in found for child in _folders_like(folder, each)]

@@ -4,7 +4,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
+from specextend.data.document_set import id_column_of
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
     MOST_TOKENS,
@@ -271,7 +272,7 @@ class Source:
         mask = np.zeros(len(ids), bool)
         mask[self.bad_ids[number]] = True
         places = [self.place(DocumentKey(number, row)) for row in self.bad_ids[number].tolist()]
-        return pc.replace_with_mask(ids, pa.array(mask), pa.array(places, kind))
+        return pc.replace_with_mask(ids, mask, pa.array(places, kind))
 
     def _has_bad_id(self, key: DocumentKey) -> bool:
         rows = self.bad_ids.get(key.file)
@@ -385,13 +386,16 @@ def open_source(
 ) -> Source:
     """List and check the input; reads footers only. Selects no rows and checks no ids: `select_rows` does.
 
-    output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
-    are wanted; others are left out. template: the run's instruction.
+    A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be writable and apart
+    from the input. only: relative paths of the files that are wanted; others are left out. template: the run's
+    instruction.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
-    reader = RowReader(options, template)
     listing = list_input(options.path)
+    if options.id_column is None:
+        options = replace(options, id_column=id_column_of(listing.relative_paths))
+    reader = RowReader(options, template)
     if output is not None:
         folder = check_apart(listing, output.path)
         try:

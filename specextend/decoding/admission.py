@@ -40,15 +40,19 @@ class Admission:
             raise ValueError(f"{num_tokens:,} tokens do not fit the cache of {held}; raise decoding.cache_gib")
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no room now."""
-        num_prompt, num_new = len(request.prompt_token_ids), request.max_new_tokens
+        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no room now.
+
+        Raises ValueError if the draft can never take the request.
+        """
+        num_prompt, num_new, slot = len(request.prompt_token_ids), request.max_new_tokens, self._slots[-1]
+        if self._drafter is not None and not self._drafter.admit(slot, num_prompt, num_new):
+            return None
         region = self._cache.rows.take(num_prompt + num_new + self._scratch)
         if region is None:
+            if self._drafter is not None:
+                self._drafter.release(slot)
             return None
-        if self._drafter is not None and not self._drafter.admit(self._slots[-1], num_prompt, num_new):
-            self._cache.rows.give_back(region)
-            return None
-        slot = self._slots.pop()
+        self._slots.pop()
         self._cache.regions[slot] = region
         return slot, region
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specextend.decoding.device import upload
+
 ALIGNMENT = 256
 
 
@@ -156,8 +158,13 @@ class DraftCache:
         """The rows of each slot."""
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve a region of each cache; return False, and reserve nothing, if either has no room."""
+        """Reserve a region of each cache; return False, and reserve nothing, if either has no room.
+
+        Raises ValueError if the working cache never has so many rows.
+        """
         assert slot not in self.of, f"slot {slot} is in use"
+        if num_working_rows > self.working.stored.shape[3]:
+            raise ValueError("the draft's cache has no room for so many new tokens; raise decoding.max_new_tokens")
         full = self._full.rows.take(num_tokens)
         working = self.working.rows.take(num_working_rows)
         if full and working:
@@ -205,7 +212,7 @@ class DraftCache:
         positions = positions[positions < sequence.length]
         count = len(positions)
         assert count <= sequence.working.size, "the working cache is full"
-        source = (positions + sequence.full.start).to(self._inv_freq.device)
+        source = upload(positions + sequence.full.start, self._inv_freq.device)
         rows = slice(sequence.working.start, sequence.working.start + count)
         places = torch.arange(count, device=source.device)
         keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)

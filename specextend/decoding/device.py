@@ -63,7 +63,7 @@ class DeviceTraits:
     measured_rows: int
     """Rows of the largest step whose time is measured; those of larger ones are taken to grow with them."""
     workspace_bytes: int
-    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries."""
+    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries; of a CPU, the process."""
     probe_bytes: int
     """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that starting a kernel
     takes no share."""
@@ -77,7 +77,7 @@ CPU = DeviceTraits(
     packs_linears=True,
     largest_batch=8 if torch.cpu._is_amx_tile_supported() else 4,
     measured_rows=64,
-    workspace_bytes=0,
+    workspace_bytes=5 << 28,  # what a worker with tiny models takes: its libraries and compiled kernels
     probe_bytes=512 << 20,
     probe_size=2048,
 )

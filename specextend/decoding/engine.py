@@ -329,7 +329,7 @@ class Engine:
             return
         sequence.push([token_id], now)
         if self.drafter is not None and sequence.drafts and not sequence.finish_reason:
-            self._retrieve(sequence, end.queries)
+            self._retrieve([(sequence, end.queries)])
             self.drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
 
@@ -447,11 +447,14 @@ class Engine:
             self.drafter.read(sequences[b].slot, step.new_token_ids[b])
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
+        due = []
         for b in going:
             if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
                 num_new = len(step.new_token_ids[b])
                 last = step.paths[b, num_new - 1 : num_new]
-                self._retrieve(sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
+                due.append((sequences[b], [query[b].index_select(0, last)[0] for query in step.queries]))
+        if due:
+            self._retrieve(due)
         prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
         if prompt:
             seconds = self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
@@ -472,17 +475,26 @@ class Engine:
                 waiting = [each for each in self._active.values() if each is not self._reading]
                 self._adaptive.observe_catching_up(waiting, seconds)
 
-    def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
-        """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""
+    def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
+        """Choose what the draft sees of sequences, by the queries [H, D] of each one's last committed token.
+
+        They are those of the layers that score. The host waits once for the scores of all.
+        """
         assert self.drafter is not None
-        self._watch.charge("other_s", [sequence])
-        mass = None
-        if self._scored_layers:
-            rows = slice(sequence.region.start, sequence.region.start + sequence.length)
-            keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
-            mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
-        self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))
-        self._watch.charge("retrieval_s", [sequence])
+        self._watch.charge("other_s", [sequence for sequence, _ in due])
+        masses = [self._mass(*each) for each in due]
+        on_host = torch.cat(masses).cpu().split([*map(len, masses)])
+        for (sequence, _), mass in zip(due, on_host, strict=True):
+            self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))
+        self._watch.charge("retrieval_s", [sequence for sequence, _ in due])
+
+    def _mass(self, sequence: Sequence, queries: list[Tensor]) -> Tensor:
+        """Return each chunk's share [C] of the attention of some queries; nothing if no layer scores."""
+        if not self._scored_layers:
+            return torch.empty(0)
+        rows = slice(sequence.region.start, sequence.region.start + sequence.length)
+        keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
+        return mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
 
     def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
         """Let the draft read what was decided; return the seconds it took."""

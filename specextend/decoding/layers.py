@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from specextend.attention.backends import compiled
+from specextend.attention.plain import HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
-from specextend.attention.reference import HeadNorms, LayerKernels, attend_reference
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
@@ -103,7 +103,7 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.decoder.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
+    """Return a `compiled.calls.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
     if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places

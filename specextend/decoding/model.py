@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import Trial, compiled_is_right
+from specextend.attention.plain import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
-from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached

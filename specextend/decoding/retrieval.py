@@ -103,15 +103,15 @@ class CachePolicy:
             return num_tokens - self._selected_at >= self._options.chunk_size
         return self._num_steps >= self._options.refresh_every
 
-    def select(self, num_tokens: int, mass: Tensor | None, stats: DecodingStats) -> Tensor:
-        """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] under `retrieval` only."""
+    def select(self, num_tokens: int, mass: Tensor, stats: DecodingStats) -> Tensor:
+        """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts under `retrieval`."""
         self._selected_at, self._num_steps = num_tokens, 0
         if self._options.policy == "full":
             return torch.arange(num_tokens)
-        if mass is None:
+        if self._options.policy == "streaming":
             chunks = select_recent(num_tokens, self._options)
         else:
-            chunks = select_by_score(mass := mass.cpu(), num_tokens, self._options)
+            chunks = select_by_score(mass, num_tokens, self._options)
             stats.retrieval_coverage_sum += min(1.0, float(mass[chunks].sum()))  # fp32 shares may add up to more
             self._count(chunks[~forced_chunks(num_tokens, self._options)[chunks]], stats)
         return visible_positions(chunks, num_tokens, self._options.chunk_size)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.device import upload
 
 _NEVER = -1e4
 """Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted before the root."""
@@ -60,8 +61,8 @@ class DraftTrees:
         num_nodes, padding = max(map(len, batch)), TreeNode(-1, 0, 0, -inf)
         rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
         columns = torch.tensor([[node[:3] for node in nodes] for nodes in rows]).permute(2, 0, 1).contiguous()
-        parents, token_ids, depths = columns.to(device)
-        log_probs = torch.tensor([[node.log_prob for node in nodes] for nodes in rows], device=device)
+        parents, token_ids, depths = upload(columns, device)
+        log_probs = upload(torch.tensor([[node.log_prob for node in nodes] for nodes in rows]), device)
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
     def padded(self, num_nodes: int) -> DraftTrees:
@@ -105,14 +106,14 @@ class DraftTrees:
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
     """Make the trees of a plain step, in which nothing is proposed behind the last tokens [B]."""
-    roots = torch.tensor(token_ids, device=device).unsqueeze(1)
+    roots = upload(torch.tensor(token_ids), device).unsqueeze(1)
     zeros = torch.zeros_like(roots)
     return DraftTrees(roots, zeros - 1, zeros, zeros.float(), [1] * len(token_ids))
 
 
 def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
     """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens of `token_ids`."""
-    uploaded = torch.tensor([*places, *token_ids], device=trees.token_ids.device)
+    uploaded = upload(torch.tensor([*places, *token_ids]), trees.token_ids.device)
     index, roots = uploaded.split([len(places), len(token_ids)])
 
     pairs, shape = zip(trees.tensors, _PADDING, strict=True), (len(roots), trees.num_nodes)
@@ -328,7 +329,7 @@ class Decided:
         """Make it from each sequence's tokens and its features [n, F]."""
         width = max(len(new) for new in token_ids)
         rows = [new + [-1] * (width - len(new)) for new in token_ids]
-        padded = torch.tensor(rows, device=features[0].device)
+        padded = upload(torch.tensor(rows), features[0].device)
         return cls(token_ids, padded, pad_sequence(list(features), batch_first=True))
 
 

@@ -45,7 +45,8 @@ class Verified:
         token_ids = [self.new_token_ids[b] for b in places]
         padded, features = self.token_ids, self.features
         if len(places) < len(self.new_token_ids):
-            padded, features = padded[places], features[places]
+            rows = upload(torch.tensor(places), padded.device)
+            padded, features = padded[rows], features[rows]
         if not whole:
             width = max(len(new) for new in token_ids)
             padded, features = padded[:, :width], features[:, :width]

@@ -189,14 +189,14 @@ class EagleNetwork:
         vocabulary: Tensor | None,
         target: CachedModel,
         lm_head: Tensor,
-        num_full_rows: int,
+        num_rows: tuple[int, int],
         rope: tuple[Tensor, float],
         hidden_layers: tuple[int, ...] = (),
     ):
         """Take the head with its `weights` by our names, of any dtype, and the target.
 
         vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head: weight [V, C] of the
-        target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
+        target's. num_rows: of the full and the working cache. rope: inv_freq [D / 2] and a factor on sine and cosine.
         """
         self._head, self._attend = head, target.attend
         self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, head.copy_heads > 0
@@ -219,9 +219,10 @@ class EagleNetwork:
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
         self._inv_freq = rope[0].to(device)
         self._scale = head.head_dim**-0.5 * rope[1] ** 2
-        working = KVCache(1, num_full_rows, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
+        num_full, num_working = num_rows
+        working = KVCache(1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
         inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
-        self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
+        self.cache = DraftCache(working, num_full, inv_freq if self.reads_history else self._inv_freq)
         self.num_staging_rows = 0  # prefill fills the full cache directly
         self._whole = self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         """What runs the head in one call, as the target's layers are."""

@@ -5,6 +5,7 @@ Shapes: `L` layers, `B` sequences, `T` new rows of each, `C` hidden size, `V` vo
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import DraftCache
@@ -33,19 +34,26 @@ class ModelNetwork:
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
-        self.num_staging_rows = prefill_window - 1 + max_chunk
+        self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1  # whole pieces
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Run a chunk at its original positions with sliding-window attention, and store its rows in the full cache."""
+        """Run a chunk at its original positions, and store its rows in the full cache.
+
+        It is cut into pieces as long as the window, the sequences of a batch, so that no kernel needs a mask: a token
+        sees its own piece, and a window before it. What pads the last one is read by nobody.
+        """
         num_new, held = len(token_ids), self.cache.of[slot]
         position = held.length
         assert num_new <= self._max_chunk
-        kept = min(position, self._window - 1)
-        device = token_ids.device
-        plan = AttentionPlan([held.working.start], [kept + num_new], num_new, window=self._window, device=device)
-        positions = torch.arange(position, position + num_new, device=device)
-        self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), plan)
+        kept, size = min(position, self._window - 1), min(num_new, self._window)
+        padded = -(-num_new // size) * size
+        ends = range(kept + size, kept + padded + 1, size)
+        lengths = [min(end, size + self._window - 1) for end in ends]
+        starts = [held.working.start + end - length for end, length in zip(ends, lengths, strict=True)]
+        positions = torch.arange(position, position + padded, device=token_ids.device)
+        pieces = pad(token_ids, (0, padded - num_new)).view(-1, size)
+        self._run(pieces, positions.view(-1, size), AttentionPlan(starts, lengths, size))
         self.cache.store_working(slot, kept, num_new, position)
         keep_next = min(position + num_new, self._window - 1)
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)

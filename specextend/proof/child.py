@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from specextend.attention.backends import shortest_runs
+from specextend.attention.plain import MAX_QUERIES
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import MAX_QUERIES
 from specextend.core import Request, Values, counted
 from specextend.decoding.device import (
     CALLS_BEFORE_CAPTURE,

@@ -6,8 +6,8 @@ Shapes: `P` positions that are compared, `V` vocabulary.
 import torch
 from torch import Tensor
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import Graphs
 from specextend.decoding.measurements import make_step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend, load_layer_kernels
+from specextend.attention.plain import MAX_QUERIES, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import MAX_QUERIES, LayerKernels
 from specextend.core import ReadOnly
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specextend.attention.plain import MAX_QUERIES, HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import MAX_QUERIES, HeadNorms, LayerKernels, attend_reference
 from specextend.attention.torch_kernels import TORCH
 from specextend.core import counted
 

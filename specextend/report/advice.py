@@ -80,6 +80,16 @@ def truncated(report: Report) -> Finding | None:
     return Finding(says, share, "Texts to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"])
 
 
+def not_in_document(report: Report) -> Finding | None:
+    """Say that many strings of answers do not stand in their documents."""
+    strings, found = (sum(field[name] for field in report["evidence"].values()) for name in ("strings", "found"))
+    share = ratio(strings - found, strings) or 0.0
+    if share < 0.2:
+        return None
+    says = f"{share:.0%} of {counted(strings, 'string')} of the answers do not stand in their documents: check them."
+    return Finding(says, 1 + share, "Evidence", {"share": share})
+
+
 def dropped(report: Report) -> Finding | None:
     """Say that a large part of the documents was not read."""
     tokens = report["tokens"]
@@ -184,7 +194,7 @@ def loading(report: Report) -> Finding | None:
 
 
 Rules = tuple[Callable[[Report], Finding | None], ...]
-OF_TEXTS: Rules = (most_failed, truncated, dropped)
+OF_TEXTS: Rules = (most_failed, not_in_document, truncated, dropped)
 OF_TIME: Rules = (prefill_bound, drafting_cost, acceptance_falls, idle_tail, loading)
 """What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
 

@@ -2,14 +2,16 @@
 
 import json
 import time
+from collections import Counter
 
 import pyarrow as pa
 
 from specextend.core import Checkpoint, Values
 from specextend.data.commits import list_commits
+from specextend.data.documents import GONE, LEFT_OUT, read_errors
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
 from specextend.data.run_folder import Start, read_audit, read_heartbeat, read_starts, report_file, time_text
-from specextend.data.storage import Location, read_bytes, resolve, write_bytes
+from specextend.data.storage import Location, is_uri, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.figures import (
     DONE_COLUMNS,
@@ -20,13 +22,7 @@ from specextend.report.figures import (
 )
 from specextend.report.page import to_html
 from specextend.report.result_rows import read_rows
-from specextend.report.wall_clock import (
-    start_section,
-    tail_section,
-    timed_starts,
-    timeline_section,
-    wall_clock_section,
-)
+from specextend.report.wall_clock import clock_sections
 
 SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is added."""
@@ -76,9 +72,7 @@ def build_report(
     figures = figures or _read(location, checkpoint)
     manifest = read_manifest(location)
     records = [ending if ending and ending.run_id == start.run_id else start for start in read_starts(location)]
-    starts = timed_starts(records, figures, read_heartbeat(location))
-    described = document_figures(figures)
-    tokens, errors = described["tokens"], figures.errors
+    errors = figures.errors
     [counted] = figures.select("SELECT count(*) AS done FROM done")
     done, failed = counted["done"], sum(error["rows"] for error in errors)
     rows = manifest and num_input_rows(manifest)
@@ -91,17 +85,16 @@ def build_report(
         "run": manifest and _run(manifest),
         "selection": manifest and manifest.get("selection"),
         "rows": {"input": rows, "done": done, "errors": failed, "pending": pending},
-        "wall_clock": wall_clock_section(starts, done, tokens["prompt"], tokens["output"]),
-        "starts": [start_section(timed) for timed in starts],
+        **clock_sections(records, figures, read_heartbeat(location)),
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
-        "tail": tail_section(starts, figures),
-        **described,
+        **document_figures(figures),
         "evidence": figures.evidence,
         "choices": figures.choices,
         "errors": errors,
+        "texts": figures.texts,
+        "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
-        "timeline": timeline_section(starts, figures),
     }
     # JSON has neither NaN nor infinity: null stands for them.
     finite: Values = json.loads(json.dumps(report), parse_constant=lambda name: None)
@@ -122,6 +115,18 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
         checkpoint()
         figures.take(is_done, table)
     return figures
+
+
+def _not_prepared(manifest: Values) -> dict[str, int]:
+    """Count by reason what `specextend prepare` could not read, if the input is its data set on this machine."""
+    path = manifest["config"]["input"]["path"]
+    if is_uri(path):  # a report needs no store but its own
+        return {}
+    try:
+        failures = read_errors(resolve(path))
+    except (OSError, ValueError, TypeError):  # no folder, or a file of that name that is somebody else's
+        return {}
+    return Counter(failure.reason for failure in failures if failure.reason not in (LEFT_OUT, GONE))
 
 
 def _run(manifest: Values) -> Values:

@@ -6,11 +6,10 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +35,7 @@ from specextend.data.parquet import (
 )
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
+from specextend.data.selection import find_folders
 from specextend.data.source import open_source
 from specextend.data.storage import (
     Location,
@@ -71,8 +71,7 @@ _Mask = tuple[Location, NDArray[np.bool_]]
 """A file of results, and which of its rows are wanted."""
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """Count what an export has written, in documents."""
 
     done: int
@@ -128,14 +127,30 @@ def follow(
             needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             done, _ = settled.settle(commit, name)
-            answers = commit.take(pa.array(done))
+            answers = commit.take(done)
             if len(answers) and name not in written:
-                table = pa.Table.from_arrays(summary_columns(answers, schema_of_answers), schema=full)
+                table = pa.table(summary_columns(answers, schema_of_answers), schema=full)
                 file = folder.child(name.removesuffix("parquet") + kind)
                 _write(file, kind, schema, [table.select(schema.names)], is_safe)
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
     return Exported(*settled.count(), num_input_rows(manifest))
+
+
+def find_runs(paths: Sequence[str]) -> list[Location]:
+    """Find the runs in folders, paths or URIs, or globs of them; a folder that a glob finds may hold none.
+
+    Raises ValueError if none is found.
+    """
+    found = chain.from_iterable(map(find_folders, paths))
+    runs = [
+        folder
+        for folder, is_named in found
+        if is_named or read_manifest(folder) or list_results(summaries_folder(folder))
+    ]
+    if not runs:
+        raise ValueError(f"there is no run in {', '.join(paths)}; name the output folders of runs")
+    return runs
 
 
 def export_answers(
@@ -145,16 +160,17 @@ def export_answers(
     only_ids_in: str | None = None,
     columns: Sequence[str] = (),
     is_safe: bool = False,
+    replaces: bool = False,
 ) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
 
     A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
-    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. Texts
-    are streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or do not belong
-    together, for a folder that holds files, and for a column that no run has.
+    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. replaces: a file
+    that is there already. Texts are streamed; the ids of all rows are in memory. Raises ValueError for runs that have
+    not ended or do not belong together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
-    check_place(outputs, to)
+    check_place(outputs, to, replaces)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), columns)
@@ -177,17 +193,16 @@ def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
-def check_place(outputs: Sequence[Location], to: Location) -> None:
-    """Raise ValueError for a place in the folder of a run, and for a file that is there already."""
+def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
+    """Raise ValueError for a place in the folder of a run, and for a file that is there already if none `replaces`."""
     for output in outputs:
         if f"{to.path}/".startswith(f"{output.path}/"):
             raise ValueError(f"{to.path} is in the folder of the run; name a place outside")
-    if exists(to) and not is_folder(to):
-        raise ValueError(f"{to.path} is there already; remove it, or choose another name")
+    if not replaces and exists(to) and not is_folder(to):
+        raise ValueError(f"{to.path} is there already; choose another name, or replace it with --replace")
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """The folder of a run."""
 
     path: str
@@ -210,7 +225,8 @@ class _Run:
         answers, failures = ([folder.child(name) for name in list_results(folder)] for folder in folders)
         if not answers and not manifest:
             raise ValueError(f"{output.path} holds no run")
-        if not answers and num_input_rows(manifest):
+        footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file in (*answers, *failures))
+        if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
             raise ValueError(f"{output.path} has not ended: run it again, or take what is done with --follow")
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
@@ -252,7 +268,7 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
         files += [(file, True) for file in run.answers]
         files += [(file, False) for file in run.failures]
     database, sizes = Database(), []
-    everything = pa.array([], pa.large_string())
+    everything = pa.array([], "large_string")
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
     for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
         database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
@@ -263,8 +279,8 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     exported = Exported(**counts, rows=rows, difference=next(lines, ""))
     mask = np.zeros(sum(sizes), bool)
-    for row in database.stream("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL"):
-        mask[row["answer"]] = True
+    [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
+    mask[answers] = True
     masks = np.split(mask, np.cumsum(sizes))
     return [(file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer], exported
 
@@ -340,11 +356,11 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
         try:
             return plain_text(column)
         except pa.ArrowInvalid:
-            return _as_text(column.cast(pa.large_binary()), lambda value: value.decode(errors="replace"))
+            return _as_text(column.cast("large_binary"), lambda value: value.decode(errors="replace"))
     if pa.types.is_duration(kind):
-        return _as_text(column.cast(pa.int64()), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
+        return _as_text(column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds
-        return pc.replace_substring(column.cast(pa.large_string()), pattern=" ", replacement="T")
+        return pc.replace_substring(column.cast("large_string"), pattern=" ", replacement="T")
     return (
         column
         if pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or kind.num_fields
@@ -354,7 +370,7 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _as_text(column: pa.ChunkedArray, spell: Callable[[Any], str]) -> pa.ChunkedArray:
     texts = [None if value is None else spell(value) for value in column.to_pylist()]
-    return pa.chunked_array([pa.array(texts, pa.large_string())])
+    return pa.chunked_array([pa.array(texts, "large_string")])
 
 
 def _json(value: Any) -> str:

@@ -6,8 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from specextend.core import ReadOnly, Values
+from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
@@ -20,6 +21,8 @@ SMALLEST = 512
 NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
+NUM_TEXTS, TEXT_CHARACTERS = 3, 2000
+"""Texts that are shown, drawn at random, and so many more that have a flag; the characters of each, at most."""
 _LIMITED = """
     SELECT worker, count(*) AS documents, sum(prefill_s) AS prefill_s, sum(verify_s) AS verify_s,
         sum(num_forwards) AS num_forwards, sum(num_requests) AS num_prompts,
@@ -36,23 +39,32 @@ _LIMITED = """
 parts count as if they were equally long, which they are but for the last."""
 _KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
 _LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
-_STEP_COUNTS = (
+_SUMMED_COLUMNS = (
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "num_dropped_tokens",
     "num_spec_steps",
     "num_plain_steps",
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_fallbacks",
     "num_hybrid_steps",
+    "num_retrievals",
+    "num_memory_retries",
+    "decode_s",
+    "total_s",
+    *PHASES,
 )
-_TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_dropped_tokens")
-_SUMS = (*_TOKENS, *_STEP_COUNTS, "num_retrievals", "num_memory_retries", "decode_s", "total_s", *PHASES)
-_WEIGHTED = {
+_SUMS = {name: f"sum({name})" for name in _SUMMED_COLUMNS} | {
     "coverage_sum": "sum(retrieval_coverage * num_retrievals)",
     "churn_sum": "sum(retrieval_churn * (num_retrievals - 1))",
     "num_churns": "sum(num_retrievals - 1) FILTER (retrieval_churn IS NOT NULL)",
     "tried_again": "count(*) FILTER (attempts > 1)",
+    "num_flagged": "count(*) FILTER (len(quality_flags) > 0)",
 }
-"""Sums that are divided by others. A document with one retrieval has no churn: null, and left out of both sums."""
+"""Sums of columns, and some that are divided by them. A document with one retrieval has no churn: null, and left out of
+both sums."""
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
 _OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
@@ -66,17 +78,19 @@ _ONLY_READ = (
     "quality_flags",
     "evidence",
     "choices",
+    "summary",
 )
-DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
-"""Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
+DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
+"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds of bytes of each."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
+_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")])
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """JSON has neither NaN nor infinity, and one such row would spoil every sum."""
 _TABLES = (
-    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices) FROM given",
+    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices, summary) FROM given",
+    "CREATE TABLE texts AS SELECT doc_id, quality_flags, summary FROM given",
     "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL)",
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
@@ -86,7 +100,12 @@ _TABLES = (
     FROM done""",
 )
 _ADD_DONE = (
-    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices) REPLACE ({_FINITE}) FROM given",
+    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices, summary) REPLACE ({_FINITE}) FROM given",
+    "INSERT INTO texts SELECT doc_id, quality_flags, summary FROM given",
+    f"""CREATE OR REPLACE TABLE texts AS FROM texts
+    WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
+    QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
+        OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
     """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
     FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given) GROUP BY each.field""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
@@ -113,10 +132,18 @@ _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum
     FROM choices GROUP BY ALL ORDER BY min(rowid)
 """
-_HISTOGRAM = """
-    SELECT sum(steps)::BIGINT AS steps FROM (
-        SELECT unnest(acceptance_histogram) AS steps, generate_subscripts(acceptance_histogram, 1) AS depth FROM done
-    ) GROUP BY depth ORDER BY depth
+_DEPTHS = """
+    SELECT coalesce(list(steps ORDER BY depth), []) AS histogram,
+        coalesce(list(share ORDER BY depth) FILTER (isfinite(share)), []) AS at_least
+    FROM (
+        SELECT depth, sum(steps)::BIGINT AS steps,
+            sum(sum(steps)) OVER (ORDER BY depth DESC) / nullif(sum(sum(steps)) OVER (), 0) AS share
+        FROM (
+            SELECT unnest(acceptance_histogram) AS steps, generate_subscripts(acceptance_histogram, 1) AS depth
+            FROM done
+        )
+        GROUP BY depth
+    )
 """
 _FLAGS = "SELECT unnest(quality_flags) AS flag, doc_id FROM done"
 
@@ -138,9 +165,17 @@ class RunFigures:
         if not is_done:
             self._database.add(rows, _ADD_ERRORS)
             return
-        self._waiting.append(rows)
+        cut = pc.utf8_slice_codeunits(rows["summary"], 0, TEXT_CHARACTERS)  # or whole texts would wait
+        self._waiting.append(rows.set_column(rows.schema.get_field_index("summary"), "summary", cut))
         if sum(map(len, self._waiting)) >= BATCH_ROWS:
             self._insert()
+
+    def create(self, name: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Create a table of a few rows beside those of the documents. columns: their names with their types."""
+        self.select(f"CREATE OR REPLACE TABLE {name} ({columns})")
+        if rows:
+            arrays = [*map(pa.array, zip(*mended(rows), strict=True))]
+            self._database.add(pa.table(arrays, [*map(str, range(len(arrays)))]), f"INSERT INTO {name} FROM given")
 
     def select(self, query: str, *values: Any) -> list[Values]:
         """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with times and buckets."""
@@ -170,6 +205,13 @@ class RunFigures:
         """Return the failed documents by class and stage, each with one example, the most frequent first."""
         return self.select(_ERRORS)
 
+    @property
+    def texts(self) -> dict[str, list[Values]]:
+        """Return a few texts that were drawn at random, and a few others that have a flag."""
+        drawn = self.select("FROM texts ORDER BY md5(doc_id)")
+        flagged = [text for text in drawn[NUM_TEXTS:] if text["quality_flags"]]
+        return {"random": drawn[:NUM_TEXTS], "flagged": flagged[:NUM_TEXTS]}
+
     def _insert(self) -> None:
         """Add the rows that wait: a commit has few of them, and every statement costs the same."""
         if self._waiting:
@@ -177,89 +219,80 @@ class RunFigures:
             self._waiting = []
 
 
+def _of_phases(form: str) -> str:
+    """Return a struct of SQL with a field for each phase."""
+    return "{" + ", ".join(f"'{name.removesuffix('_s')}': {name} / {form}" for name in PHASES) + "}"
+
+
+_SUMMED = ", ".join(f"coalesce({what}, 0) AS {name}" for name, what in _SUMS.items())
+_SECTIONS = f"""
+    WITH sums AS (
+        SELECT bucket, count(*) AS documents, {_SUMMED} FROM work GROUP BY GROUPING SETS ((), bucket)
+    ), figures AS (
+        SELECT *, {" + ".join(PHASES)} AS busy_s,
+            1 + num_accepted_tokens / nullif(num_spec_steps, 0) AS acceptance_length,
+            (num_output_tokens - documents) / nullif(decode_s, 0) AS decode_tokens_per_s,
+            num_output_tokens / nullif(total_s, 0) AS end_to_end_tokens_per_s,
+            num_output_tokens / nullif(busy_s, 0) AS tokens_per_busy_s,
+            coverage_sum / nullif(num_retrievals, 0) AS coverage,
+            {_of_phases("nullif(busy_s, 0)")} AS shares
+        FROM sums
+    )
+    SELECT
+        {{
+            'prompt': num_prompt_tokens, 'cached': num_cached_tokens, 'output': num_output_tokens,
+            'dropped': num_dropped_tokens
+        }} AS tokens,
+        {{
+            'mean_acceptance_length': acceptance_length,
+            'draft_acceptance_rate': num_accepted_tokens / nullif(num_draft_tokens, 0),
+            'speculative_share': num_spec_steps / nullif(num_spec_steps + num_plain_steps, 0),
+            'mean_tree_size': num_draft_tokens / nullif(num_spec_steps, 0),
+            'num_spec_steps': num_spec_steps, 'num_plain_steps': num_plain_steps,
+            'num_draft_tokens': num_draft_tokens, 'num_accepted_tokens': num_accepted_tokens,
+            'num_fallbacks': num_fallbacks, 'num_hybrid_steps': num_hybrid_steps
+        }} AS acceptance,
+        {{
+            'decode_tokens_per_s': decode_tokens_per_s, 'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
+            'tokens_per_busy_s': tokens_per_busy_s
+        }} AS speed,
+        {{'busy_s': busy_s, 'shares': shares}} AS time,
+        {{
+            'num_retrievals': num_retrievals, 'coverage': coverage, 'churn': churn_sum / nullif(num_churns, 0)
+        }} AS retrieval,
+        {{'documents': tried_again, 'memory': num_memory_retries}} AS retries,
+        num_flagged AS flagged_texts,
+        {{
+            'bucket': if(bucket >= 1024, bucket // 1024 || 'K', bucket::TEXT), 'max_prompt_tokens': bucket,
+            'documents': documents, 'mean_acceptance_length': acceptance_length,
+            'decode_tokens_per_s': decode_tokens_per_s, 'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
+            'tokens_per_busy_s': tokens_per_busy_s, 'retrieval_coverage': coverage, 'time_shares': shares,
+            'seconds_per_document': {_of_phases("nullif(documents, 0)")}
+        }} AS of_bucket
+    FROM figures ORDER BY bucket NULLS FIRST
+"""
+"""The sections that are sums over all documents, and then over those of each prompt length.
+
+That is up to a power of two, and the bound belongs to its bucket. Columns without values are 0.
+"""
+
+
 def document_figures(figures: RunFigures) -> Values:
     """Compute the sections of the report that follow from the finished documents alone."""
-    sums, *buckets = figures.select(_sums_query())
-    busy_s = _busy_s(sums)
-    histogram = [row["steps"] for row in figures.select(_HISTOGRAM)]
+    whole, *buckets = figures.select(_SECTIONS)
+    del whole["of_bucket"]
+    [depths] = figures.select(_DEPTHS)
     flagged = f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
-    return {
-        "tokens": {name.removeprefix("num_").removesuffix("_tokens"): sums[name] for name in _TOKENS},
-        "acceptance": {
-            "mean_acceptance_length": _acceptance_length(sums),
-            "draft_acceptance_rate": ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
-            "speculative_share": ratio(sums["num_spec_steps"], sums["num_spec_steps"] + sums["num_plain_steps"]),
-            "histogram": histogram,
-            "at_least": [sum(histogram[depth:]) / sum(histogram) for depth in range(len(histogram)) if sum(histogram)],
-            "mean_tree_size": ratio(sums["num_draft_tokens"], sums["num_spec_steps"]),
-            **{name: sums[name] for name in _STEP_COUNTS},
-        },
-        "speed": _speed(sums),
-        "time": {"busy_s": busy_s, "shares": _shares(sums)},
-        "retrieval": {
-            "num_retrievals": sums["num_retrievals"],
-            "coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
-            "churn": ratio(sums["churn_sum"], sums["num_churns"]),
-        },
-        "retries": {"documents": sums["tried_again"], "memory": sums["num_memory_retries"]},
+    return whole | {
+        "acceptance": whole["acceptance"] | depths,
         "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
-        "buckets": [*map(_bucket, buckets)],
+        "buckets": [bucket["of_bucket"] for bucket in buckets],
         "finish_reasons": _counts(figures, "finish_reason"),
         "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
         "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
         "workers": _counts(figures, "worker"),
         "slowest": _slowest(figures),
     }
-
-
-def _sums_query() -> str:
-    """Return what adds up the columns over all documents, and then over those of each prompt length.
-
-    That is up to a power of two, and the bound belongs to its bucket. Columns without values are 0.
-    """
-    sums = {name: f"sum({name})" for name in _SUMS} | _WEIGHTED
-    named = ", ".join(f"coalesce({what}, 0) AS {name}" for name, what in sums.items())
-    groups = "GROUP BY GROUPING SETS ((), bucket) ORDER BY bucket NULLS FIRST"
-    return f"SELECT bucket, count(*) AS documents, {named} FROM work {groups}"
-
-
-def _bucket(sums: ReadOnly) -> Values:
-    bound, documents = sums["bucket"], sums["documents"]
-    return {
-        "bucket": f"{bound // 1024}K" if bound >= 1024 else str(bound),
-        "max_prompt_tokens": bound,
-        "documents": documents,
-        "mean_acceptance_length": _acceptance_length(sums),
-        **_speed(sums),
-        "retrieval_coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
-        "time_shares": _shares(sums),
-        "seconds_per_document": {name.removesuffix("_s"): ratio(sums[name], documents) for name in PHASES},
-    }
-
-
-def _acceptance_length(sums: ReadOnly) -> float | None:
-    """Return the tokens per speculative step, including the one that the target adds."""
-    extra = ratio(sums["num_accepted_tokens"], sums["num_spec_steps"])
-    return None if extra is None else 1 + extra
-
-
-def _speed(sums: ReadOnly) -> dict[str, float | None]:
-    """Return tokens per second: of a sequence after its first token, of it with prefill, of a worker with its batch."""
-    tokens = sums["num_output_tokens"]
-    return {
-        "decode_tokens_per_s": ratio(tokens - sums["documents"], sums["decode_s"]),
-        "end_to_end_tokens_per_s": ratio(tokens, sums["total_s"]),
-        "tokens_per_busy_s": ratio(tokens, _busy_s(sums)),
-    }
-
-
-def _busy_s(sums: ReadOnly) -> float:
-    return sum(sums[name] for name in PHASES)
-
-
-def _shares(sums: ReadOnly) -> dict[str, float | None]:
-    """Return the share of the workers' time that each phase took."""
-    return {name.removesuffix("_s"): ratio(sums[name], _busy_s(sums)) for name in PHASES}
 
 
 def _spread(figures: RunFigures, name: str) -> Values | None:

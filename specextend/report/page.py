@@ -25,6 +25,7 @@ TILES: Figures = {
     "Documents done": ("rows.done", number),
     "Failed": ("rows.errors", number),
     "Left to do": ("rows.pending", number),
+    "Texts with a flag": ("flagged_texts", number),
     "Documents an hour": WALL_CLOCK["documents an hour"],
     "Output tokens a second": WALL_CLOCK["output tokens/s of the job"],
     "Tokens per speculative step": RUN["mean acceptance length"],

@@ -1,7 +1,5 @@
 """The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's Batch API."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
@@ -10,14 +8,17 @@ import pyarrow.parquet as pq
 
 from specextend.core import Values
 from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
+from specextend.data.database import Database
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
-from specextend.data.parquet import Damaged, damaged_as, read_stream
+from specextend.data.parquet import Damaged, damaged_as, halved, read_stream
 from specextend.data.run_folder import errors_folder, list_results, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
 """Column that is added to every table: the start that committed a row; null if only summaries are left."""
+_PIECE_BYTES = 4 << 20
+"""Bytes of rows that the database writes as JSON at a time."""
 BATCH_ROWS = 16_384
 """Rows of a table, about, where tables are made as large as is useful."""
 _RESPONSE = (
@@ -30,6 +31,38 @@ _RESPONSE = (
     "started_at",
 )
 _FAILURE = ("doc_id", "error_class", "message")
+
+_NAMED = "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name FROM given)"
+"""The rows, each with an identifier that is the same in every export of a folder."""
+_DONE = f"""
+    SELECT to_json({{
+        'id': 'batch_req_' || name, 'custom_id': doc_id,
+        'response': {{
+            'status_code': 200, 'request_id': 'req_' || name,
+            'body': {{
+                'id': 'chatcmpl-' || name, 'object': 'chat.completion',
+                'created': coalesce(epoch_ms(started_at) // 1000, 0), 'model': model,
+                'choices': [{{
+                    'index': 0, 'message': {{'role': 'assistant', 'content': summary}}, 'logprobs': NULL,
+                    'finish_reason': if(finish_reason = 'repetition', 'length', finish_reason)
+                }}],
+                'usage': {{
+                    'prompt_tokens': num_prompt_tokens,
+                    'prompt_tokens_details': {{'cached_tokens': coalesce(num_cached_tokens, 0)}},
+                    'completion_tokens': num_output_tokens, 'total_tokens': num_prompt_tokens + num_output_tokens
+                }}
+            }}
+        }},
+        'error': NULL
+    }}) AS line {_NAMED} CROSS JOIN run
+"""
+"""Responses. The API knows no loops: an output that was ended for one was cut, too."""
+_FAILED = f"""
+    SELECT to_json({{
+        'id': 'batch_req_' || name, 'custom_id': doc_id, 'response': NULL,
+        'error': {{'code': error_class, 'message': message}}
+    }}) AS line {_NAMED}
+"""
 
 
 def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> Iterator[tuple[bool, pa.Table]]:
@@ -75,7 +108,7 @@ def damaged_results(file: Location) -> Damaged:
 
 def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:
     """Return columns of the finished documents with these ids. Raises ValueError as `read_rows` does."""
-    wanted = pa.array(doc_ids, pa.string())
+    wanted = pa.array(doc_ids, "string")
     tables = (table for is_done, table in read_rows(output, columns, ["doc_id"]) if is_done)
     return [row for table in tables for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()]
 
@@ -90,8 +123,8 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
-            table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)
-            yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
+            table = pa.table(batch).select(stored).rename_columns(schema.names).cast(schema)
+            yield table.append_column(RUN_ID, pa.nulls(len(batch), "string"))
 
     return read_stream(file, read, damaged_results(file))
 
@@ -102,47 +135,14 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     Returns how many there are, how many of them are errors, and how many documents the run has: None if the folder has
     no manifest. Lines come in no particular order. Raises ValueError if the folder holds no run.
     """
-    manifest = read_manifest(output)
+    manifest, database = read_manifest(output), Database()
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
+    database.select("CREATE TABLE run AS SELECT ? AS model", model)
     written = errors = 0
     with atomic_output(file) as path, open(path, "w", encoding="utf-8") as stream:
         for is_done, table in read_rows(output, _RESPONSE, _FAILURE):
-            for row in table.to_pylist():
-                response = _response(row, model) if is_done else _error(row)
-                stream.write(json.dumps(response, ensure_ascii=False) + "\n")
+            for piece in halved(table, _PIECE_BYTES):
+                stream.writelines(f"{row['line']}\n" for row in database.add(piece, _DONE if is_done else _FAILED))
             written += len(table)
             errors += 0 if is_done else len(table)
     return written, errors, None if manifest is None else num_input_rows(manifest)
-
-
-def _response(row: Values, model: str) -> Values:
-    name, started_at = _name(row), row["started_at"]
-    num_prompt, num_output = row["num_prompt_tokens"], row["num_output_tokens"]
-    message = {"role": "assistant", "content": row["summary"]}
-    # The API knows no loops: an output that was ended for one was cut, too.
-    reason = "length" if row["finish_reason"] == "repetition" else row["finish_reason"]
-    body = {
-        "id": f"chatcmpl-{name}",
-        "object": "chat.completion",
-        "created": 0 if started_at is None else int(started_at.timestamp()),
-        "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"] or 0},
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        },
-    }
-    response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": row["doc_id"], "response": response, "error": None}
-
-
-def _error(row: Values) -> Values:
-    error = {"code": row["error_class"], "message": row["message"]}
-    return {"id": f"batch_req_{_name(row)}", "custom_id": row["doc_id"], "response": None, "error": error}
-
-
-def _name(row: Values) -> str:
-    """Make an identifier that is the same in every export of a folder."""
-    return hashlib.sha256(f"{row[RUN_ID]}:{row['doc_id']}".encode()).hexdigest()[:24]

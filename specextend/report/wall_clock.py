@@ -1,41 +1,21 @@
 """The wall clock of a run: how long its starts took, what each worker did when, how a run ended, and what it cost.
 
-A worker is paid for from the moment it has a process until it is released. What it does in that time is one of KINDS:
-they add up to the worker-seconds that were paid.
+A worker is paid for from the moment it has a process until it is released. What it does in that time is of
+seven kinds, which add up to the worker-seconds that were paid: `prefill`, `decode` and `other` at work on documents
+that are done; `waiting`: ready, and at none of these; `lost`: from the last document of a worker that died, or whose
+start was stopped, to its end; `loading`: until the first worker of a seat is ready; `dead`: from the end of a worker to
+the moment when its successor is ready. Times are seconds since the epoch.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
-
-import numpy as np
 
 from specextend.core import ReadOnly, Values
-from specextend.data.run_folder import RELEASED, Heartbeat, Start, WorkerRecord, parse_time, time_text
+from specextend.data.run_folder import RELEASED, Heartbeat, Start, parse_time, time_text
 from specextend.report.figures import RunFigures
-from specextend.report.result_rows import RUN_ID
-from specextend.stats import ratio
 
-BUSY = ("prefill", "decode", "other")
-"""Kinds of time at work on documents that are done."""
-_WORKS = """
-    SELECT run_id, worker, count(*) AS n, max(ended) AS last,
-        coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
-        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s), 0) AS decode,
-        coalesce(sum(other_s), 0) AS other
-    FROM work GROUP BY ALL ORDER BY worker
-"""
-KINDS = (*BUSY, "waiting", "lost", "loading", "dead")
-"""What a worker's time is spent on.
-
-`waiting`: ready, and at none of these. `lost`: from the last document of a worker that died, or whose start was
-stopped, to its end. `loading`: until the first worker of a seat is ready. `dead`: from the end of a worker to the
-moment when its successor is ready.
-"""
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
 RESOLUTION = 400
@@ -45,288 +25,267 @@ MOST_SEATS = 64
 """Starts and seats that the time line shows."""
 IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
-HOUR_S = 3600.0
+_STARTS = (
+    "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped BOOL, has_workers BOOL, "
+    "gpus DOUBLE, price DOUBLE"
+)
+"""The starts in order. sign: their last sign of life; has_end: something is recorded as their end."""
+_WORKERS = (
+    "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, ready DOUBLE, "
+    "gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
+)
+_RECORDED = attrgetter("worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib")
+"""The workers of each start, in order; one that was never ready has no name."""
+_WORKS = """
+    SELECT run_id, worker AS name, count(*) AS documents, max(ended) AS last,
+        coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
+        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s), 0) AS decode,
+        coalesce(sum(other_s), 0) AS other
+    FROM work GROUP BY ALL
+"""
+"""The documents that each worker finished in each start."""
+_TIMED = """
+    SELECT starts.* REPLACE (coalesce(ended, greatest(sign, last)) AS ended), sums.* EXCLUDE (run_id, last, documents),
+        if(EXISTS (SELECT 1 FROM works WHERE run_id IS NULL), NULL, coalesce(sums.documents, 0)) AS documents
+    FROM starts LEFT JOIN (
+        SELECT run_id, max(last) AS last, sum(documents)::BIGINT AS documents,
+            sum(prefill) AS prefill, sum(decode) AS decode, sum(other) AS other
+        FROM works GROUP BY run_id
+    ) AS sums USING (run_id)
+"""
+"""The starts with what they did. The last sign of life stands for an end that is not recorded."""
+_HELD = """
+    SELECT workers.*, timed.ended, workers.name IS NOT NULL AND ready IS NOT NULL AS was_ready,
+        if(was_ready, greatest(ready, coalesce(gone, timed.ended)) - ready, 0) AS there,
+        greatest(0, there - coalesce(works.prefill + works.decode + works.other, 0)) AS idle,
+        if(
+            (is_stopped OR has_died) AND (last IS NOT NULL OR works.documents IS NULL),
+            least(idle, greatest(0, there - greatest(0, coalesce(last, ready) - ready))),
+            0
+        ) AS lost
+    FROM workers JOIN timed USING (place)
+    LEFT JOIN works ON works.run_id = timed.run_id AND works.name = workers.name
+"""
+"""The workers, with the time that each was there, and at no document."""
+_SEATS = """
+    SELECT place, greatest(min(begun), arg_max(coalesce(gone, ended), (asked, number))) - min(begun) AS paid,
+        greatest(0, least(paid, min(ready) FILTER (was_ready) - min(begun))) AS loading,
+        greatest(0, paid - sum(there) - loading) AS dead, sum(idle - lost) AS waiting, sum(lost) AS lost
+    FROM held GROUP BY place, seat HAVING min(begun) IS NOT NULL
+"""
+"""What each seat, which its workers had one after another, was paid for beside documents."""
+_PAID = """
+    SELECT place, run_id, gpus, price, has_end, began, ended, is_stopped, documents,
+        if(ended < began, 0, ended - began) AS seconds,
+        3600 * documents / nullif(seconds, 0) AS documents_per_hour,
+        if(has_workers, {'asked': coalesce(asked, 0), 'ready': coalesce(ready, 0), 'died': coalesce(died, 0)}, NULL)
+            AS workers,
+        used_gib,
+        if(
+            documents IS NOT NULL AND has_workers AND ended IS NOT NULL,
+            {
+                'prefill': coalesce(prefill, 0), 'decode': coalesce(decode, 0), 'other': coalesce(other, 0),
+                'waiting': coalesce(waiting, 0), 'lost': coalesce(lost, 0), 'loading': coalesce(loading, 0),
+                'dead': coalesce(dead, 0)
+            },
+            NULL
+        ) AS paid_s,
+        (
+            paid_s['prefill'] + paid_s['decode'] + paid_s['other'] + paid_s['waiting'] + paid_s['lost']
+            + paid_s['loading'] + paid_s['dead']
+        ) / 3600 AS worker_hours,
+        worker_hours * gpus AS gpu_hours
+    FROM timed
+    LEFT JOIN (
+        SELECT place, sum(waiting) AS waiting, sum(lost) AS lost, sum(loading) AS loading, sum(dead) AS dead
+        FROM seats GROUP BY place
+    ) USING (place)
+    LEFT JOIN (
+        SELECT place, count(*) AS asked, count(ready) AS ready, count(ready) FILTER (has_died) AS died,
+            max(used_gib) AS used_gib
+        FROM workers GROUP BY place
+    ) USING (place)
+    ORDER BY place
+"""
+"""The starts, with the worker-seconds that were paid by kind; null is what is not recorded."""
+_TABLES = {"works": _WORKS, "timed": _TIMED, "held": _HELD, "seats": _SEATS, "paid": _PAID}
+_WALL_CLOCK = """
+    WITH sums AS (
+        SELECT coalesce(bool_and(has_end), false) AS is_exact, arg_max(price, place) AS price,
+            if(count(seconds) = count(*), sum(seconds), NULL) AS seconds,
+            if(count(worker_hours) = count(*), sum(worker_hours), NULL) AS worker_hours,
+            if(count(gpu_hours) = count(*), sum(gpu_hours), NULL) AS gpu_hours,
+            if(
+                count(worker_hours) = count(*) AND count(*) > 0,
+                {
+                    'prefill': sum(paid_s.prefill), 'decode': sum(paid_s.decode), 'other': sum(paid_s.other),
+                    'waiting': sum(paid_s.waiting), 'lost': sum(paid_s.lost), 'loading': sum(paid_s.loading),
+                    'dead': sum(paid_s.dead)
+                },
+                NULL
+            ) AS paid_s
+        FROM paid
+    ), documents AS (
+        SELECT count(*) AS n, sum(num_prompt_tokens) AS prompt, sum(num_output_tokens) AS output FROM done
+    )
+    SELECT seconds, is_exact, 3600 * n / nullif(seconds, 0) AS documents_per_hour,
+        coalesce(prompt, 0) / nullif(seconds, 0) AS prompt_tokens_per_s,
+        coalesce(output, 0) / nullif(seconds, 0) AS output_tokens_per_s,
+        worker_hours, gpu_hours, paid_s,
+        if(
+            worker_hours > 0,
+            {
+                'prefill': paid_s.prefill / worker_hours / 3600, 'decode': paid_s.decode / worker_hours / 3600,
+                'other': paid_s.other / worker_hours / 3600, 'waiting': paid_s.waiting / worker_hours / 3600,
+                'lost': paid_s.lost / worker_hours / 3600, 'loading': paid_s.loading / worker_hours / 3600,
+                'dead': paid_s.dead / worker_hours / 3600
+            },
+            NULL
+        ) AS shares,
+        if(
+            price * worker_hours IS NOT NULL,
+            {
+                'price_per_worker_hour': price, 'total': price * worker_hours,
+                'per_thousand_documents': 1e3 * price * worker_hours / nullif(n, 0),
+                'per_million_output_tokens': 1e6 * price * worker_hours / nullif(output, 0)
+            },
+            NULL
+        ) AS cost
+    FROM sums, documents
+"""
+"""The sums over all starts: rates of the whole job, hours, shares of the paid time, and cost."""
+_TAIL = f"""
+    WITH start AS (
+        SELECT place, run_id, nullif(seconds, 0) AS seconds, is_stopped
+        FROM paid WHERE documents > 0 ORDER BY place DESC LIMIT 1
+    ), own AS (
+        SELECT began, ended, row_number() OVER (ORDER BY ended DESC) AS number
+        FROM work JOIN start USING (run_id) WHERE ended IS NOT NULL AND NOT is_stopped
+    ), whole AS (
+        SELECT count(*) AS documents, (count(*) + 99) // 100 AS last_percent, min(began) AS first, max(ended) AS last
+        FROM own
+    ), idle AS (
+        SELECT greatest(0, whole.last - greatest(ready, works.last)) AS idle, idle > {IDLE_SHARE} * seconds AS is_long
+        FROM (SELECT name, last FROM works JOIN start USING (run_id)) AS works
+        FULL JOIN (SELECT name, ready, gone FROM held JOIN start USING (place) WHERE was_ready) USING (name)
+        CROSS JOIN whole CROSS JOIN start
+        WHERE coalesce(ready, works.last) IS NOT NULL AND coalesce(gone, whole.last) >= whole.last
+    ), waits AS (
+        SELECT coalesce(min(idle, 2)[2], 0) AS last_worker_alone_s, count(*) AS workers,
+            count(*) FILTER (is_long) AS idle_workers, coalesce(median(idle) FILTER (is_long), 0) AS idle_median_s
+        FROM idle
+    )
+    SELECT run_id, documents, last_percent AS last_percent_documents,
+        last - coalesce((SELECT ended FROM own WHERE number = last_percent + 1), first) AS last_percent_s, waits.*
+    FROM start, whole, waits WHERE documents > 0
+"""
+"""The end of the last start with documents, if it came to their end: how long its last hundredth took, and how long
+before the last document each worker that was there at the end had ended its own."""
+_LINES = """
+    SELECT coalesce(worker, works.name) AS worker, seat, asked - $3 AS asked_s, begun - $3 AS begun_s,
+        ready - $3 AS ready_s, gone - $3 AS gone_s, reason, coalesce(documents, 0) AS documents,
+        coalesce(workers.name, works.name) AS name
+    FROM (FROM workers WHERE place = $1) AS workers
+    FULL JOIN (FROM works WHERE run_id = $2) AS works ON workers.name = works.name
+    ORDER BY seat NULLS LAST, asked, number, works.name
+"""
+"""The workers of a start; of one that was killed only its rows may know."""
+PARTS = 40
+"""Parts of a start's time, for each of which the documents that ended are counted."""
+_ENDED = f"""
+    SELECT count(ended) AS documents FROM range({PARTS}) AS parts (part) LEFT JOIN (
+        SELECT ended, least({PARTS - 1}, floor((ended - ?) / ? * {PARTS}))::BIGINT AS part
+        FROM work WHERE run_id = ? AND ended IS NOT NULL
+    ) USING (part) GROUP BY part ORDER BY part
+"""
 _TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Work:
-    """The documents that one worker finished in one start."""
-
-    documents: int
-    busy: Mapping[str, float]
-    """Seconds by the kinds of BUSY."""
-    end: float | None
-    """When the last of them was finished, in seconds since the epoch; None if that is not recorded."""
-
-
-@dataclass(frozen=True)
-class TimedStart:
-    """A start with its span of time and what its workers did in it. Times are seconds since the epoch."""
-
-    start: Start
-    works: Mapping[str, Work] | None
-    """By `host:pid`; None if it is not known which start finished which document."""
-    begin: float | None
-    end: float | None
-    """Its end, or the last sign of life of a start whose end is not recorded."""
-    paid: Mapping[str, float] | None
-    """The worker-seconds that were paid, by KINDS; None if they are not recorded."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Return how long the start took."""
-        return None if self.begin is None or self.end is None else max(0.0, self.end - self.begin)
-
-    @property
-    def documents(self) -> int | None:
-        """Count the documents that the start finished."""
-        return None if self.works is None else sum(work.documents for work in self.works.values())
-
-    @property
-    def worker_hours(self) -> float | None:
-        """Return the hours of workers that were paid."""
-        return None if self.paid is None else sum(self.paid.values()) / HOUR_S
-
-    @property
-    def gpu_hours(self) -> float | None:
-        """Return the hours of GPUs that were paid."""
-        hours, gpus = self.worker_hours, self.start.gpus_per_worker
-        return None if hours is None or gpus is None else hours * gpus
-
-
-def timed_starts(starts: Iterable[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> list[TimedStart]:
-    """Find when each start began and ended, and what its workers did.
+def clock_sections(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> Values:
+    """Return the sections `wall_clock`, `starts`, `tail` and `timeline` of a run's report.
 
     heartbeat: of the driver whose lock is in the folder.
     """
-    starts = list(starts)
-    signs = [start.took_over for start in starts] + [heartbeat]
-    works = _works(figures)
-    timed = []
-    for start in starts:
-        own = None if works is None else works.get(start.run_id, {})
-        beats = [sign.heartbeat for sign in signs if sign is not None and sign.run_id == start.run_id]
-        end = parse_time(start.end)
-        if end is None:
-            work_ends = [work.end for work in (own or {}).values()]
-            end = max(_known([*beats, start.seen, *work_ends]), default=None)
-        paid = _paid_seconds(start, own, end)
-        timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
-    return timed
-
-
-def _works(figures: RunFigures) -> dict[str, dict[str, Work]] | None:
-    """Return the work of each worker by run id; None if the start of a document is not known."""
-    works: defaultdict[str, dict[str, Work]] = defaultdict(dict)
-    for row in figures.select(_WORKS):
-        if row[RUN_ID] is None:
-            return None
-        works[row[RUN_ID]][row["worker"]] = Work(row["n"], {kind: row[kind] for kind in BUSY}, row["last"])
-    return works
-
-
-def _known(values: Iterable[T | None]) -> list[T]:
-    return [value for value in values if value is not None]
-
-
-def is_stopped(start: Start) -> bool:
-    """Return True if a start ended before its documents did, as far as is known."""
-    return start.exit_code not in FINISHED
-
-
-def _paid_seconds(start: Start, works: Mapping[str, Work] | None, end: float | None) -> dict[str, float] | None:
-    """Return the worker-seconds of a start that were paid, by KINDS; None if they are not recorded."""
-    if start.workers is None or works is None or end is None:
-        return None
-    paid = dict.fromkeys(KINDS, 0.0)
-    for work in works.values():
-        for kind, seconds in work.busy.items():
-            paid[kind] += seconds
-    for _, seat in groupby(sorted(start.workers, key=attrgetter("seat", "asked")), attrgetter("seat")):
-        for kind, seconds in _seat_seconds(list(seat), works, end, is_stopped(start)).items():
-            paid[kind] += seconds
-    return paid
-
-
-def _seat_seconds(
-    workers: Sequence[WorkerRecord], works: Mapping[str, Work], end: float, is_cut_off: bool
-) -> dict[str, float]:
-    """Return the seconds in which a seat was paid for and its workers, one after another, were at no document.
-
-    is_cut_off: they may have been at work on documents when their start ended.
-    """
-    begun = _known(worker.begun for worker in workers)
-    if not begun:
-        return {}
-    last_gone = workers[-1].gone
-    paid_to = max(min(begun), end if last_gone is None else last_gone)
-    first, there, waiting, lost = paid_to, 0.0, 0.0, 0.0
-    for worker in workers:
-        if worker.name is None or worker.ready is None:
-            continue
-        until = max(worker.ready, end if worker.gone is None else worker.gone)
-        work = works.get(worker.name, Work(0, {}, worker.ready))
-        idle = max(0.0, until - worker.ready - sum(work.busy.values()))
-        if work.end is not None and (is_cut_off or worker.reason not in (None, RELEASED)):
-            cut = min(idle, max(0.0, until - max(worker.ready, work.end)))
-            lost, idle = lost + cut, idle - cut
-        first, there, waiting = min(first, worker.ready), there + until - worker.ready, waiting + idle
-    loading = max(0.0, first - min(begun))
-    dead = max(0.0, paid_to - min(begun) - there - loading)
-    return {"waiting": waiting, "lost": lost, "loading": loading, "dead": dead}
-
-
-def wall_clock_section(
-    starts: Sequence[TimedStart], num_documents: int, prompt_tokens: int, output_tokens: int
-) -> Values:
-    """Add up the starts of a run: rates of the whole job, hours, shares of the paid time, cost."""
-    seconds = _sum_known([timed.seconds for timed in starts])
-    known = _known(timed.paid for timed in starts)
-    is_known = known and len(known) == len(starts)
-    paid = {kind: sum(each[kind] for each in known) for kind in KINDS} if is_known else None
-    total = None if paid is None else sum(paid.values())
-    hours = None if total is None else total / HOUR_S
-    prices = _known(timed.start.price_per_worker_hour for timed in starts)
+    _collect(starts, figures, heartbeat)
+    [wall_clock] = figures.select(_WALL_CLOCK)
+    paid = figures.select("FROM paid ORDER BY place")
+    lines = (
+        _timeline(each, start.exit_code, figures)
+        for start, each in list(zip(starts, paid, strict=True))[-MOST_STARTS:]
+        if each["documents"] is not None
+    )
     return {
-        "seconds": seconds,
-        "is_exact": bool(starts) and all(timed.start.end is not None for timed in starts),
-        "documents_per_hour": ratio(HOUR_S * num_documents, seconds),
-        "prompt_tokens_per_s": ratio(prompt_tokens, seconds),
-        "output_tokens_per_s": ratio(output_tokens, seconds),
-        "worker_hours": hours,
-        "gpu_hours": _sum_known([timed.gpu_hours for timed in starts]),
-        "paid_s": paid,
-        "shares": {kind: value / total for kind, value in paid.items()} if paid and total else None,
-        "cost": _cost(prices[-1], hours, num_documents, output_tokens) if prices and hours is not None else None,
+        "wall_clock": wall_clock,
+        "starts": [*map(_start, starts, paid)],
+        "tail": next(iter(figures.select(_TAIL)), None),
+        "timeline": [line for line in lines if line is not None],
     }
 
 
-def _cost(price: float, hours: float, num_documents: int, output_tokens: int) -> dict[str, float | None]:
-    """Return what the run cost, in the currency of the price."""
-    total = price * hours
-    return {
-        "price_per_worker_hour": price,
-        "total": total,
-        "per_thousand_documents": ratio(1e3 * total, num_documents),
-        "per_million_output_tokens": ratio(1e6 * total, output_tokens),
-    }
+def _collect(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> None:
+    """Put the records into tables beside the rows, and make those that follow from both."""
+    beats = [*(start.took_over for start in starts), heartbeat]
+    signs = [(beat.run_id, beat.heartbeat) for beat in beats if beat is not None]
+    signs += [(start.run_id, start.seen) for start in starts if start.seen is not None]
+    of_starts = [
+        (
+            place,
+            start.run_id,
+            parse_time(start.begin),
+            parse_time(start.end),
+            max((at for run_id, at in signs if run_id == start.run_id), default=None),
+            start.end is not None,
+            start.exit_code not in FINISHED,
+            start.workers is not None,
+            start.gpus_per_worker,
+            start.price_per_worker_hour,
+        )
+        for place, start in enumerate(starts)
+    ]
+    of_workers = [
+        (place, number, worker.reason not in (None, RELEASED), *_RECORDED(worker))
+        for place, start in enumerate(starts)
+        for number, worker in enumerate(start.workers or ())
+    ]
+    figures.create("starts", _STARTS, of_starts)
+    figures.create("workers", _WORKERS, of_workers)
+    for name, query in _TABLES.items():
+        figures.select(f"CREATE OR REPLACE TABLE {name} AS {query}")
 
 
-def _sum_known(values: Sequence[float | None]) -> float | None:
-    """Add values up; None if there are none or one is None."""
-    known = _known(values)
-    return sum(known) if known and len(known) == len(values) else None
-
-
-def start_section(timed: TimedStart) -> Values:
+def _start(start: Start, paid: ReadOnly) -> Values:
     """Describe one start; what is not recorded is null."""
-    start = timed.start
-    names = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
-    used = _known(worker.used_gib for worker in start.workers or ())
+    of_record = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
+    of_rows = ("seconds", "documents", "documents_per_hour", "workers", "worker_hours", "paid_s")
     return {
-        **{name: getattr(start, name) for name in names},
-        "last_sign": time_text(timed.end) if start.end is None and timed.end is not None else None,
-        "seconds": timed.seconds,
-        "documents": timed.documents,
-        "documents_per_hour": None if timed.documents is None else ratio(HOUR_S * timed.documents, timed.seconds),
-        "workers": None if start.workers is None else _worker_counts(start.workers),
-        "memory_gib": {"planned": start.planned_gib, "used": max(used, default=None)},
-        "worker_hours": timed.worker_hours,
-        "paid_s": timed.paid,
+        **{name: getattr(start, name) for name in of_record},
+        **{name: paid[name] for name in of_rows},
+        "last_sign": time_text(paid["ended"]) if start.end is None and paid["ended"] is not None else None,
+        "memory_gib": {"planned": start.planned_gib, "used": paid["used_gib"]},
     }
 
 
-def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
-    ended = [worker for worker in workers if worker.reason not in (None, RELEASED)]
-    return {
-        "asked": len(workers),
-        "ready": sum(worker.ready is not None for worker in workers),
-        "died": sum(worker.ready is not None for worker in ended),
-    }
-
-
-def tail_section(starts: Sequence[TimedStart], figures: RunFigures) -> Values | None:
-    """Describe the end of the last start with documents, if it came to their end; None if it is not recorded."""
-    finished = [timed for timed in starts if timed.documents]
-    if not finished or is_stopped(finished[-1].start):
-        return None
-    timed = finished[-1]
-    run_id, ended = timed.start.run_id, "FROM work WHERE run_id = ? AND ended IS NOT NULL"
-    [own] = figures.select(f"SELECT count(*) AS n, min(began) AS first, max(ended) AS last {ended}", run_id)
-    if not own["n"]:
-        return None
-    last, num_last = own["last"], math.ceil(own["n"] / 100)
-    before = figures.select(f"SELECT ended {ended} ORDER BY ended DESC LIMIT 1 OFFSET {num_last}", run_id)
-    idle = np.array(sorted(_idle_seconds(timed, last)))
-    long = idle[idle > IDLE_SHARE * (timed.seconds or math.inf)]
-    return {
-        "run_id": run_id,
-        "documents": own["n"],
-        "last_percent_documents": num_last,
-        "last_percent_s": last - (before[0]["ended"] if before else own["first"]),
-        "last_worker_alone_s": float(idle[1]) if len(idle) > 1 else 0.0,
-        "workers": len(idle),
-        "idle_workers": len(long),
-        "idle_median_s": float(np.median(long)) if len(long) else 0.0,
-    }
-
-
-def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
-    """Return for each worker that was there at the end how long before the last document it had ended its own."""
-    ends = {name: work.end for name, work in (timed.works or {}).items() if work.end is not None}
-    for worker in timed.start.workers or ():
-        if worker.name is None or worker.ready is None:
-            continue
-        if worker.gone is not None and worker.gone < last:
-            ends.pop(worker.name, None)
-        else:
-            ends[worker.name] = max(worker.ready, ends.get(worker.name, worker.ready))
-    return [max(0.0, last - end) for end in ends.values()]
-
-
-def timeline_section(starts: Sequence[TimedStart], figures: RunFigures) -> list[Values]:
-    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
-    shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
-    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, figures)) is not None]
-
-
-def _timeline(timed: TimedStart, figures: RunFigures) -> Values | None:
-    begin, seconds = timed.begin, timed.seconds
+def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Values | None:
+    """Return the time line of a start; seconds are since its beginning. None if it is not recorded, or empty."""
+    run_id, begin, seconds = start["run_id"], start["began"], start["seconds"]
     if begin is None or not seconds:
         return None
-    listed = figures.stream(_TIMES, timed.start.run_id)
+    listed = figures.stream(_TIMES, run_id)
     spans = {worker: _spans(times, begin, seconds) for worker, times in groupby(listed, itemgetter("worker"))}
-    works = timed.works or {}
-    records = [asdict(worker) for worker in timed.start.workers or ()]
-    recorded = {record["name"] for record in records}
-    records += [{"worker": name, "name": name} for name in works if name not in recorded]  # their driver was killed
-    lines = [_line(record, works.get(record["name"]), spans, begin) for record in records]
-    lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
-    seats = list(dict.fromkeys(_place(line) for line in lines))
-    shown = set(seats[:MOST_SEATS])
+    lines = figures.select(_LINES, start["place"], run_id, begin)
+    seats: defaultdict[int | str, list[Values]] = defaultdict(list)
+    for line in lines:
+        line["spans"] = spans.get(line.pop("name"), [])
+        seats[line["worker"] if line["seat"] is None else line["seat"]].append(line)
+    shown = list(seats.values())[:MOST_SEATS]
+    ended = figures.select(_ENDED, begin, seconds, run_id)
     return {
-        "run_id": timed.start.run_id,
+        "run_id": run_id,
         "seconds": seconds,
+        "exit_code": exit_code,
+        "ended": [part["documents"] for part in ended],
         "seats_left_out": len(seats) - len(shown),
-        "workers": [line for line in lines if _place(line) in shown],
-    }
-
-
-def _place(line: ReadOnly) -> int | str:
-    return line["worker"] if line["seat"] is None else line["seat"]
-
-
-def _line(record: ReadOnly, work: Work | None, spans: Mapping[str, list[Any]], begin: float) -> Values:
-    """Describe one worker. record: of WorkerRecord, or its name alone if only its rows know it."""
-    times = {key: record.get(key) for key in ("asked", "begun", "ready", "gone")}
-    return {
-        **{key: record.get(key) for key in ("worker", "seat")},
-        **{f"{key}_s": None if time is None else time - begin for key, time in times.items()},
-        "reason": record.get("reason"),
-        "documents": 0 if work is None else work.documents,
-        "spans": spans.get(record["name"] or "", []) if work is not None else [],
+        "workers": [line for seat in shown for line in seat],
     }
 
 

@@ -30,10 +30,19 @@ from specextend.model_files import VOCABULARY
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
-from specextend.training.eagle_head import train_eagle
-from specextend.training.own_answers import add_answers, read_answers, tokens_per_step, with_draft
-from specextend.training.recording import Answer, PromptMaker, Recorder, Text
-from specextend.training.task import TRAINING, Show, Task, TrainOptions, frozen_weights
+from specextend.training.eagle_head import TRAINING, Task, frozen_weights, train_eagle
+from specextend.training.recording import (
+    Answer,
+    PromptMaker,
+    Recorder,
+    Show,
+    Text,
+    TrainOptions,
+    add_answers,
+    read_answers,
+    tokens_per_step,
+    with_draft,
+)
 
 Item = TypeVar("Item")
 HELD_OUT = 10

@@ -1,5 +1,7 @@
 """Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/formats.py`.
 
+The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
+
 A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden state at i. From
 them it predicts the target's hidden state at i + 1, which decides token i + 2. The loss follows a head on its own
 output, which replaces the target's hidden state in the next slot, as in drafting (arXiv 2503.01840, "training-time
@@ -11,30 +13,76 @@ Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
+from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.cache import rotate
 from specextend.decoding.device import multiplies_bf16
 from specextend.decoding.measurements import head_size
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
-from specextend.models import load_tokenizer, tokens_sha256
-from specextend.training.recording import Recording
-from specextend.training.task import Task, fit
+from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
+from specextend.training.recording import Recording, Show, TrainOptions
 
+TRAINING, CHECKPOINT = "training", "checkpoint.safetensors"
+"""Folder and file in the draft's folder from which an interrupted training goes on."""
+CHECKPOINT_S = 120.0
+"""Seconds between two checkpoints."""
+WARM_UP = 0.03
+"""Share of the steps in which the learning rate rises."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW remembers of a parameter."""
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
 PROMPT_SLOTS = 256
 """Number of prompt slots that a step asks for, beside all slots of the answer."""
+
+
+# What it is trained from
+
+
+class Task(NamedTuple):
+    """The training of one round: what is frozen of the target, and what is learned from."""
+
+    options: TrainOptions
+    target: TargetOptions
+    config: Any
+    """The target's configuration of transformers."""
+    vocabulary: Tensor
+    """[V] int64 token ids that the draft proposes, ascending."""
+    recordings: list[Path]
+    """The examples."""
+    start: Path | None
+    """Folder of the draft to go on from; None: a new one."""
+    folder: Path
+    """Where the draft is written to, and the checkpoint of its training."""
+    show: Show
+    embedding: Tensor
+    """[tokens, C]"""
+    lm_head: Tensor
+    """[tokens, C]"""
+    final_norm: Tensor
+    """[C]"""
+
+
+def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
+    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are slow."""
+    dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
+    weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
+    return [weight.detach().to(dtype, copy=True) for weight in weights]
 
 
 # The head
@@ -167,8 +215,7 @@ def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
 # Its examples
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Slots of a recording; all of them are an example."""
 
     token_ids: Tensor
@@ -188,7 +235,7 @@ class Slots:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """Change all tensors in the same way: move them to a device, or select slots."""
-        return Slots(*(change(getattr(self, field.name)) for field in fields(self)))
+        return Slots(*map(change, self))
 
     def visible(self, asked: Tensor) -> Tensor:
         """Return the mask [Q, S] bool of what each asked slot sees: all up to itself."""
@@ -214,7 +261,7 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
     hidden, own = slots.hidden[asked], torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.positions) - 1)
-        drafted = replace(slots.each(partial(torch.index_select, dim=0, index=at)), hidden=hidden)
+        drafted = slots.each(partial(torch.index_select, dim=0, index=at))._replace(hidden=hidden)
         if step:  # a drafted slot sees the real slots up to its root's, and the drafted slots of its own chain
             keys, values = (torch.cat(both) for both in zip((keys, values), head.keys_values(drafted), strict=True))
             visible = torch.cat([visible, own], 1)
@@ -290,3 +337,67 @@ def _new_config(task: Task) -> EagleConfig:
         copy_heads=task.options.copy_heads or None,
         tokens_sha256=tokens_sha256(load_tokenizer(task.target.model, task.target.revision)),
     )
+
+
+def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: Task) -> None:
+    """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is one.
+
+    loss: computes the loss of a recording, with a generator seeded for the step.
+    """
+    options, examples, checkpoint = task.options, task.recordings, task.folder / TRAINING / CHECKPOINT
+    parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
+    random, num_steps = Random(options.seed), options.num_epochs * len(examples)
+    order = [each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))]
+    saved_at = time.monotonic()
+    losses: deque[float] = deque(maxlen=max(1, len(examples) // 4))
+    for step in range(_load(checkpoint, parameters, optimizer), num_steps):
+        found = loss(order[step], torch.Generator().manual_seed(options.seed + step))
+        _optimizer_step(optimizer, found, options.learning_rate * _rate(step, num_steps))
+        losses.append(float(found.detach()))
+        task.show("training", step + 1, num_steps, f", loss {sum(losses) / len(losses):.4f}")
+        if step + 1 == num_steps or time.monotonic() - saved_at > CHECKPOINT_S:
+            _save(checkpoint, step + 1, parameters, optimizer)
+            saved_at = time.monotonic()
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
+    """Take one optimizer step on a loss, at a learning rate."""
+    [group] = optimizer.param_groups
+    group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+    optimizer.step()
+
+
+def _rate(step: int, num_steps: int) -> float:
+    """Return the learning rate of a step as a factor of the peak; the cosine ends at a twentieth of it."""
+    warm = max(1, round(WARM_UP * num_steps))
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, num_steps - warm)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _save(path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Write the weights and the optimizer's moments after `step` steps, whole or not at all."""
+    tensors = {"step": torch.tensor(step)}
+    for name, parameter in parameters.items():
+        tensors[f"weight/{name}"] = parameter.detach()
+        tensors |= {f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+    with atomic_output(resolve(str(path))) as temporary:
+        save_file(tensors, temporary)
+
+
+def _load(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Load what `_save` wrote, and return the number of steps; 0 if there is no checkpoint."""
+    if not path.exists():
+        return 0
+    tensors = load_file(path)
+    for name, parameter in parameters.items():
+        parameter.data.copy_(tensors[f"weight/{name}"])
+        moments = {moment: tensors[f"{moment}/{name}"] for moment in _MOMENTS}
+        device = parameter.device
+        optimizer.state[parameter] = {m: x if m == "step" else x.to(device) for m, x in moments.items()}
+    return int(tensors["step"])

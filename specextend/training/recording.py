@@ -1,33 +1,80 @@
-"""What drafts learn from: prompts around documents and pieces of them, and the target's states at its answers.
+"""A training's settings, and what drafts learn from: prompts around documents or pieces, and the target's states.
 
-The target's own answers, which `own_answers.py` collects, are what a draft will be asked for. The target reads each
-once behind its prompt, and its hidden states are kept in a file.
+The target's own answers, given in the engine with the run's sampling, are what a draft will be asked for. They lie in
+Parquet files of a folder. The target reads each once behind its prompt, and its hidden states are kept in a file.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
+from specextend.config import RunConfig
+from specextend.core import Request, Values
 from specextend.data.instructions import Around
+from specextend.data.parquet import CHECKED, write_table
 from specextend.data.prompts import Prompts
 from specextend.data.storage import atomic_output, resolve
+from specextend.decoding.decoding_options import DraftOptions, at_least
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
-from specextend.training.task import TrainOptions
+from specextend.document_requests import document_seed
+from specextend.loading import load_engine
+from specextend.stats import DecodingStats
+
+Show = Callable[..., None]
+"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
 
 
-@dataclass(frozen=True)
-class Text:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Settings of a whole training. Lengths are in tokens."""
+
+    start_from: str = ""
+    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary; empty: a new one."""
+    num_rounds: int = 4
+    """Most rounds of answers, training and evaluation."""
+    num_answers: int = 256
+    """Own answers of the target that each round adds."""
+    min_tokens: int = 1024
+    """Shortest piece of a document that is answered; shorter documents are not used."""
+    max_tokens: int = 5120
+    """Longest piece of a document that is answered."""
+    vocabulary: int = 8192
+    """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
+    copy_heads: int = 2
+    """Number of KV heads that look up earlier occurrences of the last tokens."""
+    num_epochs: int = 4
+    """Epochs of each round over all recordings so far."""
+    learning_rate: float = 4e-4
+    """Peak learning rate."""
+    seed: int = 0
+    """Seed of pieces and training."""
+
+    def __post_init__(self) -> None:
+        least = {"copy_heads": 0, "vocabulary": 16}
+        least |= dict.fromkeys(("num_rounds", "num_answers", "min_tokens", "num_epochs"), 1)
+        for name, value in least.items():
+            at_least(name, getattr(self, name), value)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+
+class Text(NamedTuple):
     """A document of the corpus."""
 
     token_ids: Tensor
@@ -36,8 +83,7 @@ class Text:
     """Its own; None: the run's."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A prompt and the target's own answer to it."""
 
     prompt_token_ids: list[int]
@@ -80,8 +126,7 @@ class PromptMaker:
         return piece
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """The tokens of a prompt and of the answer behind it, and the target's hidden states at them."""
 
     token_ids: Tensor
@@ -96,7 +141,7 @@ class Recording:
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
         with atomic_output(resolve(str(path))) as temporary:
-            save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, temporary)
+            save_file({name: tensor.contiguous() for name, tensor in self._asdict().items()}, temporary)
 
     @staticmethod
     def load(path: Path) -> Recording:
@@ -126,3 +171,74 @@ class Recorder:
             logits = self._target.logits(each).float()
             shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
         return Recording(tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids))
+
+
+# The target's own answers, and how many tokens a step a draft brings
+
+
+ROWS = 32
+"""Answers in a file; so many are lost at most if a training is killed."""
+TOKENS = pa.list_(pa.int32())
+SCHEMA = pa.schema([("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)])
+
+
+def read_answers(folder: Path) -> dict[int, Answer]:
+    """Read all answers in a folder, by number."""
+    tables = (pq.read_table(file, schema=SCHEMA, **CHECKED) for file in folder.glob("*.parquet"))
+    rows = (row for table in tables for row in table.to_pylist())
+    return {row["number"]: Answer(row["prompt_token_ids"], row["output_token_ids"]) for row in rows}
+
+
+def add_answers(config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show) -> None:
+    """Let the target answer prompts, by number, and write the answers into the folder as they come."""
+    rows: list[Values] = []
+    try:
+        for done, completion in enumerate(load_engine(config).generate(_requests(config, prompts)), start=1):
+            number = int(completion.request_id)
+            tokens = {"prompt_token_ids": prompts[number], "output_token_ids": completion.token_ids}
+            rows.append({"number": number} | tokens)
+            show("answers", done, len(prompts))
+            if len(rows) == ROWS:
+                _write(rows, folder)
+                rows = []
+    finally:
+        _write(rows, folder)
+
+
+def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: Show) -> float:
+    """Measure the mean acceptance length over answers to prompts, with trees of one size in each step."""
+    if config.tree.nodes == "auto":  # it follows the machine's speed
+        config = config.model_copy(update={"tree": replace(config.tree, nodes=config.tree.most_nodes)})
+    stats, found = DecodingStats(), 1.0
+    for done, completion in enumerate(load_engine(config).generate(_requests(config, prompts)), start=1):
+        stats.add(completion.stats)
+        found = stats.mean_acceptance_length or 1.0
+        show("evaluation", done, len(prompts), f", {found:.3f} tokens per step")
+    return found
+
+
+def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
+    """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none yet."""
+    if folder is None:
+        draft = DraftOptions(kind="ngram")
+    else:
+        draft = DraftOptions(kind="eagle", model=str(folder), ngram=config.draft is not None and config.draft.ngram)
+    return config.model_copy(update={"draft": draft, "decoding": replace(config.decoding, mode="specextend")})
+
+
+def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[Request]:
+    """Yield requests with the run's limit, sampling and schema; each has a seed of its own."""
+    for number, token_ids in prompts.items():
+        yield Request(
+            request_id=str(number),
+            prompt_token_ids=token_ids,
+            max_new_tokens=config.decoding.max_new_tokens,
+            sampling=config.decoding.sampling(document_seed(config.decoding.seed, f"answer {number}")),
+            schema=config.output.json_schema or "",
+        )
+
+
+def _write(rows: list[Values], folder: Path) -> None:
+    """Write a file named for its first number, whole or not at all; none without rows."""
+    if rows:
+        write_table(resolve(str(folder / f"{rows[0]['number']:06}.parquet")), pa.Table.from_pylist(rows, SCHEMA))

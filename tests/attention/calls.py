@@ -5,8 +5,8 @@ import math
 import numpy as np
 import torch
 
+from specextend.attention.plain import attend_reference, pack_mask
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference, pack_mask
 from specextend.decoding.tree import tree_mask
 
 

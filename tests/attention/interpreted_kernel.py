@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
-from specextend.attention.plan import AttentionPlan, KeySpan
-from specextend.attention.reference import attend_reference, pack_mask
+from specextend.attention.plain import attend_reference, pack_mask
+from specextend.attention.plan import KeySpan
 from specextend.attention.tree_kernel import attend_tree
 from tests.attention.calls import attend_tree_slowly, random_mask, random_trees, regions, tensors, tree_call
 from tests.covering import covering
@@ -78,7 +78,6 @@ SPANS = {
     "wide mask": lambda starts, lengths: KeySpan(starts, lengths, mask=random_mask(2, 6, 513)),
     "prefix": lambda starts, lengths: KeySpan(starts, [lengths[0], 0]),
     "causal": lambda starts, lengths: KeySpan(starts, lengths, causal=True),
-    "window": lambda starts, lengths: AttentionPlan(starts, lengths, 6, window=9).spans[0],
 }
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from specextend.attention.reference import HeadNorms
+from specextend.attention.plain import HeadNorms
 from specextend.attention.torch_kernels import TORCH
 
 EPS = 1e-5

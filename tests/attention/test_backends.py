@@ -10,8 +10,8 @@ from numba.core.errors import NumbaError
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
 from specextend.attention.compiled import calls as compiled
-from specextend.attention.plan import AttentionPlan, KeySpan
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
+from specextend.attention.plan import KeySpan, merge_states
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
@@ -88,58 +88,26 @@ CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
 
 
 @pytest.mark.parametrize(("kernel", "heads", "num_queries", "prefixes", "dtype"), CALLS)
-def test_a_kernel_equals_the_reference_over_a_prefix_and_under_a_tree_mask(kernel, heads, num_queries, prefixes, dtype):
-    """Prefixes that all queries see, some empty, in one call; and the same with the masked rows of a tree behind."""
+def test_a_kernel_equals_the_reference(kernel, heads, num_queries, prefixes, dtype):
+    """Over prefixes that all queries see, some empty; with the masked rows of a tree behind; and in a causal block.
+
+    That is a prefill chunk over itself: torch's kernel aligns `is_causal` at the top left, which is right only here.
+    """
     assert_kernel_is_the_reference(kernel, prefixes, num_queries, heads, dtype)
     mask = random_mask(len(prefixes), num_queries, num_queries)
     lengths = [prefix + num_queries for prefix in prefixes]
     assert_kernel_is_the_reference(kernel, lengths, num_queries, heads, dtype, mask)
-
-
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "dtype"), covering([*KERNELS], GROUPS, NUM_QUERIES, DTYPES))
-def test_a_kernel_equals_the_reference_in_a_causal_block(kernel, heads, num_queries, dtype):
-    """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
     assert_kernel_is_the_reference(kernel, [num_queries] * 3, num_queries, heads, dtype, causal=True)
 
 
-@pytest.mark.parametrize(
-    ("backend", "window", "num_queries"),
-    covering([attend_reference, *KERNELS.values()], [1, 16, 512], [1, 7, 600]),
-)
-def test_a_window_is_a_band(backend, window, num_queries):
-    """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
-    lengths = [num_queries, num_queries + 3, num_queries + 700]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(3, num_queries, (4, 2), num_rows, HEAD_DIM, torch.float32)
-    [span] = AttentionPlan(starts, lengths, num_queries, window=window).spans
-    band = torch.zeros(3, num_queries, max(lengths), dtype=torch.bool)
-    for b, length in enumerate(lengths):
-        own = torch.arange(num_queries)[:, None] + length - num_queries
-        key = torch.arange(length)[None]
-        band[b, :, max(lengths) - length :] = (key <= own) & (key > own - window)
-    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask=band), SCALE)
-    span.needs_lse = True
-    assert_close(backend(q, k, v, span, SCALE), expected)
-    assert max(span.lengths) <= num_queries + window - 1, "rows outside every window are not even read"
-
-
-def test_the_band_of_a_window_is_made_where_it_is_read():
-    """On the host it took as long as a small draft's chunk: 4096 x 4607 numbers, which a GPU then waited for."""
-    plan = AttentionPlan([5], [4607], 4096, window=512, device=torch.device("meta"))
-    assert plan.spans[0].mask.device.type == "meta"
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_other_sequences_are_not_seen(kernel):
-    """Whatever lies between two regions, NaN included, cannot leak into a result."""
-    starts, lengths = [4, 20], [6, 9]
-    q, k, v = tensors(2, 3, (4, 2), 40, HEAD_DIM, torch.float32)
-    spans = [KeySpan(starts, lengths, mask=random_mask(2, 3, 5)) for _ in range(2)]
-    expected = KERNELS[kernel](q, k, v, spans[0], SCALE)
-    outside = torch.ones(40, dtype=torch.bool)
-    outside[4:10] = outside[20:29] = False
-    k[:, outside], v[:, outside] = math.nan, math.nan
-    assert_close(KERNELS[kernel](q, k, v, spans[1], SCALE), expected)
+def test_merging_is_attention_over_the_union():
+    """Both ways round, and with weights that differ by hundreds in the exponent."""
+    q, k, v = tensors(1, 3, (4, 2), 35, HEAD_DIM, torch.float32)
+    k[:, 4:14] *= 40
+    whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
+    parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
+    for a, b in (parts, parts[::-1]):
+        torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
 
 
 def fail_to_compile(element):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from tests.attention import calls
 from tests.attention.calls import random_mask, random_trees, regions
 from tests.covering import covering
@@ -27,13 +27,6 @@ HEAD_DIMS = [32, 64, 128]
 NUM_QUERIES = [1, 2, 7, 16, 48, 300]
 LENGTHS = [[0], [1], [15, 0, 17], [63, 64, 65], [1030], [511, 512, 1100]]
 KINDS = ["prefix", "mask", "causal"]
-
-
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def tensors(batch, num_queries, heads, num_rows, head_dim=64):
@@ -80,21 +73,17 @@ def test_a_query_that_sees_no_key_weighs_nothing(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_result_does_not_depend_on_the_call(dtype):
+def test_a_result_does_not_depend_on_the_call(dtype, restored_threads):
     """A query alone, among others and on more threads: the same bits, so the same token where two nearly tie."""
     q, k, v = (x.to(dtype) for x in tensors(3, 120, (9, 3), 1500))
     places = [0, 200, 100], [1290, 700, 0]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        out, lse = attend_compiled(q, k, v, KeySpan(*places), SCALE)
-        torch.set_num_threads(2)
-        for first, last in [(0, 1), (5, 21), (0, 120)]:
-            some, some_lse = attend_compiled(q[:1, first:last], k, v, KeySpan([0], [1290]), SCALE)
-            assert torch.equal(some, out[:1, first:last])
-            assert torch.equal(some_lse, lse[:1, first:last])
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    out, lse = attend_compiled(q, k, v, KeySpan(*places), SCALE)
+    torch.set_num_threads(2)
+    for first, last in [(0, 1), (5, 21), (0, 120)]:
+        some, some_lse = attend_compiled(q[:1, first:last], k, v, KeySpan([0], [1290]), SCALE)
+        assert torch.equal(some, out[:1, first:last])
+        assert torch.equal(some_lse, lse[:1, first:last])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

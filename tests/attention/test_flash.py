@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_with, find_flash_attn
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.attention.backends import load_backend
-from specextend.attention.reference import MAX_MASKED, pack_mask
+from specextend.attention.plain import MAX_MASKED, pack_mask
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")

@@ -18,12 +18,9 @@ NEAR_TIE = 0.02
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(restored_threads):
     """Tiny models are slower on many threads, and llama.cpp takes as many as torch has."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def llama_cpp(model, folder, drafts=None):

@@ -8,10 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.display import Fact
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.progress import Snapshot
-from specextend.cluster.run import run_job
+from specextend.cluster.lifecycle import run_job
+from specextend.cluster.progress import Fact, Snapshot
 from specextend.config import RunConfig
 from specextend.core import Values
 from tests.cluster.fakes import FakeEngine

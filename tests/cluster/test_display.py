@@ -4,16 +4,15 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 
-from specextend.cluster.display import (
+from specextend.cluster.progress import (
     BarDisplay,
+    Snapshot,
     describe,
     open_display,
 )
-from specextend.cluster.progress import Snapshot
 
 
 def snapshot():
@@ -40,9 +39,9 @@ def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
 
 def test_while_no_worker_is_ready_the_line_says_what_it_waits_for():
     """A time left that counts models as documents was off by minutes."""
-    idle = replace(snapshot(), num_running=0, num_workers=0, eta_s=None, output_tokens_per_s=None)
+    idle = snapshot()._replace(num_running=0, num_workers=0, eta_s=None, output_tokens_per_s=None)
     assert describe(idle).endswith("3/9 done, 1 failed, waiting for Ray to start a worker, acceptance length 2.25")
-    assert "2 workers loading models" in describe(replace(idle, num_loading=2))
+    assert "2 workers loading models" in describe(idle._replace(num_loading=2))
     assert "left" not in describe(idle)
 
 
@@ -68,7 +67,7 @@ def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     display = open_display(stream)
-    display.show(replace(snapshot(), num_rows=10_000_000, num_done=123_456), 0.0)
+    display.show(snapshot()._replace(num_rows=10_000_000, num_done=123_456), 0.0)
     display.close()
     drawn = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()]
     assert max(map(len, drawn)) <= 80

@@ -21,8 +21,8 @@ from specextend.cluster.exits import (
     OutputError,
     exit_code,
 )
+from specextend.cluster.lifecycle import run_job
 from specextend.cluster.records import read_status
-from specextend.cluster.run import run_job
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter

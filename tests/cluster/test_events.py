@@ -3,8 +3,8 @@
 import io
 import json
 
-from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
+from specextend.cluster.progress import open_display
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
 

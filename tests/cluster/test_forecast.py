@@ -7,8 +7,7 @@ import pytest
 
 from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.checks import prepare
-from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
-from specextend.cluster.forecast import (
+from specextend.cluster.dry_run import (
     DocumentCost,
     Outlook,
     Rates,
@@ -16,6 +15,7 @@ from specextend.cluster.forecast import (
     draw_sample,
     fit_rates,
 )
+from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.core import DocumentKey
 from tests.cluster.fakes import FakeEngine, NeverLoads
 from tests.cluster.lengths import estimates_of

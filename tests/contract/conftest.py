@@ -18,6 +18,7 @@ from specextend import RunConfig, load_engine
 from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, environment, in_process, rows
 from tests.job.conftest import call as call  # fixtures of this folder, too
 from tests.job.conftest import start as start
+from tests.reference_outputs import Ties
 
 NUM_ROWS = 12
 SENTENCE = "The committee met and talked about the weather, then about number {}. "
@@ -37,6 +38,13 @@ def settings(**sections):
     """Arguments of the job: `settings(job={"workers": 2})` is `--set job.workers=2`."""
     pairs = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
     return [part for pair in pairs for part in ("--set", pair)]
+
+
+@pytest.fixture(scope="module")
+def ties(request):
+    ties = Ties()
+    yield ties
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
 @pytest.fixture(scope="session")

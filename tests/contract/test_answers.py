@@ -153,25 +153,6 @@ def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("worker", "output.schema names worker, which results have already; rename the field"),
-        ("Message", "output.schema names Message, which results have already"),
-        ("summary", "output.schema and output.column both name summary"),
-        ("land", "input.passthrough and output.schema both name land; rename the field"),
-    ],
-)
-def test_a_field_that_results_have_already_is_refused(call, name, said, tmp_path):
-    """Readers that do not see case would find one column twice."""
-    corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"], land=["x"])
-    given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
-    given += ["--set", "input.id_column=doc", "--set", "input.passthrough=[land]"]
-    ended = call(*given, "--set", f"output.schema={{{name}: string}}")
-    assert ended.code == 2, ended.stderr
-    assert said in ended.stderr
-
-
 def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path):
     """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])

@@ -9,27 +9,8 @@ import pytest
 from tests.job.conftest import CONFIG, write_corpus
 
 
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path):
-    """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
-    texts = ["short", "word " * 600, None, "word " * 3000]
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path / "plan.json"))
-    assert ended.code == 0
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
-    assert sum(plan["prompt_lengths"].values()) == 3
-    assert plan["output_tokens_at_most"] == 3 * 24
-    assert (plan["rows_over_length"], plan["length_policy"]) == (0, "middle")
-    assert plan["memory_gib"]["target_weights"] > 0
-    assert plan["forecast"] is None
-    assert "4 of 4 rows to do" in ended.stdout
-    assert "time and cost: not measured; --calibrate N measures them" in ended.stdout
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path):
-    """What was looked for, and how much of it there is, as a table and as JSON."""
+def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing(call, tmp_path):
+    """Before a night on eight GPUs: rows, tokens, memory, as a table and as JSON; and no time that nobody measured."""
     texts = ["short", None, " ", "word " * 3000, "no room"]
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6], n=[9] * 5)
     arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run"]
@@ -38,7 +19,16 @@ def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path):
     ended = call(*arguments)
     assert ended.code == 0, ended.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["rows"], plan["rows_to_do"]) == (5, 5)
     assert plan["rows_rejected"] == {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1}
+    assert sum(plan["prompt_lengths"].values()) == 2
+    assert plan["output_tokens_at_most"] == 2 * 24
+    assert (plan["rows_over_length"], plan["length_policy"]) == (1, "middle")
+    assert plan["memory_gib"]["target_weights"] > 0
+    assert plan["forecast"] is None
+    assert "5 of 5 rows to do" in ended.stdout
+    assert "time and cost: not measured; --calibrate N measures them" in ended.stdout
+    assert not (tmp_path / "out").exists()
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert ["null", "text", "1", "error", "rows"] in lines
     assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines

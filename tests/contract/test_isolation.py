@@ -19,11 +19,6 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
-@pytest.fixture(scope="module")
 def alone(pair):
     """What a request gives in an engine that has seen nothing else, without a draft."""
     engine = tiny_engine(pair, decoding__mode="autoregressive")
@@ -105,7 +100,7 @@ def fail():
 
 def test_cancelling_works_from_another_thread(pair):
     """A driver's deadline runs beside the engine, which sits in a step at that moment."""
-    engine = tiny_engine(pair, "bad")
+    engine = tiny_engine(pair, "bad", decoding__max_new_tokens=CONTEXT_LENGTH - 200)
     before = fresh(engine)
     reached, cancelled = threading.Event(), threading.Event()
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.covering import covering
-from tests.reference_outputs import Ties
 from tests.tiny_models import (
     BACKENDS,
     FAMILIES,
@@ -34,13 +33,6 @@ AXES = {
 FAST = covering(*AXES.values(), strength=1)
 SLOW = [case for case in covering(*AXES.values()) if case not in FAST]
 """Any two choices meet in a case of these or of the fast ones."""
-
-
-@pytest.fixture(scope="module")
-def ties(request):
-    ties = Ties()
-    yield ties
-    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
 def engine_of(pair, mode, backend, tree, batch, draft, quantize=None):

@@ -23,11 +23,6 @@ SLOW = [case for case in covering(*AXES) if case not in FAST]
 
 
 @pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
-@pytest.fixture(scope="module")
 def own(pair):
     """Each request's output by transformers."""
     model = load_reference(pair)

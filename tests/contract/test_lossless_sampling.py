@@ -23,11 +23,6 @@ NUM_SEEDS = 600
 
 
 @pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
-@pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A vocabulary of seven: the joint distribution of two tokens has few cells."""
     return write_pair(tmp_path_factory.mktemp("small"), FAMILIES["llama"], seed=7, vocab_size=SMALL_VOCABULARY)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from tests.covering import covering
-from tests.reference_outputs import Ties, generate
+from tests.reference_outputs import generate
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
@@ -36,13 +36,6 @@ def processor_flags():
     """Return what Linux says that the processor can do."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
-
-
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(*changes):
@@ -83,13 +76,6 @@ def references(prompts):
         return generate(load(), prompts[length], max_new_tokens)
 
     return outputs
-
-
-@pytest.fixture(scope="module")
-def ties(request):
-    ties = Ties()
-    yield ties
-    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
 def complete(prompts, lengths, max_new_tokens, *changes, **sampling):

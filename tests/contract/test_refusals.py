@@ -72,8 +72,22 @@ def assert_refused(ended, said, output):
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["target.model=/nowhere/at/all", "prompt.instruction='{{ meta.lnd }}'"], "it has land; did you mean land?"),
         (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
+        (["draft.kind=eagle", f"draft.model={ROOT}/models/smollm2-135m-eagle"], "does not fit target"),
+        (["output.schema={worker: string}"], "output.schema names worker, which results have already; rename"),
+        (["output.schema={Message: string}"], "output.schema names Message, which results have already"),
+        (["output.schema={summary: string}"], "output.schema and output.column both name summary"),
+        (
+            ["output.schema={same: string}", "input.passthrough=[same]"],
+            "input.passthrough and output.schema both name same; rename the field",
+        ),
         (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),
         (["prompt.max_prompt_tokens=3"], "tokens of the 3 that max_new_tokens 24 leaves for the prompt"),
+        (["job.cpus_per_worker=4096"], "job.cpus_per_worker is 4096 but this machine has"),
+        pytest.param(
+            ["job.gpus_per_worker=1"],
+            "job.gpus_per_worker is 1 but this machine has",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for"),
+        ),
         (["target.device=cuda"], "needs job.gpus_per_worker above 0"),
     ],
 )
@@ -172,20 +186,6 @@ def test_a_link_to_a_folder_elsewhere_is_refused(call, corpus, tmp_path, name):
     assert f"{link} is a symbolic link" in ended.stderr
 
 
-def test_an_output_inside_the_input_is_refused(call, corpus):
-    """The next run would summarise summaries."""
-    output = corpus.parent / "out"
-    ended = call("--config", str(CONFIG), "--input", str(corpus.parent), "--output", str(output))
-    assert_refused(ended, "out", output)
-
-
-def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus, tmp_path):
-    """A head of another hidden size would crash on the first document, after a minute of loading."""
-    head = f"draft.model={ROOT}/models/smollm2-135m-eagle"
-    ended = call(*on(corpus, tmp_path / "out"), "--set", "draft.kind=eagle", "--set", head)
-    assert_refused(ended, "does not fit target", tmp_path / "out")
-
-
 def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_path, monkeypatch):
     """Its current folder is a copy that goes away with the job, and the summaries with it."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
@@ -198,14 +198,6 @@ def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_pat
 def test_wrong_arguments_exit_with_2(call, arguments):
     """As every other wrong thing that a user can say."""
     assert call(*arguments).code == 2
-
-
-@pytest.mark.parametrize(("key", "number"), [("cpus_per_worker", 4096), ("gpus_per_worker", 1)])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for")
-def test_more_than_the_machine_has_is_refused(call, corpus, tmp_path, key, number):
-    """Ray would wait for it for ever."""
-    ended = call(*on(corpus, tmp_path / "out"), "--set", f"job.{key}={number}")
-    assert_refused(ended, f"job.{key} is {number} but this machine has", tmp_path / "out")
 
 
 def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus, tmp_path):

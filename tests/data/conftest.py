@@ -7,6 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
+from specextend.data.inputs import InputOptions
+from specextend.data.source import open_source
 from specextend.data.storage import resolve
 from tests.properties.rows import done as row_done
 
@@ -14,6 +16,11 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def opened(path, **options):
+    """The input at a path."""
+    return open_source(InputOptions(path=str(path), **options))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from specextend.data.answers import answer_columns, merge_answers, schema_of, shortest_answer, whole_answer
 from specextend.data.commits import CommitWriter, read_commit
-from specextend.data.evidence import find_evidence
+from specextend.data.quality import find_evidence
 
 
 def whole(field, **others):

@@ -3,23 +3,19 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputChangedError, InputOptions
-from specextend.data.source import open_source
+from specextend.data.inputs import InputChangedError
 from specextend.data.storage import list_files
+from tests.data.conftest import opened
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
-
-Write = Callable[..., Path]
 
 
 def write_again(path, write):
@@ -46,7 +42,7 @@ def path(write):
 
 @pytest.fixture
 def source(path):
-    return open_source(InputOptions(path=str(path)))
+    return opened(path)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.columns import guess_columns
+from specextend.data.check import guess_columns
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputError, InputOptions
 from specextend.data.selection import select_rows
 from specextend.data.source import open_source
+from tests.data.conftest import opened
 
 NUM_ROWS = 700
 """More than one batch of reading, so that values of two batches must fit together."""
@@ -48,17 +49,27 @@ COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
 }
 
 
-def test_passthrough_keeps_types_and_values(tmp_path, output, done):
+@pytest.fixture
+def summaries_of(output, done):
+    """Give the summaries of an input of one file, whose every row is done."""
+
+    def summaries(source, num_rows):
+        CommitWriter(output, "0000000a").commit([done(0, row) for row in range(num_rows)])
+        finalize(source, output)
+        return pq.read_table(f"{output.path}/summaries/part-00000.parquet")
+
+    return summaries
+
+
+def test_passthrough_keeps_types_and_values(tmp_path, summaries_of):
     """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes."""
     values = {name: [None if i % 7 == 6 else make(i) for i in range(NUM_ROWS)] for name, (_, make) in COLUMNS.items()}
     table = pa.table({name: pa.array(values[name], kind) for name, (kind, _) in COLUMNS.items()})
     text = pa.table({"text": [f"document {i}" for i in range(NUM_ROWS)]})
     path = tmp_path / "a.parquet"
     pq.write_table(table.append_column("text", text["text"]), path, compression="zstd", row_group_size=300)
-    source = open_source(InputOptions(path=str(path), passthrough=tuple(COLUMNS)))
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
-    finalize(source, output)
-    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
+    source = opened(path, passthrough=tuple(COLUMNS))
+    written = summaries_of(source, NUM_ROWS)
     for name in COLUMNS:
         expected = table[name].cast(pa.string()) if name == "nothing" else pq.read_table(path, columns=[name])[name]
         assert written[name].type == expected.type, name
@@ -67,27 +78,25 @@ def test_passthrough_keeps_types_and_values(tmp_path, output, done):
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()], ids=str)
-def test_text_is_read_in_every_encoding(tmp_path, output, done, encoding, kind):
+def test_text_is_read_in_every_encoding(tmp_path, summaries_of, encoding, kind):
     """Text is read as a dictionary, which pyarrow cannot do of every encoding."""
     texts = [None if i % 7 == 6 else f"{i % 5} of {i}" * (i % 40 + 1) for i in range(NUM_ROWS)]
     options = {"use_dictionary": encoding == "RLE_DICTIONARY"}
     if encoding != "RLE_DICTIONARY":
         options["column_encoding"] = {"text": encoding}
     pq.write_table(pa.table({"text": pa.array(texts, kind)}), tmp_path / "a.parquet", row_group_size=300, **options)
-    source = open_source(InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("text",)))
+    source = opened(tmp_path / "a.parquet", passthrough=("text",))
     assert [row.text and row.text.decode() for row in source.scan()] == texts
     for row in range(0, NUM_ROWS, 7):
         assert source.read(DocumentKey(0, row)).document.text == texts[row]
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
-    finalize(source, output)
-    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")["text"]
+    written = summaries_of(source, NUM_ROWS)["text"]
     assert (written.type, written.to_pylist()) == (kind, texts)
 
 
 YEARS = [datetime.datetime(year, 12, 31, 23, 59, 59, 999_999) for year in (9999, 2026, 1, 1816)]
 
 
-def test_times_of_96_bits_are_right_in_every_year(tmp_path, output, done):
+def test_times_of_96_bits_are_right_in_every_year(tmp_path, summaries_of):
     """Spark writes them by default, and 9999 for what has no end: it became 1816, and a filter matched nothing."""
     path = tmp_path / "a.parquet"
     nested = [{"at": [year]} for year in YEARS]
@@ -97,9 +106,7 @@ def test_times_of_96_bits_are_right_in_every_year(tmp_path, output, done):
     passthrough = InputOptions(path=str(path), passthrough=("until", "nested"), filter="until > '2262-01-01'")
     assert [row.key.row for row in select_rows(open_source(passthrough)).scan()] == [0]
     source = open_source(replace(passthrough, filter=None))
-    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
-    finalize(source, output)
-    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
+    written = summaries_of(source, 4)
     assert written["until"].to_pylist() == YEARS
     assert written["nested"].to_pylist() == nested
 
@@ -112,9 +119,9 @@ def test_times_of_96_bits_are_never_rounded(tmp_path, nanoseconds, is_nested):
     at = pa.StructArray.from_arrays([times], ["t"]) if is_nested else times
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "b"], "at": at}), path, use_deprecated_int96_timestamps=True)
-    assert open_source(InputOptions(path=str(path))).num_rows == 2
+    assert opened(path).num_rows == 2
     with pytest.raises(InputError, match=r"a\.parquet has times \(INT96\) that are no whole microseconds; cast them"):
-        open_source(InputOptions(path=str(path), passthrough=("at",)))
+        opened(path, passthrough=("at",))
 
 
 def utc(*kinds):
@@ -153,7 +160,7 @@ def test_types_that_have_room_in_one_are_joined(tmp_path, output, done, name):
     for number, kind in enumerate(kinds):
         pq.write_table(pa.table({"text": ["x"], "c": pa.array([value], kind)}), tmp_path / f"{number}.parquet")
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "9.parquet")
-    source = open_source(InputOptions(path=str(tmp_path), passthrough=("c",)))
+    source = opened(tmp_path, passthrough=("c",))
     assert len(list(source.scan())) == len(kinds) + 1
     CommitWriter(output, "0000000a").commit([done(file, 0) for file in range(len(kinds) + 1)])
     finalize(source, output)
@@ -181,7 +188,7 @@ def test_types_and_values_that_would_change_are_refused_before_anything_is_decod
     for name, values in (("a", one), ("b", other)):
         pq.write_table(pa.table({"text": ["x"] * len(values), "c": values}), tmp_path / f"{name}.parquet")
     with pytest.raises(InputError, match=r"input.passthrough 'c' .*; make them one type"):
-        list(open_source(InputOptions(path=str(tmp_path), passthrough=("c",))).scan())
+        list(opened(tmp_path, passthrough=("c",)).scan())
 
 
 def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_path):
@@ -192,7 +199,7 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
     duckdb.sql(f"COPY (SELECT {text} AS text FROM range(6000) AS t(i)) TO '{path}' ({options})")
     encodings = [pq.read_metadata(path).row_group(group).column(0).encodings for group in (0, 2)]
     assert encodings == [("RLE_DICTIONARY",), ("DELTA_LENGTH_BYTE_ARRAY",)]
-    source = open_source(InputOptions(path=str(path), passthrough=("text",)))
+    source = opened(path, passthrough=("text",))
     found = [row.text.decode() for row in source.scan() if row.text]
     assert found == pq.read_table(path)["text"].to_pylist()
     assert source.read(DocumentKey(0, 5999)).document.text == found[-1]

@@ -14,10 +14,12 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
+from specextend.core import DocumentKey
 from specextend.data.document_kinds import DocumentOptions, check_packages
 from specextend.data.documents import ERRORS, prepare_documents
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
+from tests.data.conftest import opened
 from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, Ended, in_process
 
@@ -84,6 +86,11 @@ def prepare(folder):
     return call
 
 
+def documents(folder, *flags):
+    """Prepare a folder as a user does."""
+    return in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{folder}.out")
+
+
 def rows(folder, *columns):
     """Rows of the data set by id; of one column its values."""
     table = pq.read_table(f"{folder}.out").sort_by("id")
@@ -137,8 +144,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     (folder / "caf\udce9.txt").write_text("text")
     (folder / "photo.jpg").write_bytes(b"\xff\xd8")
     (folder / "blank.md").write_text(" \n")
-    arguments = ["documents", str(folder), "--output", f"{folder}.out"]
-    ended = in_process("prepare.py", *arguments)
+    ended = documents(folder)
     assert (ended.code, rows(folder, "id")) == (3, ["fine.pdf"])
     assert failures(folder) == {
         "scan.pdf": "no text",
@@ -156,13 +162,13 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     )
     assert f"damaged: {folder}/empty.pdf cannot be read: Failed to load" in ended.stderr
     (folder / "a.csv").write_text("nr\n1\n2\n3\n")
-    told = in_process("prepare.py", *arguments)
+    told = documents(folder)
     assert told.stderr.count("has no string 'text'") == 1
     assert "a.csv:2 has no string 'text'; it has 'nr'; " in told.stderr
     assert "(and 2 more like this)" in told.stderr
     assert "; 0 files read, 7 failed, 1 unchanged; " in told.stdout
     (folder / "a.csv").unlink()
-    again = in_process("prepare.py", *arguments, "--encoding", "latin-1", "--skip-unreadable")
+    again = documents(folder, "--encoding", "latin-1", "--skip-unreadable")
     assert (again.code, rows(folder, "text")) == (0, ["One report.", "café"])
 
 
@@ -260,7 +266,7 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
     (folder / "a.jsonl").write_text("\n".join([*map(json.dumps, lines), "", *broken]), "latin-1")
     (folder / "b.csv").write_bytes(b"key,body,n\nx,taken,5\nz,fine,many\nw,caf\xe9,1\nv,short\n")
     fields = ["--text-field", "body", "--id-field", "key"]
-    ended = in_process("prepare.py", "documents", str(folder), *fields, "--output", f"{folder}.out")
+    ended = documents(folder, *fields)
     assert ended.code == 3
     assert rows(folder, "id", "title", "text", "n", "tags", "big", "text_") == [
         {"id": "7", "title": "T", "text": "one", "n": "1", "tags": '["a"]', "big": None, "text_": "other"},
@@ -373,6 +379,36 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
         {"id": f"{folder}:test:0", "text": "one", "pages": 1},
         {"id": f"{folder}:test:2", "text": "three", "pages": 3},
     ]
+
+
+def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prepare):
+    """The list of failures was written anew, and a file that is missing was named nowhere any more."""
+    (folder / "broken.pdf").write_bytes(b"no pdf")
+    prepare()
+    hub = folder.parent / "hub"
+    hub.mkdir()
+    pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
+    for _ in range(2):
+        assert in_process("prepare.py", "hf", str(hub), "--output", f"{folder}.out").code == 3
+        assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
+
+
+def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
+    """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins."""
+    (folder / "a.txt").write_text("one two three")
+    prepare()
+    source = opened(f"{folder}.out")
+    assert (source.options.id_column, source.doc_id(DocumentKey(0, 0))) == ("id", "a.txt")
+    pq.write_table(pa.table({"text": ["another"]}), f"{folder}.out/mine.parquet")
+    assert opened(f"{folder}.out").options.id_column is None
+
+
+def test_two_fields_are_not_one_text(folder):
+    """The first one was dropped without a word."""
+    (folder / "a.jsonl").write_text('{"title": "a", "body": "b"}')
+    fields = ("--text-field", "title", "--text-field", "body")
+    ended = documents(folder, *fields)
+    assert (ended.code, "one field holds the text" in ended.stderr) == (2, True)
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
@@ -559,7 +595,7 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
     }
     for name, data in files.items():
         (folder / f"{name}.pdf").write_bytes(data)
-    ended = in_process("prepare.py", "documents", str(folder), "--output", f"{folder}.out")
+    ended = documents(folder)
     covers = dict.fromkeys(("portfolio.pdf", "xfa.pdf", "dynamic.pdf"), "only a cover")
     assert failures(folder) == covers | {"cipher.pdf": "no characters"}
     names = ["attached.pdf", "form.pdf", "half.pdf", "mixed.pdf"]

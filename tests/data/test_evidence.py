@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specextend.data.answers import schema_of, string_fields
-from specextend.data.evidence import find_evidence
+from specextend.data.quality import find_evidence
 
 DOCUMENT = "The Department\nof Justice wrote on crimes and punishment. The Department of Justice paid Straße 5."
 

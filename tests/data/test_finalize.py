@@ -1,6 +1,7 @@
 """An input row ends in exactly one output row, in its place."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,13 +12,12 @@ from pyarrow import fs
 from scripts.simulated_store import SimulatedStore
 from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
-from specextend.data.inputs import InputOptions
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
-from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
+from tests.data.conftest import opened
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def source(tmp_path, write):
         "in/b.parquet", {"text": [], "topic": [], "n": []}, types={"text": pa.string(), "topic": topic, "n": pa.int64()}
     )
     write("in/c.parquet", {"text": ["x"] * 2, "topic": [None, None], "n": [3, 4]})
-    return open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("n", "topic")))
+    return opened(tmp_path / "in", passthrough=("n", "topic"))
 
 
 def read(output, folder, number):
@@ -67,35 +67,67 @@ def test_rows_stand_in_input_order_one_file_for_one_file(source, output, done, f
     assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told | own]
 
 
+@pytest.fixture
+def finished(source, output, done):
+    """An output whose every row is done."""
+    CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
+    finalize(source, output)
+    return output
+
+
 @pytest.mark.parametrize("where", ["end", "footer", "byte"])
-def test_damaged_summaries_are_written_again(where, source, output, done):
+def test_damaged_summaries_are_written_again(where, source, finished):
     """The parts are whole, so nothing is lost, and nobody has to find out which file to delete."""
-    CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
-    finalize(source, output)
-    whole = read(output, "summaries", 2)
-    assert unfinished(source, output) == []
-    damage(Path(output.path) / "summaries" / "part-00002.parquet", where)
-    assert unfinished(source, output) == ["part-00002.parquet"]
-    assert finalize(source, output) == Counts(5, 5, 0)
-    assert read(output, "summaries", 2) == whole
+    whole = read(finished, "summaries", 2)
+    assert unfinished(source, finished) == []
+    damage(Path(finished.path) / "summaries" / "part-00002.parquet", where)
+    assert unfinished(source, finished) == ["part-00002.parquet"]
+    assert finalize(source, finished) == Counts(5, 5, 0)
+    assert read(finished, "summaries", 2) == whole
 
 
-def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, output, done):
+class Killed(BaseException):
+    """The process ended here: nothing catches it."""
+
+
+@pytest.mark.parametrize("num_files", range(6))
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done, failed):
+    """Each file is whole or not there, so a second finalize only adds what is missing."""
+    CommitWriter(output, "0000000a").commit([done(0, 0), failed(0, 1), done(0, 2), failed(2, 0), done(2, 1)])
+    left = iter(range(num_files))
+
+    def replace(old, new, rename=os.replace):
+        if next(left, None) is None:
+            raise Killed
+        rename(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(os, "replace", replace)
+        finalize(source, output)
+    assert finalize(source, output) == Counts(5, 3, 2)
+    assert [read(output, "summaries", number)["doc_id"].to_pylist() for number in range(3)] == [
+        ["id-0-0", "id-0-2"],
+        [],
+        ["id-2-1"],
+    ]
+    assert [read(output, "errors", number)["doc_id"].to_pylist() for number in (0, 2)] == [["id-0-1"], ["id-2-0"]]
+    assert not list(Path(output.path).rglob(".*")), "no litter of the killed one is left"
+
+
+def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, finished):
     """Pages have checksums and a footer none: of 3,000 bits 129 renamed a column, changed a value or lost the rows."""
-    CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
-    finalize(source, output)
-    file = Path(output.path) / "summaries" / "part-00000.parquet"
-    whole, table = file.read_bytes(), read(output, "summaries", 0)
+    file = Path(finished.path) / "summaries" / "part-00000.parquet"
+    whole, table = file.read_bytes(), read(finished, "summaries", 0)
     for place in range(0, len(whole), 97):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
-        assert unfinished(source, output) or read(output, "summaries", 0).equals(table), place
+        assert unfinished(source, finished) or read(finished, "summaries", 0).equals(table), place
 
 
 def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
     """On an object store each request takes tens of milliseconds; 55 hours for ten million documents, once."""
-    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"] * 60}))))
+    source = opened(write("a.parquet", {"text": ["x"] * 60}))
     requests = []
     for num_parts in (20, 60):
         store, figures = SimulatedStore(latency_s=0.0), RunFigures()
@@ -119,7 +151,7 @@ def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path, done):
     with pq.ParquetWriter(tmp_path / "in.parquet", schema) as writer:
         for group in groups:
             writer.write_table(pa.table({"text": ["x"] * 100, "topic": group}, schema=schema))
-    source = open_source(InputOptions(path=str(tmp_path / "in.parquet"), passthrough=("topic",)))
+    source = opened(tmp_path / "in.parquet", passthrough=("topic",))
     output = resolve(str(tmp_path / "out"))
     CommitWriter(output, "0123abcd").commit([done(0, row) for row in range(300)])
     finalize(source, output)

@@ -8,8 +8,7 @@ import pytest
 
 from specextend.core import Values
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
-from specextend.data.inputs import InputOptions
-from specextend.data.source import open_source
+from tests.data.conftest import opened
 
 HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
 CONFIG: Values = {
@@ -34,7 +33,7 @@ def manifest(tmp_path, write):
     write("in/sub/b.parquet", {"text": ["z"]})
 
     def build(config=CONFIG, hashes=HASHES, folder="in"):
-        return build_manifest(open_source(InputOptions(path=str(tmp_path / folder))), config, hashes)
+        return build_manifest(opened(tmp_path / folder), config, hashes)
 
     return build
 

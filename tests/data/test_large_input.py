@@ -42,7 +42,7 @@ print(peak() - before)
 READ_ONE_LONG_DOCUMENT = """
 import sys
 from pathlib import Path
-from specextend.cluster.plan import make_plan
+from specextend.cluster.workload import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions

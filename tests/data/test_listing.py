@@ -5,6 +5,7 @@ import pytest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.listing import list_input
 from specextend.data.source import open_source
+from tests.data.conftest import opened
 
 
 def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path, write):
@@ -30,11 +31,11 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
     ):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("{}")
-    source = open_source(InputOptions(path=str(tmp_path / "in")))
+    source = opened(tmp_path / "in")
     assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1, ".parquet.zip": 1}
     said = "2 .jsonl, 1 .jsonl.gz, 1 .parquet.zip, 1 without an extension"
     assert source.warning == f"files not read in {tmp_path}/in: {said}"
-    assert open_source(InputOptions(path=f"{tmp_path}/in/*.parquet")).warning == ""
+    assert opened(f"{tmp_path}/in/*.parquet").warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
     with pytest.raises(InputError, match=r"in .parquet, .pq, .parq, only 2 .jsonl, .*prepare documents makes Parquet"):
         list_input(str(tmp_path / "in"))
@@ -58,7 +59,7 @@ def test_what_symbolic_links_lead_to_is_read_once(tmp_path, write, pattern):
         (folder / link).symlink_to(target)
     (folder / "2026-11-22" / "up").symlink_to(folder)
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    source = open_source(InputOptions(path=f"{folder}{pattern}"))
+    source = opened(f"{folder}{pattern}")
     names = ["2026-11-22/a.parquet", "2026-11-23/a.parquet", "linked/b.parquet"]
     assert [file.relative_path for file in source.files] == names
     assert source.warning.endswith("1 path through symbolic links to files that are read already")
@@ -78,7 +79,7 @@ def test_a_link_to_nothing_is_out_of_reach_and_not_left_out(tmp_path, write):
     write("in/a.parquet", {"text": ["x"]})
     (tmp_path / "in" / "gone.parquet").symlink_to("nowhere")
     with pytest.raises(InputUnreachableError, match=r"gone\.parquet cannot be reached"):
-        open_source(InputOptions(path=str(tmp_path / "in")))
+        opened(tmp_path / "in")
 
 
 def test_missing_input_is_refused(tmp_path):

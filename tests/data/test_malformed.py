@@ -1,8 +1,6 @@
 """Malformed inputs: each is a clear error or an error row, never a traceback and never a row lost."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,13 +8,11 @@ import pytest
 from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, KmsClient, KmsConnectionConfig
 
 from specextend.core import DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.inputs import DocumentError, InputError
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.selection import select_rows
-from specextend.data.source import open_source
+from tests.data.conftest import opened
 from tests.job.conftest import rows, summarize
-
-Write = Callable[..., Path]
 
 NAMED_A_COLUMN_IN_LATIN_1, ENDED_THE_PROCESS, LOST_A_ROW = 67, 1444, 1589
 """Seeds of what was found among six thousand files; the last two before the job had learnt to expect them."""
@@ -92,7 +88,7 @@ def break_file(rng, path):
 
 def read_all(path):
     """Rows accounted for, as a run would find them. Raises InputError where it would be refused."""
-    source = select_rows(open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",))))
+    source = select_rows(opened(path, id_column="id", passthrough=("topic",)))
     assert sum(1 for _ in source.scan()) == source.num_rows
     found = sum(outcome(source, row) is not None for row in range(source.num_rows))
     assert sum(len(batch) for batch in source.batches(0, ["topic"])) == source.num_rows
@@ -135,9 +131,9 @@ def write_damaged(path, table):
 def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_decoded(tmp_path, write_unreadable):
     """It was found when the summaries were written."""
     write_unreadable(tmp_path / "a.parquet", pa.table({"text": ["one", "two"], "topic": ["a", "b"]}))
-    assert len(list(open_source(InputOptions(path=str(tmp_path / "a.parquet"))).scan())) == 2
+    assert len(list(opened(tmp_path / "a.parquet").scan())) == 2
     with pytest.raises(InputError, match=r"a\.parquet cannot be read as Parquet"):
-        list(open_source(InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("topic",))).scan())
+        list(opened(tmp_path / "a.parquet", passthrough=("topic",)).scan())
 
 
 def outcome(source, row):
@@ -187,7 +183,7 @@ def is_text(data):
 
 def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(odd_file, plain_tokenizer):
     """The plan and the worker must agree on each, or a row is counted that nobody does."""
-    source = open_source(InputOptions(path=str(odd_file), id_column="name"))
+    source = opened(odd_file, id_column="name")
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="Summarize."), 500)
     for scanned, (name, data) in zip(source.scan(), ODD_TEXTS.items(), strict=True):
         found = outcome(source, scanned.key.row)
@@ -204,7 +200,7 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path, write):
     path = write("in/a.parquet", {"text": ["x"]})
     path.rename(tmp_path / "in" / "caf\udce9.parquet")
     with pytest.raises(InputError, match="contains a name that is not UTF-8"):
-        open_source(InputOptions(path=str(tmp_path / "in")))
+        opened(tmp_path / "in")
 
 
 @pytest.mark.slow

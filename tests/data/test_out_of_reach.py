@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,10 +14,10 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_comman
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
 from specextend.data.document_kinds import DocumentOptions
-from specextend.data.document_readers import SourceFile, read_files
+from specextend.data.documents import SourceFile, read_files
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
-from specextend.data.inputs import InputError, InputOptions
+from specextend.data.inputs import InputError
 from specextend.data.run_folder import (
     Counts,
     read_audit,
@@ -28,21 +27,21 @@ from specextend.data.run_folder import (
     write_audit,
     write_success,
 )
-from specextend.data.source import Source, open_source
+from specextend.data.source import Source
 from specextend.data.storage import Location, resolve, write_bytes
 from specextend.report import export
 from tests.damage import DAMAGES, damage
+from tests.data.conftest import opened
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
-Write = Callable[..., Path]
 
 
 @pytest.fixture
 def run(tmp_path, write, done):
     """A finished run and its input."""
     write("in/a.parquet", {"text": TEXTS})
-    source = open_source(InputOptions(path=str(tmp_path / "in")))
+    source = opened(tmp_path / "in")
     output = resolve(str(tmp_path / "out"))
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
@@ -104,7 +103,7 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
     monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
     store.fault, store.num_faults = FAULTS[fault], math.inf
     with pytest.raises(InputError, match=r"^a.parquet cannot be reached \(.*\); run again$") as said:
-        open_source(InputOptions(path=str(tmp_path / "in")))
+        opened(tmp_path / "in")
     assert exit_code_of_command(said.value) == EXIT_FAILED
     assert not is_damaged_row(replace(run, root=store.at(run.root.path)), DocumentKey(0, 1))
 
@@ -144,4 +143,4 @@ def test_a_file_that_is_there_and_does_not_parse_is_damaged_and_nobody_is_told_t
         return  # what others write need not have checksums
     damage(tmp_path / "in" / "a.parquet", where)
     with pytest.raises(InputError, match=r"^a.parquet cannot be read as Parquet"):
-        list(open_source(InputOptions(path=str(tmp_path / "in"))).scan())
+        list(opened(tmp_path / "in").scan())

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from specextend.data.row_filter import filter_columns, matches
+from specextend.data.database import filter_columns, matches
 
 TABLE = pa.table(
     {

@@ -1,12 +1,10 @@
 """Storage on the real S3 protocol: moto's server on loopback, found and unlocked through the environment alone."""
 
-import json
 import os
 import pickle
 import subprocess
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +14,7 @@ import pytest
 
 from specextend.cluster.checks import prepare
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code, exit_code_of_command
-from specextend.cluster.lock import OutputLock, held, read_lock
+from specextend.cluster.exits import EXIT_FAILED, StoreError, exit_code, exit_code_of_command
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
@@ -32,6 +29,7 @@ from specextend.data.storage import (
     resolve,
     write_bytes,
 )
+from tests.data.conftest import opened
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
 
@@ -93,9 +91,9 @@ def test_keys_are_named_as_they_are(s3, output, done):
     upload(f"{folder}/a b.parquet", {"text": ["one", "two"]})
     upload(f"{folder[:-1]}2/a b.parquet", {"text": ["three"]})
     assert f"{folder}/a b.parquet" in s3.files()
-    source = open_source(InputOptions(path=f"s3://corpus/{folder}"))
+    source = opened(f"s3://corpus/{folder}")
     assert source.read(DocumentKey(0, 1)).document == Document(DocumentKey(0, 1), "a b.parquet:1", "two")
-    every = open_source(InputOptions(path="s3://corpus/in/date=*/run#?/*.parquet"))
+    every = opened("s3://corpus/in/date=*/run#?/*.parquet")
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
     assert every.read(DocumentKey(1, 0)).document.text == "three"
@@ -133,11 +131,11 @@ def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
     """As on a disk. Whoever may not list what lies above the input may read it all the same."""
     upload("lake/orders/day=1/a.parquet", {"text": ["one"]})
     s3.refuses = lambda method, query: "prefix=" in query and "day" not in query and path.startswith("lake/orders")
-    assert open_source(InputOptions(path=f"s3://corpus/{path}")).num_rows == 1
+    assert opened(f"s3://corpus/{path}").num_rows == 1
     s3.refuses = lambda method, query: False
     write_bytes(resolve("s3://corpus/lake/orders/_delta_log/00000000000000000000.json"), b"{}")
     with pytest.raises(InputError, match=r"is a Delta table, .*delta_scan\('s3://corpus/lake/orders'\)"):
-        open_source(InputOptions(path=f"s3://corpus/{path}"))
+        opened(f"s3://corpus/{path}")
 
 
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
@@ -167,21 +165,6 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
 
 
-def test_two_drivers_do_not_share_a_folder(s3, output):
-    with held(OutputLock(output, "0000000a")):
-        found = read_lock(output)
-    assert found.run_id == "0000000a"
-    assert read_lock(output) is None, "it goes with its driver"
-    second = OutputLock(output, "0000000b")
-    for heartbeat in (1.0, 2.0):
-        elsewhere = json.dumps(asdict(found) | {"host": "another-host", "heartbeat": heartbeat})
-        write_bytes(output.child("_run", "lock"), elsewhere.encode())
-        if heartbeat == 1.0:
-            assert not second.try_take()
-    with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
-        second.try_take()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
 def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3, path):
@@ -201,7 +184,7 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
 def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
     """The one comes back, so what is to be done can wait for it; and a document still has a name."""
     upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
-    source = open_source(InputOptions(path="s3://corpus/in", id_column="id"))
+    source = opened("s3://corpus/in", id_column="id")
     s3.is_down = True
     try:
         with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):

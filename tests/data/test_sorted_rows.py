@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.data.sorted_rows import SortedRows
+from specextend.data.finalize import SortedRows
 
 SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
 

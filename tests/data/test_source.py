@@ -16,6 +16,7 @@ from specextend.data.instructions import Instruction
 from specextend.data.rows import RowReader, own_options
 from specextend.data.selection import select_rows
 from specextend.data.source import open_source
+from tests.data.conftest import opened
 
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
@@ -32,7 +33,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
     (tmp_path / "in" / "c.csv").write_bytes(b"text\nnot Parquet either\n")
     write("in/d.parquet", {"text": ["fine"]})
     with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(tmp_path / "in" / "*")))
+        opened(tmp_path / "in" / "*")
     message = str(caught.value)
     assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
     assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
@@ -56,9 +57,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
 )
 def test_every_type_of_text_is_text(write, kind):
     text = pa.array(["one", None, "two"]).cast(kind)
-    source = open_source(
-        InputOptions(path=str(write("a.parquet", {"text": text, "id": ["x", "y", "z"]})), id_column="id")
-    )
+    source = opened(write("a.parquet", {"text": text, "id": ["x", "y", "z"]}), id_column="id")
     assert source.read(DocumentKey(0, 2)).document == Document(DocumentKey(0, 2), "z", "two")
     with pytest.raises(DocumentError, match="NullText"):
         source.read(DocumentKey(0, 1))
@@ -80,14 +79,14 @@ def test_every_type_of_text_is_text(write, kind):
     ],
 )
 def test_ids_are_strings_and_integers_become_decimal(write, ids, expected):
-    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x", "y"], "n": ids})), id_column="n"))
+    source = opened(write("a.parquet", {"text": ["x", "y"], "n": ids}), id_column="n")
     assert [source.read(key).document.doc_id for key in keys(source)] == expected
     assert [source.doc_id(key) for key in keys(source)] == expected
 
 
 def run_error(path, **options):
     with pytest.raises(InputError) as caught:
-        select_rows(open_source(InputOptions(path=str(path), **options)))
+        select_rows(opened(path, **options))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -159,7 +158,7 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option
     assert f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS" in message
     query = message.partition("DuckDB: ")[2].replace("...", f"'{path}'")
     duckdb.sql(f"COPY ({query}) TO '{path.parent}/b.parquet'")
-    assert open_source(InputOptions(path=f"{path.parent}/b.parquet", **options)).num_rows == 1
+    assert opened(f"{path.parent}/b.parquet", **options).num_rows == 1
 
 
 def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(write, monkeypatch):
@@ -207,13 +206,13 @@ def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_e
     write("in/year=2025/a.parquet", {"text": ["x"], "year": values})
     write(f"in/year={quote(path_value, safe='')}/b.parquet", {"text": ["y"]})
     with pytest.raises(InputError, match=rf"'year' is .* in year=2025/a.*, but .* has '{path_value}' in its path"):
-        open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("year",)))
+        opened(tmp_path / "in", passthrough=("year",))
 
 
 def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path, write):
     write("in/day=2025-01-01/a.parquet", {"text": ["x"], "day": pa.array(["2025-01-01"]).cast(pa.date32())})
     write("in/day=2025-01-02/b.parquet", {"text": ["y"]})
-    source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("day",)))
+    source = opened(tmp_path / "in", passthrough=("day",))
     days = [day for number in (0, 1) for table in source.batches(number, ["day"]) for day in table["day"].to_pylist()]
     assert days == [date(2025, 1, 1), date(2025, 1, 2)]
 
@@ -230,7 +229,7 @@ def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path, 
 )
 def test_a_bad_text_costs_its_row_and_no_more(write, text, error_class):
     path = write("a.parquet", {"text": text, "id": ["one"]})
-    source = open_source(InputOptions(path=str(path), id_column="id"))
+    source = opened(path, id_column="id")
     with pytest.raises(DocumentError) as caught:
         source.read(DocumentKey(0, 0))
     error = caught.value
@@ -243,15 +242,15 @@ def test_a_row_may_have_a_reference(write, kind):
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
     path = write("a.parquet", {"text": ["x", "y", "z"], "abstract": references})
-    source = open_source(InputOptions(path=str(path), reference_column="abstract"))
+    source = opened(path, reference_column="abstract")
     assert [source.read(key).reference for key in keys(source)] == ["first", None, "\ufffd\ufffd"]
-    assert open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).reference is None
+    assert opened(path).read(DocumentKey(0, 0)).reference is None
 
 
 def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write):
     """An unsigned column holds what no signed one takes."""
     path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
-    source = open_source(InputOptions(path=str(path), max_new_tokens_column="n", num_tokens_column="n"))
+    source = opened(path, max_new_tokens_column="n", num_tokens_column="n")
     rows = [(row.num_bytes, row.num_tokens, row.max_new_tokens, row.error_class) for row in source.scan()]
     assert rows == [(3, None, None, "BadMaxNewTokens"), (None, 7, 7, None)]
     with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
@@ -263,7 +262,7 @@ def test_known_lengths_spare_reading_the_text(write):
     write("in/a.parquet", {"text": ["x", None], "n": [100, 200]})
     write("in/b.parquet", {"text": ["four", None, "five5", "six"], "n": [None, None, -1, 300]}, group_rows=4)
     folder = write("in/c.parquet", {"text": ["y"], "n": [9]}).parent
-    source = open_source(InputOptions(path=str(folder), num_tokens_column="n"))
+    source = opened(folder, num_tokens_column="n")
     assert [(row.num_tokens, row.text, row.num_bytes, row.error_class) for row in source.scan()] == [
         (100, None, None, None),
         (200, None, None, None),
@@ -277,7 +276,7 @@ def test_known_lengths_spare_reading_the_text(write):
 
 def test_a_source_ships_without_its_data(write):
     path = write("a.parquet", {"text": ["x" * 1_000_000] * 4})
-    source = open_source(InputOptions(path=str(path)))
+    source = opened(path)
     source.read(DocumentKey(0, 0))
     shipped = pickle.dumps(source)
     assert len(shipped) < 2000
@@ -298,16 +297,16 @@ def test_a_row_may_have_an_instruction_of_its_own(write):
     """Null and blank leave the run's; two places for the document are the row's error, not the run's."""
     own = ["Count the words.", None, " ", "{{ document }} {{document}}", "Again."]
     path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
-    source = open_source(InputOptions(path=str(path), instruction_column="ask"))
+    source = opened(path, instruction_column="ask")
     rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
     assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
-    assert null == blank == open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).content_sha256
+    assert null == blank == opened(path).read(DocumentKey(0, 0)).content_sha256
     assert len({first, null, again}) == 3, "another question makes another summary"
     with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))
     with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
-        open_source(InputOptions(path=str(path), instruction_column="asked"))
+        opened(path, instruction_column="asked")
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])

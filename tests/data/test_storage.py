@@ -20,8 +20,6 @@ from specextend.data.storage import (
     write_bytes,
 )
 
-ROOT = str(Path(__file__).parents[2])
-
 
 @pytest.fixture(params=["local", "other"])
 def folder(request, tmp_path):

@@ -1,4 +1,4 @@
-"""A GPU waits for its host at each upload and download, and 7 to 10 us for each operator: a step may have few."""
+"""A GPU waits for its host at each upload, and 7 to 10 us for each operator: a step may have few."""
 
 import sys
 from pathlib import Path
@@ -44,13 +44,12 @@ def traced_steps(pair, batch, calls_before_capture, monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
-def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pair, monkeypatch):
+def test_an_eager_step_has_few_operators_and_uploads(batch, operators, uploads, pair, monkeypatch):
     """Eight nodes, four levels. `docs/dev/log.md` says what the figures were before."""
     steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)
     assert len(steps) >= 4
     for step in steps:
         assert step.operators.total() <= operators, step.operators
-        assert step.num_downloads == 1
         assert step.num_uploads <= uploads
 
 
@@ -60,7 +59,6 @@ def test_a_captured_step_is_three_launches(batch, pair, monkeypatch):
     *_, step = traced_steps(pair, batch, 1, monkeypatch)
     assert step.operators["launch"] == 3
     assert step.operators.total() <= 13, step.operators
-    assert step.num_downloads == 1
     assert step.num_uploads == 1
 
 

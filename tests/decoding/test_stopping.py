@@ -74,17 +74,6 @@ def slow_stop(tokenizer, token_ids, stop):
     return None
 
 
-def test_a_sequence_ends_at_its_length_and_not_one_token_later():
-    """A speculative step may bring more tokens than are wanted."""
-    check = checker(max_new_tokens=4)
-    tokens = byte_ids("abcdefgh")
-    assert check.push(tokens[:3]) is None
-    assert check.push(tokens[3:]) == "length"
-    assert (check.token_ids, check.text) == (tokens[:4], "abcd")
-    assert check.push(tokens) == "length"
-    assert check.token_ids == tokens[:4]
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=250, derandomize=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Decided, DraftTrees
@@ -169,7 +169,7 @@ class Case:
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
         weights, vocabulary = read_weights(head), read_vocabulary(head)
         lm_head = model.lm_head.weight
-        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
+        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, (4096, 4096), rope, layers)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(100))

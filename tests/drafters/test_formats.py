@@ -157,20 +157,10 @@ def test_a_whole_model_is_told_from_a_head(target):
     assert message.endswith("this looks like a whole model: draft.kind model")
 
 
-def test_missing_files_are_named(write, target, tmp_path):
+def test_missing_files_are_named(write, target):
     """A folder copied in part."""
     folder = write("eagle3")
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    assert read_head(folder).format == "EAGLE-3", "one file may have any name"
-    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
-    assert "has several weight files and no model.safetensors.index.json" in refusal(target, folder)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"metadata": {}, "weight_map": {"fc.weight": "a.safetensors", "norm.weight": "c.safetensors"}})
-    )
-    assert "has no c.safetensors" in refusal(target, folder)
-    for file in folder.glob("*safetensors*"):
-        file.unlink()
+    (folder / "model.safetensors").unlink()
     assert "must have weights as safetensors; it has none" in refusal(target, folder)
     (folder / "config.json").unlink()
     assert "has no config.json" in refusal(target, folder)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.run import run_job
+from specextend.cluster.lifecycle import run_job
 from specextend.config import RunConfig
 from specextend.loading import load_engine
 from tests.cluster.conftest import Screen

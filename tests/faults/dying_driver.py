@@ -9,16 +9,12 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
 from specextend.cluster import exits
 
 SUMMARIZE = Path(__file__).parents[2] / "jobs" / "summarize.py"
-
-
-Rename = Callable[[str, str], None]
 
 
 def mortal(rename, death, when, pattern, number):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_cuda
 from specextend.decoding.sampling import gumbel_noise
 from tests.attention.calls import attend_tree_slowly, tree_call

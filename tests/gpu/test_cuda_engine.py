@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specextend.core import Request, SamplingParams
-from specextend.decoding.device import CudaCapture, Graphs
+from specextend.decoding.device import GPU, CudaCapture, Graphs
 from specextend.drafters.causal import CausalDrafter
 from specextend.proof import tiny_pair
 from specextend.proof.child import make_requests
@@ -17,26 +17,27 @@ from specextend.proof.tiny_pair import TinyPair
 
 pytestmark = pytest.mark.gpu
 
-CHUNK = 256
+CHUNK = GPU.prefill_chunk
+"""What an engine reads at once: a draft that is made for less refuses it."""
 MODEL = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SUBJECT = Subject(
+    device="cuda",
+    dtype="float32",
+    model=MODEL | {"num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500, "head_dim": 64},
+    num_nodes=8,
+    depth=4,
+    batch=16,
+    longest=400,
+    num_rows=16384,
+    chunk=CHUNK,
+)
 REFERENCE = Kernels(prompts="reference", steps="reference")
 
 
 @cache
 def pair():
     """A pair, and what plain decoding in plain torch says to greedy requests and to others."""
-    subject = Subject(
-        device="cuda",
-        dtype="float32",
-        model=MODEL | {"num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500, "head_dim": 64},
-        num_nodes=8,
-        depth=4,
-        batch=16,
-        longest=400,
-        num_rows=16384,
-        chunk=CHUNK,
-    )
-    made = TinyPair(subject)
+    made = TinyPair(SUBJECT)
     with torch.inference_mode():
         plain = [made.decode(REFERENCE, requests(warmth), 1, speculates=False) for warmth in (0.0, 0.7)]
     return made, dict(zip((0.0, 0.7), map(token_ids, plain), strict=True))

@@ -219,7 +219,40 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
         "output.path=out/my data-translation",
     ]
     assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
-    assert "is not translated by halves" in (tmp_path / "task.yaml").read_text(), "comments are the manual"
+    assert len((tmp_path / "task.yaml").read_text().splitlines()) < 16, "of seventy lines nobody finds their own five"
+    again = specextend("init", "my data", "--config", "mine.yaml", "--config", "keywords", "--to", "more.yaml")
+    assert again.code == 0, again.stderr
+    more = RunConfig.load("more.yaml")
+    assert (more.output.column, more.target, more.decoding.max_new_tokens) == ("keywords", config.target, 64)
+
+
+def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, monkeypatch):
+    """`--config mine.yaml --config pair` summarised the demo's documents into the demo's folder, with exit 0."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("input: {path: in, text_column: body}\noutput: {path: out}\n")
+    for order in (["mine.yaml", "tiny-random"], ["tiny-random", "mine.yaml"]):
+        config = RunConfig.load(order, ["input.id_column=null"])
+        assert (config.input.path, config.output.path) == (str(tmp_path / "in"), str(tmp_path / "out"))
+        assert (config.input.text_column, config.decoding.max_new_tokens) == ("body", 24)
+    (tmp_path / "ids.yaml").write_text("input: {id_column: key}\n")
+    assert RunConfig.load(["ids.yaml", "tiny-random", "mine.yaml"]).input.id_column == "key"
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("a.yaml", "leads back to itself"),
+        ("{a: 1}", "base must name a configuration"),
+        ("[tiny-random, 3]", "base must name a configuration"),
+        ("smolm2", "; did you mean smollm2?"),
+    ],
+)
+def test_a_base_that_is_none_is_refused(base, said, tmp_path, monkeypatch):
+    """A circle would be read for ever."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"base: {base}\n")
+    with pytest.raises(ValueError, match=said):
+        RunConfig.load("a.yaml")
 
 
 def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
@@ -229,6 +262,10 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
     assert specextend("init", "a.parquet", "--config", "tiny-random").code == 0
     assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
     assert RunConfig.load("a.yaml").input.id_column is None
+    columns = {"url": ["x", None, "y"] * 4, "fetched_at": [f"2026-01-{day:02}" for day in range(1, 13)]}
+    write_corpus(tmp_path / "b.parquet", ["one two three"] * 12, **columns)
+    said = specextend("init", "b.parquet", "--config", "tiny-random").stdout
+    assert "id fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
 
 
 def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The package from Python: what `help` shows, a run as a call, and the examples of docs/python.md."""
 
+import json
 import pydoc
 import re
 import signal
@@ -107,6 +108,20 @@ def test_the_examples_of_the_page_run(tmp_path):
     assert "govreport-1k-00" in ended.stdout
     assert "0% of the work, 0/2 done, waiting for Ray to start a worker\n" in ended.stderr, "lines and no bar"
     assert "\x1b[" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run(tmp_path):
+    """From two files to a table, in their order, with the tiny pair in place of the large one."""
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert (len(notebook["cells"]), [cell for cell in notebook["cells"] if cell.get("outputs")]) == (10, [])
+    code = "\n".join(cells).replace('"smollm2"', '"tiny-random"')
+    code = code.replace("few = {", 'few = {"input.id_column": None, ')  # the tiny pair names that of the demo
+    ended = script(tmp_path, f"{code}\nprint(pq.read_table(result.summaries)['doc_id'].to_pylist())")
+    assert ended.returncode == 0, ended.stderr
+    assert "2 documents in out/quickstart/documents" in ended.stdout
+    assert "['clinic.txt', 'harbour.md']" in ended.stdout
 
 
 def test_a_ray_that_was_imported_too_early_is_said(tmp_path):

@@ -1,18 +1,15 @@
 """`--dry-run` as its users call it: time, workers, memory and cost, before anybody pays for them."""
 
 import json
-from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
 
 from specextend.cluster.checks import prepare
-from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
-from specextend.cluster.forecast import Rates
+from specextend.cluster.dry_run import Rates, describe_dry_run, dry_run, parse_time
 from specextend.config import RunConfig
-from tests.job.conftest import CONFIG, Ended, write_corpus
+from tests.job.conftest import CONFIG, write_corpus
 
-Call = Callable[..., Ended]
 NOON = datetime(2026, 11, 22, 12, 0).astimezone()
 
 
@@ -21,29 +18,23 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "in" / "a.parquet", ["word " * count for count in (50, 100, 200, 400, 800)])
 
 
-def ahead(call, corpus, tmp_path, *arguments):
-    """Do the dry run; return the plan, and what is printed."""
-    where = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    plan = tmp_path / "plan.json"
-    ended = call("--config", str(CONFIG), *where, "--dry-run", "--json", str(plan), *arguments)
+def test_a_calibration_measures_the_time(local_ray, call, corpus, tmp_path):
+    """The real engine over real documents, and what the night would cost."""
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
+    arguments += ["--set", "report.price_per_worker_hour=36", "--set", "job.workers=2", "--calibrate", "3"]
+    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path / "plan.json"))
     assert ended.code == 0, ended.stderr
     assert not (tmp_path / "out").exists(), "a dry run writes nothing there"
     tables = [line for line in ended.stdout.splitlines() if line.startswith("  ")]
     assert max(map(len, tables)) <= 80, "a terminal of 80 columns shows the tables as they are"
-    return json.loads(plan.read_text()), ended.stdout
-
-
-def test_a_calibration_measures_the_time(local_ray, call, corpus, tmp_path):
-    """The real engine over real documents, and what the night would cost."""
-    price = ["--set", "report.price_per_worker_hour=36"]
-    plan, said = ahead(call, corpus, tmp_path, "--calibrate", "3", *price, "--set", "job.workers=2")
+    plan = json.loads((tmp_path / "plan.json").read_text())
     forecast, rates = plan["forecast"], plan["rates"]
     assert (forecast["documents"], forecast["workers"]) == (5, 2)
     assert 0 < forecast["seconds_low"] < forecast["seconds"] < forecast["seconds_high"]
     assert rates["num_documents"] == 3
     assert rates["device"] in forecast["basis"]
     assert plan["cost"]["cost"] == pytest.approx(36 * 2 * forecast["seconds"] / 3600)
-    assert "time: by a calibration of 3 documents on" in said
+    assert "time: by a calibration of 3 documents on" in ended.stdout
 
 
 def foreseen(corpus, tmp_path, by_s=3600.0):

@@ -65,6 +65,18 @@ def test_the_command_lines_of_a_page_are_taken(page, monkeypatch):
     assert refused == []
 
 
+def test_the_command_lines_of_helps_and_of_what_is_deployed_are_taken():
+    """Options have gone before, and were named on for months by what no page shows."""
+    files = [
+        path for folder in ("configs", "deploy", "jobs", "specextend/cli") for path in (ROOT / folder).rglob("*.*")
+    ]
+    texts = [path.read_text() for path in files if path.suffix in (".md", ".py", ".service", ".sh", ".yaml")]
+    for line in re.findall(r"^ {4}specextend ([a-z][^`\n]*)$", "\n".join(texts), re.MULTILINE):
+        context_of(shlex.split(line, comments=True))
+    told = re.findall(r"`specextend ([a-z]+)", "\n".join(texts))
+    assert set(told) <= specextend.commands.keys()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_the_paragraphs_of_a_page_are_short(page):
     """Nobody reads two hundred words in a row, not even to find the one that they need."""

@@ -41,10 +41,15 @@ def test_the_upload_holds_what_a_job_needs_and_no_more(upload):
 
 
 def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path):
-    """The 100 MiB that Ray refuses are soon reached; and a document is nobody else's business."""
-    shutil.copy(ROOT / ".rayignore", tmp_path)
-    for name in ("jobs/a.parquet", "configs/model.safetensors", "b.gguf", "specextend/core.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    """The 100 MiB that Ray refuses are soon reached; and a document is nobody else's business.
+
+    `pip install .` leaves a second copy of the package in `build/`, which would be uploaded, and found by tests.
+    """
+    for name in (".gitignore", ".rayignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    left = ("jobs/a.parquet", "configs/model.safetensors", "b.gguf", "build/lib/specextend/core.py")
+    for name in (*left, "specextend/core.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("content")
     package = tmp_path.parent / f"{tmp_path.name}.zip"
     create_package(str(tmp_path), package, include_gitignore=True, logger=logging.getLogger(__name__))

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.reference import attend_reference
 
 
 def raises(q, k, v, span, scale):

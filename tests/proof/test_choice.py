@@ -5,7 +5,7 @@ import torch
 
 from specextend import loading
 from specextend.attention.backends import Trial
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.device import Graphs
 from specextend.loading import choose_kernels, confirm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -22,9 +22,9 @@ def done(key, text="a summary"):
     return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 
-def failed(key, message="why"):
+def failed(key):
     """A document given up."""
-    told = {"error_class": "WorkerDied", "message": message, "stage": "decode", "retryable": True, "attempts": 3}
+    told = {"error_class": "WorkerDied", "message": "why", "stage": "decode", "retryable": True, "attempts": 3}
     return {**key._asdict(), "doc_id": name_of(key), **told}
 
 
@@ -32,12 +32,11 @@ def name_of(key):
     return f"{key.file}.parquet:{key.row}"
 
 
-def source_of(folder, sizes, text_of=lambda key: "x"):
+def source_of(folder, sizes):
     """Files of so many rows, with a number to be passed through."""
     folder.mkdir(parents=True)
     for file, size in enumerate(sizes):
-        texts = [text_of(DocumentKey(file, row)) for row in range(size)]
-        columns = {"text": pa.array(texts, pa.string()), "n": pa.array(range(size), pa.int64())}
+        columns = {"text": pa.array(["x"] * size, pa.string()), "n": pa.array(range(size), pa.int64())}
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=3)
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
 

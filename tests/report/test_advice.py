@@ -17,6 +17,7 @@ QUIET: Values = {
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
     "quality_flags": {},
     "flagged": {},
+    "evidence": {},
     "run": {
         "prompt": {"max_prompt_tokens": None, "length_policy": "middle"},
         "decoding": {"mode": "specextend", "stop_repetition": False},
@@ -59,6 +60,11 @@ RARE = {"acceptance__speculative_share": 0.05}
 IN_PARTS = {"max_prompt_tokens": 4096, "length_policy": "parts"}
 CASES = [
     (
+        "not_in_document",
+        changed(evidence={"a": {"strings": 40, "found": 4}, "b": {"strings": 10, "found": 4}}),
+        "84% of 50 strings of the answers do not stand in their documents: check them.",
+    ),
+    (
         "most_failed",
         changed(rows__errors=12, errors=[FAILED]),
         "12 .* 10 of them with PromptTooLong .* doc-a, doc-b, doc-c.$",
@@ -97,6 +103,7 @@ CASES = [
 ]
 BELOW = [
     changed(),
+    changed(evidence={"a": {"strings": 10, "found": 9}}),
     changed(quality_flags={"truncated": 4}),
     changed(acceptance__mean_acceptance_length=2.5),
     changed(buckets=[bucket("1K", 2.0), bucket("16K", 1.7)]),

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -86,6 +87,19 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys, values):
     assert call(report, [str(tmp_path)], "report") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "part-00000.parquet is damaged" in line
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_report_needs_neither_the_input_nor_what_others_have_left_there(run, tmp_path, is_away):
+    """The store of the input may be away by the morning; then a run ended well, and its report did not."""
+    (tmp_path / "_errors.jsonl").write_text('{"code": 3}\n')
+    config, path = (
+        config_of(run),
+        "s3://no-such-bucket/in" if is_away else tmp_path,
+    )
+    options = replace(config.input, path=str(path))
+    write_manifest_file(resolve(run), config.model_copy(update={"input": options}), num_rows=5)
+    assert build_report(run)["not_prepared"] == {}
 
 
 def test_a_folder_that_takes_no_files_is_reported_all_the_same(run, capfd):

@@ -211,8 +211,29 @@ def test_a_file_that_is_there_already_is_kept(night, tmp_path, more):
     (to := tmp_path / "answers").write_text("mine")
     ended = specextend("export", str(night(1, {"a": "a1"})), *more, "--to", str(to))
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-    assert f"{to} is there already; remove it, or choose another name" in ended.stderr
+    assert f"{to} is there already; choose another name, or replace it with --replace" in ended.stderr
     assert to.read_text() == "mine"
+
+
+def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
+    """As cron does it, by a glob, which a store needs too: nobody is there at night to remove a file."""
+    to, every = tmp_path / "answers.jsonl", tmp_path / "nights" / "*"
+    (tmp_path / "nights" / "notes").mkdir(parents=True)  # no run
+    night(1, {"a": "a1", "b": "b1"})
+    assert merge(to, every).code == 0
+    night(2, {"a": "a2"})
+    assert merge(to, every).code == 2
+    assert merge(to, every, "--replace").code == 0
+    found = [json.loads(line) for line in to.read_text().splitlines()]
+    assert sorted((line["doc_id"], line["summary"]) for line in found) == [("a", "a2"), ("b", "b1")]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").touch()
+    for where, more, said in (
+        (to, (tmp_path / "night" / "*",), "there is no run in"),
+        (tmp_path / "folder", (every, "--replace"), "is not empty; name another folder"),
+    ):
+        ended = merge(where, *more)
+        assert (ended.code, said in ended.stderr) == (2, True)
 
 
 def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
@@ -234,7 +255,8 @@ def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, mon
     commit(stopped, "0000000b", answer(3, "a summary"))
     if folder == "summaries":
         write_table(
-            resolve(str(stopped / folder / "part-00000.parquet")), pa.table({"doc_id": ["a"], "summary": ["a summary"]})
+            resolve(str(stopped / folder / "part-00000.parquet")),
+            pa.table({"doc_id": [*"abcd"], "summary": ["a summary"] * 4}),
         )
     damage(max((stopped / folder).iterdir()), "byte")
     ended = specextend(command[0], str(stopped), *command[1:])
@@ -249,10 +271,13 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
     number, text = night(3, {"a": "a3"}, source=1), night(4, {"a": "a4"}, source="x")
     (unfinished := tmp_path / "unfinished").mkdir()
     write_manifest_file(resolve(str(unfinished)), config_of(str(unfinished)), 4)
+    killed = night(6, {"a": "a6"}, failed=("b",))  # while it wrote its results
+    (killed / "errors" / "part-00000.parquet").unlink()
     for runs, said in (
         ((first, keywords), "texts in keywords, "),
         ((number, text), "the runs differ in their columns"),
         ((first, unfinished), "has not ended: run it again"),
+        ((first, killed), "has not ended: run it again"),
         ((first, tmp_path / "in"), "holds no run"),
     ):
         ended = merge(tmp_path / "merged", *runs)

@@ -59,7 +59,8 @@ def test_the_page_has_the_time_lines_and_every_finding(page, report):
     assert "seat 2" in page.text
     assert "seat 3" not in page.text
     plots = [values["data-plot"] for tag, values in page.elements if tag == "figure"]
-    assert plots == [f"timeline_{FIRST}", f"timeline_{SECOND}"]
+    by_length = ["documents", "seconds_per_document", "mean_acceptance_length"]
+    assert plots == [*by_length, f"timeline_{FIRST}", f"timeline_{SECOND}"]
     rules = [values["data-rule"] for tag, values in page.elements if tag == "li" and "data-rule" in values]
     assert rules == [advice["rule"] for advice in report["advice"]]
 
@@ -103,6 +104,28 @@ def test_the_page_says_first_what_was_done_and_left_out(report):
     text = Page(to_html(report | {"rows": nothing, "selection": chosen | {"unchanged": 800}})).text
     assert "This run had nothing to do.\nOf the input's 900 rows, this run left out 100" in text
     assert "Documents done" not in text
+
+
+def test_the_page_leads_with_what_the_texts_are_worth(report):
+    """It praised the speed of a run of which most strings stood nowhere in their documents."""
+    evidence = {"agency": {"documents": 9, "strings": 50, "found": 8}}
+    text = Page(to_html(report | {"evidence": evidence, "not_prepared": {"damaged": 2, "password": 1}})).text
+    first = text.split("documents an hour")[0]
+    assert "293 of the texts (100%) have a flag, most often short_document." in first
+    assert "Of the strings of the answers, 16% stand in their documents." in first
+    assert re.search(r"could not read 3 files or rows of the input: damaged 2, password 1\.", first)
+    shown, _, folded = to_html(report).partition("<details>")
+    titles = ("Texts drawn at random", "Texts to look at", "The workers&#39; time")
+    places = [shown.index(f"<h2>{title}</h2>") for title in titles]
+    assert places == sorted(places)
+    assert "<h2>Slowest documents</h2>" in folded
+
+
+def test_a_start_without_a_worker_has_its_place_in_time(report):
+    """A Ray that did not start has taken time, too, which nobody saw."""
+    failed = report["timeline"][0] | {"run_id": "0000000c", "workers": [], "seconds": 80.0, "exit_code": 1}
+    text = Page(to_html(report | {"timeline": [failed]})).text
+    assert "Start 0000000c: no worker; it ended after 1 min 20 s with exit 1" in text
 
 
 @pytest.mark.parametrize(

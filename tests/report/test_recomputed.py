@@ -200,3 +200,24 @@ def test_the_tail(rows, report):
         "idle_workers": 1,
         "idle_median_s": pytest.approx(idle, abs=1e-5),
     }
+
+
+def test_the_texts_that_are_shown_are_a_sample_of_all(rows, report):
+    """Drawn by the ids alone, so that nobody has chosen them; then some that have a flag."""
+    drawn = "select doc_id from done {} order by md5(doc_id) limit 3"
+    first = [each for (each,) in rows.execute(drawn.format("")).fetchall()]
+    flagged = f"where len(quality_flags) > 0 and doc_id not in ({', '.join(map(repr, first))})"
+    others = [each for (each,) in rows.execute(drawn.format(flagged)).fetchall()]
+    texts = {name: [text["doc_id"] for text in found] for name, found in report["texts"].items()}
+    assert texts == {"random": first, "flagged": others}
+    for text in (*report["texts"]["random"], *report["texts"]["flagged"]):
+        assert text["summary"] == one(rows, f"summary from done where doc_id = {text['doc_id']!r}")
+    assert report["flagged_texts"] == one(rows, "count(*) from done where len(quality_flags) > 0")
+
+
+def test_the_documents_of_each_part_of_a_start(rows, report):
+    """They add up to those whose end is known."""
+    for line in report["timeline"]:
+        ended = f"select ended from done where run_id = {line['run_id']!r}"
+        assert sum(line["ended"]) == one(rows, f"count(*) from ({ended})")
+        assert len(line["ended"]) == 40

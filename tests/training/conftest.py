@@ -15,8 +15,7 @@ from specextend.config import RunConfig
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
-from specextend.training.recording import Recording
-from specextend.training.task import TrainOptions
+from specextend.training.recording import Recording, TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")

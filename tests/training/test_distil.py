@@ -63,8 +63,8 @@ def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(draft):
 
 def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, draft, tmp_path, monkeypatch):
     """It takes hours: no answer, recording or minute of training is lost, and the result is as if nothing happened."""
-    monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
-    monkeypatch.setattr("specextend.training.own_answers.ROWS", 3)
+    monkeypatch.setattr("specextend.training.eagle_head.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("specextend.training.recording.ROWS", 3)
     shown = Shown(("answers", 5, 8), ("recordings", 4, 8), ("training", 7, 64), ("evaluation", 2, 4))
     while shown.stops:
         with pytest.raises(KeyboardInterrupt):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights
@@ -66,7 +66,7 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
     own = read_head(folder)
     rope = rope_frequencies(own.rope, own.head_dim, "tiny")
-    network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, 64, rope)
+    network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, (64, 64), rope)
     expected, found = drafted(network, slots), trained(head, slots)
     assert torch.allclose(found, expected, atol=1e-4)
     assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)

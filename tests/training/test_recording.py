@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specextend.attention.reference import attend_reference
+from specextend.attention.plain import attend_reference
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.model import CachedModel
 from specextend.models import load_causal_lm

@@ -23,7 +23,6 @@ from specextend.cluster.checks import (
     prepare,
     say_left_out,
 )
-from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
 from specextend.cluster.environment import connected, say_room, settle_cores
 from specextend.cluster.exits import (
@@ -41,12 +40,12 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Failed, Tried, failed_row
-from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.cluster.progress import Ledger
+from specextend.cluster.progress import Display, Ledger
 from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
+from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
 from specextend.data.commits import CommitWriter, Progress, Retry
@@ -271,6 +270,7 @@ class _LockedRun:
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self._plan_memory(config, plan)
+        self.display.note(f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})")
         with self.ray as early:
             config = settle_cores(config)
             if warning := say_room(config.job):

@@ -3,21 +3,20 @@
 import random
 from array import array
 from collections import Counter
-from collections.abc import Collection
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specextend.cluster.backlog import Estimates, Ints
+from specextend.cluster.backlog import Estimates, Ints, RowSet
 from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
-from specextend.core import Checkpoint, DocumentKey, Values
+from specextend.core import Checkpoint, Values
 from specextend.data.inputs import DocumentError
-from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
+from specextend.document_requests import PartPrompts
 from specextend.loading import (
     GIB,
     longest_request,
@@ -66,7 +65,7 @@ class Plan(NamedTuple):
 def make_plan(
     source: Source,
     prompts: Prompts,
-    keys: Collection[DocumentKey],
+    keys: RowSet,
     max_new_tokens: int,
     seed: int,
     checkpoint: Checkpoint,

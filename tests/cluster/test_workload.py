@@ -2,8 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.plan import make_plan
+from specextend.cluster.workload import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
@@ -61,20 +60,20 @@ def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path, tokenizer)
 
 
 def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path, tokenizer):
-    """A column of token counts spares the pass over the text; a column of lengths overrides the run's."""
-    columns = {"text": ["a", "b"], "tokens": [700, 300], "length": pa.array([None, 99], pa.int32())}
-    corpus = source(tmp_path, columns, num_tokens_column="tokens", max_new_tokens_column="length")
+    """A column of token counts spares the pass over the text; a column of lengths overrides the run's.
+
+    Without a count a document is measured: as nothing it had the deadline of an empty one, and its turn at the end.
+    """
+    columns = {"tokens": [None, 7, 0, 700], "length": [None, 99, None, None]}
+    numbers = {name: pa.array(values, pa.int32()) for name, values in columns.items()}
+    text = "rain on the roof " * 40
+    corpus = source(
+        tmp_path, {"text": [text] * 4} | numbers, num_tokens_column="tokens", max_new_tokens_column="length"
+    )
     plan = planned(corpus, tokenizer)
-    template = Prompts(tokenizer, PromptOptions(), 1000).num_template_tokens
-    assert plan.estimates[DocumentKey(0, 0)] == TokenEstimate(700 + template, 10)
-    assert plan.estimates[DocumentKey(0, 1)] == TokenEstimate(300 + template, 99)
-
-
-def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path, tokenizer):
-    """Counted as nothing it had the deadline of an empty document, and its turn at the very end."""
-    columns = {"text": ["rain on the roof " * 40] * 3, "tokens": pa.array([None, 7, 0], pa.int32())}
-    plan = planned(source(tmp_path, columns, num_tokens_column="tokens"), tokenizer)
     prompts = Prompts(tokenizer, PromptOptions(), 1000)
-    true = len(prompts.render(columns["text"][0], 10).token_ids)
-    found = [plan.estimates[DocumentKey(0, row)].num_prompt_tokens for row in range(3)]
-    assert found == [pytest.approx(true, abs=1), 7 + prompts.num_template_tokens, pytest.approx(true, abs=1)]
+    true = pytest.approx(len(prompts.render(text, 10).token_ids), abs=1)
+    template = prompts.num_template_tokens
+    found = [plan.estimates[DocumentKey(0, row)] for row in range(4)]
+    assert [each.num_prompt_tokens for each in found] == [true, 7 + template, true, 700 + template]
+    assert [each.max_new_tokens for each in found] == [10, 99, 10, 10]

@@ -1,0 +1,78 @@
+"""An engine on a GPU that is not there: every tensor of a step is on it, and the host waits where it must."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specextend.core import Request
+from specextend.decoding.device import Graphs
+from specextend.proof.subject import Kernels
+from specextend.proof.tiny_pair import TinyPair
+from tests.gpu.test_cuda_engine import SUBJECT
+from tests.recorded_graph import attend_on_device
+from tests.test_captured_steps import run_again
+from tests.virtual_gpu import virtual_gpu
+
+ON_GPU = replace(SUBJECT, batch=3, num_rows=4096)
+ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
+PROMPT = {"prefill.read", "plan.new_rows", "engine._prefill"}
+"""Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""
+RETRIEVAL = {"engine._retrieve"}
+STEP = {"verification.verify"}
+LEVELS = {"tree.live", "tree.grow_trees"}
+"""Where a tree that is not captured waits in each level: for the nodes worth expanding, and for the end."""
+
+
+@pytest.fixture(scope="module")
+def requests():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            request_id=str(length),
+            prompt_token_ids=torch.randint(TinyPair.vocabulary, (length,), generator=generator).tolist(),
+            max_new_tokens=num_new,
+        )
+        for length, num_new in ((150, 12), (63, 5), (17, 9), (90, 7))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(requests):
+    """What plain decoding on the host says."""
+    reference = Kernels(prompts="reference", steps="reference")
+    with torch.inference_mode():
+        done = TinyPair(replace(ON_GPU, device="cpu")).decode(reference, requests, 1, speculates=False)
+    return {name: each.token_ids for name, each in done.items()}
+
+
+EAGER = Kernels(), Graphs(), PROMPT | RETRIEVAL | STEP | LEVELS
+CAPTURED = Kernels(steps=ON_DEVICE), Graphs(run_again, 1), PROMPT | {"plan.places"} | RETRIEVAL | STEP
+
+
+@pytest.mark.parametrize(
+    ("kernels", "graphs", "places", "batch"),
+    [
+        pytest.param(*EAGER, 3, id="eager"),
+        pytest.param(*CAPTURED, 1, id="with the shapes of graphs"),
+        pytest.param(*CAPTURED, 3, id="those in a batch", marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, graphs, places, batch, requests, expected):
+    """Whatever else waits lets the GPU idle: an upload did that does not wait for its turn, in each retrieval.
+
+    A tensor that was forgotten on the host would fail here, too.
+    """
+    with virtual_gpu() as waits:
+        pair = TinyPair(ON_GPU)
+        waits.clear()
+        found = pair.decode(kernels, requests, batch, graphs)
+    assert {name: each.token_ids for name, each in found.items()} == expected
+    assert waits.keys() == places
+    stats = [each.stats for each in found.values()]
+    num_steps = sum(each.num_spec_steps + each.num_plain_steps for each in stats)
+    assert waits["verification.verify"] <= num_steps
+    if batch == 1:
+        assert waits["verification.verify"] == num_steps
+    assert waits["engine._prefill"] <= 2 * len(requests)
