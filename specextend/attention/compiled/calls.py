@@ -79,7 +79,8 @@ def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: Ke
     num_sequences, num_queries, num_heads, head_dim = q.shape
     assert q.stride(3) == k.stride(2) == 1
     assert (q.stride(2), k.stride()) == (head_dim, v.stride())
-    assert num_sequences == 1 or q.stride(0) == num_queries * q.stride(1)
+    token = q.stride(0) if num_queries == 1 else q.stride(1)
+    assert num_sequences == 1 or q.stride(0) == num_queries * token
     threads, group, longest = num_workers(), num_heads // len(k), max(span.lengths)
     rows = min(ROWS, num_queries * group)
     num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
@@ -93,7 +94,7 @@ def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: Ke
     size = q.element_size()
     _point(calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace)
     fields = {
-        "q_token": q.stride(1) * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
+        "q_token": token * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
         "causal": span.causal or span.window is not None, "window": span.window or longest,
         "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k), "group": group,
         "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
