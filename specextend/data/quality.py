@@ -340,6 +340,7 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
     found = list[Values]()
     for sentence, runs in runs_of.items():
         weights = {run: log(1 + (len(spans) + 0.5) / (counts[run] + 0.5)) for run in runs}
+        best: list[tuple[int | None, int | None, float | None]]
         best = [(*spans[number], score) for number, score in _best_passages(weights, held)]
         for begin, end, score in best or [(None, None, None)]:
             passage = document[begin:end] if best else None
