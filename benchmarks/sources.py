@@ -285,7 +285,8 @@ class Reader:
     def read(self, study: Study) -> tuple[dict[str, Floats], dict[str, float]]:
         """Return by level the attention [H, A, P], and the seconds of reading and of looking."""
         ask = [{"role": "user", "content": "\0\n\nSummarize the report."}]
-        before, after = self.tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True).split("\0")
+        template = str(self.tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True))
+        before, after = template.split("\0")
         prompt, self._spans = self._joined([before, *study.passages, after])
         self._spans = self._spans[1:-1]
         begin = time.perf_counter()
@@ -340,7 +341,7 @@ def hits(scores: Floats, truth: Sequence[int], most: int) -> Floats:
 
 def best_heads(studies: Sequence[Study], attention: Sequence[dict[str, Floats]]) -> list[int]:
     """Return the heads [NUM_HEADS] that find the most, over all levels."""
-    found = 0.0
+    found: Any = 0.0
     for study, by_level in zip(studies, attention, strict=True):
         for level, answer in study.answers.items():
             truth = [place for _, place in answer]
