@@ -342,9 +342,9 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
         weights = {run: log(1 + (len(spans) + 0.5) / (counts[run] + 0.5)) for run in runs}
         best: list[tuple[int | None, int | None, float | None]]
         best = [(*spans[number], score) for number, score in _best_passages(weights, held)]
-        for begin, end, score in best or [(None, None, None)]:
-            passage = document[begin:end] if best else None
-            found.append({"sentence": sentence, "begin": begin, "end": end, "score": score, "passage": passage})
+        for first, last, score in best or [(None, None, None)]:
+            passage = document[first:last] if best else None
+            found.append({"sentence": sentence, "begin": first, "end": last, "score": score, "passage": passage})
     return found
 
 
