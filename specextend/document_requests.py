@@ -113,13 +113,14 @@ def finished_row(
     """
     completion, prompt, text = summary.completion, summary.prompt, row.document.text
     dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    left_out = prompt.left_out if config.output.sources else None
     total_s = completion.stats.total_s
     return result_row(
         row.document.key,
         row.document.doc_id,
         completion,
         prompt,
-        assess(completion, text, dropped, row.reference, config.quality, fields),
+        assess(completion, text, dropped, row.reference, config.quality, fields, left_out),
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,

@@ -57,6 +57,7 @@ OWNERS = {
         "specextend/models.py",
         "specextend/data/prompts.py",
         "benchmarks/peers.py",
+        "benchmarks/sources.py",
         "benchmarks/gpu_pairs.py",
         "specextend/proof/",
         "scripts/",
@@ -87,7 +88,7 @@ OWNERS = {
     "yaml": ("specextend/config.py", "benchmarks/benchmark.py"),
     "click": ("specextend/cli/",),
     "regex": ("specextend/data/quality.py",),
-    "rapidfuzz": ("specextend/data/quality.py", "benchmarks/run.py"),
+    "rapidfuzz": ("specextend/data/quality.py", "benchmarks/run.py", "benchmarks/sources.py"),
     "llguidance": ("specextend/decoding/grammar.py", "specextend/data/answers.py"),
     "py3langid": ("specextend/data/quality.py",),
 }

@@ -170,10 +170,15 @@ class OutputOptions:
     budget, date: "string?"}`. One of values alone is scored."""
     evidence: bool = False
     """Look each string of an answer up in its document (column `evidence`), choices excepted."""
+    sources: bool = False
+    """Find for each sentence of a text the passages of its document that it rests on (column
+    `sources`)."""
 
     def __post_init__(self) -> None:
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
+            if self.sources:
+                raise ValueError("output.sources looks up sentences: with output.schema, set output.evidence instead")
         elif self.evidence:
             raise ValueError("output.evidence looks up the strings of answers, so it needs output.schema")
         if not self.column:

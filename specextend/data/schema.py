@@ -22,6 +22,17 @@ EVIDENCE = pa.struct(
 )
 """A string of an answer, and where it stands in the document."""
 
+SOURCE = pa.struct(
+    [
+        ("sentence", "string"),
+        ("begin", "int64"),
+        ("end", "int64"),
+        ("score", "float64"),
+        ("passage", "string"),
+    ]
+)
+"""A sentence of a text, and a passage of the document that it rests on."""
+
 PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")])
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
 
@@ -58,6 +69,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("reasoning", "string"),
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
+        ("sources", pa.list_(SOURCE)),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

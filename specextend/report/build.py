@@ -90,6 +90,7 @@ def build_report(
         "kernels": tried_kernels(records),
         **document_figures(figures),
         "evidence": figures.evidence,
+        "sources": figures.sources,
         "choices": figures.choices,
         "errors": errors,
         "texts": figures.texts,

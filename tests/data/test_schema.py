@@ -17,5 +17,7 @@ def test_what_there_is_nothing_to_say_about_is_null():
     [built] = pa.Table.from_pylist([row], schema=COMMIT_SCHEMA).to_pylist()
     empty = [name for name in SUMMARY_SCHEMA.names if built[name] is None]
     names = "part_summaries mean_acceptance_length draft_acceptance_rate acceptance_histogram retrieval_coverage "
-    names += "retrieval_churn output_tokens_per_s copied_fraction rouge1 rouge2 rougeL reasoning evidence choices"
+    names += (
+        "sources retrieval_churn output_tokens_per_s copied_fraction rouge1 rouge2 rougeL reasoning evidence choices"
+    )
     assert sorted(empty) == sorted(names.split())

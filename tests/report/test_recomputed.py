@@ -61,6 +61,8 @@ def test_rows_tokens_and_reasons(rows, report):
     ids = "select flag, list(doc_id order by doc_id)[:10] from (select unnest(quality_flags) as flag, doc_id from done)"
     assert report["flagged"] == counted(rows, f"{ids} group by 1")
     assert report["workers"] == counted(rows, "select worker, count(*) from done group by 1")
+    texts = one(rows, "count(*) from done where summary <> ''")
+    assert report["sources"] == {"sentences": 2 * texts, "found": texts}
     assert report["retries"] == {
         "documents": one(rows, "count(*) from done where attempts > 1"),
         "memory": one(rows, "sum(num_memory_retries) from done"),
