@@ -237,12 +237,12 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     given_configs = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
     for values, origin in chain.from_iterable(map(_read, given_configs)):
         _drop_demo(values, origin, merged, origins)
-        _drop_other_draft(merged, _keys(values, "draft").get("kind"))
+        _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
     given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
-    _drop_other_draft(merged, given.get("draft.kind"))
+    _drop_model_of_draft(merged, given.get("draft.kind"))
     for override in overrides:
         section, key = _apply(merged, override)
         keys = [key] if key else _keys(merged, section)
@@ -317,15 +317,15 @@ def _apply(values: Values, override: str) -> tuple[str, str]:
 _PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"), ("output", "schema"))
 _MODELS = (("target", "model"), ("draft", "model"))
 """Keys in whose values variables are replaced, with those before."""
-_OF_OTHER_DRAFTS = {"eagle": ("revision",), "ngram": ("model", "revision", "ngram")}
-"""By kind of draft: the keys that it does not take."""
+_NOT_OF_NGRAM = ("model", "ngram")
+"""Keys of the draft's section that the kind `ngram` does not take."""
 
 
-def _drop_other_draft(values: Values, kind: object) -> None:
+def _drop_model_of_draft(values: Values, kind: object) -> None:
     """Take out of the draft's section what the kind that comes in its place does not take; None: none comes."""
     draft = _keys(values, "draft")
-    if kind is not None and draft and draft.get("kind") != kind:
-        values["draft"] = {key: draft[key] for key in draft if key not in _OF_OTHER_DRAFTS.get(str(kind), ())}
+    if kind == "ngram" and draft and draft.get("kind") != kind:
+        values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
 
 
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
