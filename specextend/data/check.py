@@ -186,7 +186,6 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
         ("input.text_column", options.text_column, is_text, "a string column"),
         ("input.id_column", options.id_column, is_id, "a string, integer or UUID column"),
         ("input.max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
-        ("input.num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
         ("input.reference_column", options.reference_column, is_text, "a string column"),
         ("input.instruction_column", options.instruction_column, is_text, "a string column"),
         ("input.options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),

@@ -16,7 +16,6 @@ VERSION = 1
 
 _FREE = (
     "input.path",
-    "input.num_tokens_column",
     "input.on_bad_id",
     "input.except_done_in",
     "output.path",

@@ -21,7 +21,7 @@ LEAST = {
     "draft": {"kind": "model", "model": "owner/draft"},
 }
 KEYS = {
-    "input": "path text_column id_column on_bad_id passthrough max_new_tokens_column num_tokens_column "
+    "input": "path text_column id_column on_bad_id passthrough max_new_tokens_column "
     "reference_column instruction_column options_column filter sample except_done_in limit",
     "output": "path column schema evidence",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
