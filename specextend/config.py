@@ -73,14 +73,13 @@ class JobOptions:
     """Time limit of one start in seconds, which then stops with exit 75; 0 sets no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_attempts"):
-            at_least(f"job.{name}", getattr(self, name), 1)
-        if self.cpus_per_worker != "auto":
-            at_least("job.cpus_per_worker", self.cpus_per_worker, 1)
+        whole = dict.fromkeys(("workers", "max_attempts", "cpus_per_worker"), 1)
+        least = whole | dict.fromkeys(("gpus_per_worker", "commit_every_s", "deadline_s"), 0)
+        for name, value in least.items():
+            if getattr(self, name) != "auto":
+                at_least(f"job.{name}", getattr(self, name), value)
         if self.workers > MAX_WORKERS:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
-        for name in ("gpus_per_worker", "commit_every_s", "deadline_s"):
-            at_least(f"job.{name}", getattr(self, name), 0)
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "

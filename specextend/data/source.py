@@ -309,10 +309,9 @@ class Source:
         options = self.options
         error_class = None
         text = values[options.text_column]
+        limit = self.reader.limit(values)
         if options.options_column:
             limit = (values[options.options_column] or {}).get("max_new_tokens")
-        else:
-            limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
         try:
             decode_text(text)
             check_max_new_tokens(limit)
