@@ -442,7 +442,7 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
     text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
-    found = [(check, counts[name], "error rows") for check, name in text.items()]
+    found: list[tuple[str, int | None, str]] = [(check, counts[name], "error rows") for check, name in text.items()]
     found += [
         ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
         ("no room for a document", counts["PromptTooLong"], "error rows"),
