@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.document_set import Failure
     from specextend.data.documents import Prepared
 
-_ONE_KIND = {"text": ("*.txt",), "pdf": ("*.[pP][dD][fF]",), "jsonl": ("*.jsonl",)}
-"""Commands that read the files of a folder as one kind, with the names that they look for."""
 _MOST_NAMED = 5
 _PROGRESS_S = 10
 _OUTPUT = click.option("--output", required=True, metavar="FOLDER", help="the folder to write")
@@ -75,9 +73,6 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
     from specextend.data.document_kinds import DocumentOptions
     from specextend.data.documents import prepare_documents
 
-    kind = click.get_current_context().command.name
-    if kind in _ONE_KIND:
-        given |= {"kind": kind, "patterns": given["patterns"] or _ONE_KIND[kind]}
     since = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -88,11 +83,6 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
 
     options = DocumentOptions(**{name: value for name, value in given.items() if value})
     return _conclude(prepare_documents(sources, output, options, tell), output, skip_unreadable)
-
-
-for one_kind in _ONE_KIND:
-    summary = f"Read files and folders, each file as {one_kind}."
-    prepare.add_command(click.Command(one_kind, None, documents.callback, documents.params, summary))
 
 
 @prepare.command()

@@ -25,12 +25,12 @@ from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import check_requests
 from specextend.loading import GIB, longest_request, rows_per_sequence
-from specextend.model_files import HubUnreachableError, resolve_revision
+from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, pair_hashes
 
 Models = dict[str, dict[str, str | None]]
-"""`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this names on the Hub."""
+"""`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the Hub."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         draft = config.active_draft
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
-        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        tokenizer = load_tokenizer(config.target.model)
         known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
         config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
@@ -162,15 +162,15 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
     for name, options in (("target", config.target), ("draft", config.active_draft)):
         if options is None or not options.model:
             continue
-        asked = {"model": options.model, "revision": options.revision}
         known = recorded.get(name, {})
-        is_known = bool(known.get("commit")) and known.items() >= asked.items()
-        commit = known["commit"] if is_known else resolve_revision(options.model, options.revision)
-        models[name] = asked | {"commit": commit}
-        if commit is not None and commit != options.revision:
-            changed[name] = replace(options, revision=commit)
+        is_known = bool(known.get("commit")) and known["model"] == options.model
+        commit = known["commit"] if is_known else resolve_revision(options.model)
+        models[name] = {"model": options.model, "commit": commit}
+        on_hub, revision = split_revision(options.model)
+        if commit is not None and commit != revision:
+            changed[name] = replace(options, model=f"{on_hub}@{commit}")
             begun = ", with which this run began" if is_known else ""
-            notes.append(f"{name} {options.model} ({options.revision or 'default branch'}) is commit {commit}{begun}")
+            notes.append(f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}")
     return config.model_copy(update=changed), models, tuple(notes)
 
 

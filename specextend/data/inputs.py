@@ -94,9 +94,6 @@ class InputOptions:
     `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
-    num_tokens_column: str | None = None
-    """An integer column with the documents' lengths in tokens, so that planning need not read the
-    text. Where it is null, below 1 or above 2^40, a length is estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None

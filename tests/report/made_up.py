@@ -178,7 +178,7 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     file = {"rows": num_rows, "size": 1, "footer_sha256": "0" * 64}
     values = config.model_dump(mode="json")
     identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
-    model = {"target": {"model": "/models/target", "revision": None, "commit": "c0ffee"}}
+    model = {"target": {"model": "/models/target", "commit": "c0ffee"}}
     manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
     Path(output.path, "_run").mkdir(parents=True, exist_ok=True)
     Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))
