@@ -179,8 +179,8 @@ class DraftOptions:
     target's tokens, of which either may lack some; `ngram` proposes what followed the same
     tokens earlier, and needs no model."""
     model: str = ""
-    """For `eagle` a local folder, in this project's format or a published one; for `model` a name
-    as in `target.model`; empty for `ngram`."""
+    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads
+    that are published as pickles."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; unset: the default branch. A run keeps its commit."""
     ngram: bool = False
@@ -194,8 +194,6 @@ class DraftOptions:
             self._check_no_model()
         elif not self.model:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
-        if self.kind == "eagle" and self.revision is not None:
-            raise ValueError("draft.revision must not be set with draft.kind eagle, whose model is a local folder")
 
     @property
     def has_ngrams(self) -> bool:
