@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
-from specextend.attention.trials import Trial
 from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import ALIGNMENT, aligned
 from specextend.decoding.decoding_options import CacheOptions

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
-from specextend.attention.trials import Trial
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.choices import ChoiceScorer
