@@ -199,7 +199,8 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
-        retry, limit = arguments.retry_errors or "none", arguments.retry_truncated
+        retry = arguments.retry_errors or "none"
+        limit = arguments.retry_truncated
         code = run_job(config, display, interrupt, retry_errors=retry, retry_truncated=limit, ray=ray)
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
