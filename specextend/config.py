@@ -198,7 +198,7 @@ class RunConfig(BaseModel):
         for section, key in (*_PATHS, *_MODELS):
             if isinstance(options := values.get(section), dict) and key in options:
                 base = origins[f"{section}.{key}"].folder
-                whole = partial(_whole_path, section, key, base, known, options.get("kind"), allow_relative)
+                whole = partial(_whole_path, section, key, base, known, allow_relative)
                 value = options[key]
                 values[section] = options | {key: [*map(whole, value)] if isinstance(value, list) else whole(value)}
         return cls.from_values(values)
@@ -331,19 +331,17 @@ _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
 
-def _whole_path(
-    section: str, key: str, base: str, known: Mapping[str, object], kind: object, allow_relative: bool, path: Any
-) -> Any:
+def _whole_path(section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any) -> Any:
     """Replace the variables of a path of the configuration, and make it absolute if it is local; base: its folder.
 
-    kind: that of the draft, if it is one. What is no path is left to the check of types. Raises ConfigError.
+    What is no path is left to the check of types. Raises ConfigError.
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
     path = _expanded(f"{section}.{key}", path, known)
     if not path or "://" in path or os.path.isabs(path):
         return path
-    is_file = section in ("input", "output") or path.endswith(".gguf") or kind == "eagle"
+    is_file = section in ("input", "output") or path.endswith(".gguf")
     if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):
         return path
     if not allow_relative:

@@ -124,6 +124,7 @@ def finished_row(
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,
+        max_new_tokens=max_new_tokens_of(config, row),
         content_sha256=row.content_sha256,
         queue_s=max(0.0, ended - received - total_s),
         started_at=time.time() - (time.monotonic() - ended) - total_s,
@@ -241,7 +242,9 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
+    advice = (
+        "set decoding.repetition_penalty" if is_loop else "do it again with --retry-errors=all --retry-truncated LIMIT"
+    )
     raise DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "

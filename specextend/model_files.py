@@ -10,12 +10,16 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
@@ -29,7 +33,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 
-from specextend.core import Values, first_line
+from specextend.core import Values, counted, first_line
 from specextend.shipped import DEFAULT_TARGET, models_folder
 
 if TYPE_CHECKING:
@@ -281,6 +285,49 @@ def _convert_pickles(files: Iterable[Path], to: Path) -> str:
     """Say why pickled weights are refused, and by which command they become the safetensors file `to`."""
     names = " ".join(shlex.quote(str(path)) for path in (to, *files))
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
+
+
+def copy_weights(model: str, folder: Path) -> None:
+    """Copy config and weights of a model to a folder; a pickle, which a process of its own reads, as safetensors."""
+    commit = resolve_revision(model)
+    pinned = model if commit is None else f"{split_revision(model)[0]}@{commit}"
+    source = find_folder(pinned, weights=True)
+    weights = weight_files(source, model) if any(source.glob(_WEIGHTS)) else []
+    for path in (*(source / name for name in (*_CONFIG_FILES, INDEX)), *weights):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    if not weights:
+        if commit is not None:
+            source = _fetch(pinned, [*_PICKLED])
+        pickled = _pickled_files(source)
+        if len(pickled) != 1:
+            raise ModelError(f"{model} must have safetensors or one pickle; it has {counted(len(pickled), 'pickle')}")
+        _unpickle(pickled[0], folder / _ONE_FILE)
+
+
+def _unpickle(file: Path, to: Path) -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", _CONVERT, to, file], capture_output=True, text=True)
+    if ended.returncode != 0:
+        errors = re.findall(r"^\S*Error: .*", ended.stderr, re.MULTILINE) or [f"exit {ended.returncode}"]
+        raise ModelError(f"{file} cannot be read as nothing but tensors: {errors[-1]}")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder of what is written into the one that this yields, whole or not at all.
+
+    Raises ModelError if it holds something.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{folder} holds something already; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+        whole = Path(temporary, "model")
+        whole.mkdir()
+        yield whole
+        for path in whole.iterdir():
+            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
+        whole.rename(folder)
 
 
 # Which model it is

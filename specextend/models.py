@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from specextend.model_files import (
     TargetOptions,
     TensorInfo,
     find_folder,
+    new_folder,
     read_folder,
     read_json,
     read_tensors,
@@ -376,15 +376,8 @@ def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
     """
     if not file.is_file():
         raise ModelError(f"{file} does not exist")
-    if folder.exists() and any(folder.iterdir()):
-        raise ModelError(f"{folder} holds something already; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
-        whole = Path(temporary, "model")
+    with new_folder(folder) as whole:
         _unpack(file, whole, dtype)
-        for path in whole.iterdir():
-            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
-        whole.rename(folder)
 
 
 def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:

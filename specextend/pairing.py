@@ -6,7 +6,6 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,10 +21,10 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import FLOATS, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.model_files import INDEX, ModelError, hash_files, identify
+from specextend.model_files import ModelError, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -80,10 +79,7 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of a Hub id."""
     found = identify(target.model)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
-    if draft is not None and draft.kind == "eagle":
-        folder = Path(draft.model)
-        named["draft"] = hash_files([folder / "config.json", folder / INDEX, *head_files(folder)])
-    elif draft is not None and draft.kind == "model":
+    if draft is not None and draft.model:
         named["draft"] = identify(draft.model)["weights"]
     return named
 

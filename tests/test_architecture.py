@@ -159,6 +159,19 @@ def test_imports_point_one_way():
     )
 
 
+def test_the_page_of_the_architecture_shows_these_layers():
+    """A drawing that has gone stale leads a reader to folders that are not there."""
+    _, picture, _, layers, _ = (ROOT / "docs" / "architecture.md").read_text().split("```")
+    listed = [name for line in layers.splitlines() for name in re.match(r"((\w+(/|\.py) +)*)", line + " ")[0].split()]
+    parts = [name.removesuffix("/").removesuffix(".py") for name in listed]
+    assert {*parts} == set.union(*LAYERS) - {"__main__"}
+    numbers = [layer_of(part) for part in parts]
+    assert numbers == sorted(numbers, reverse=True)
+    drawn = re.findall(r"\w+/(?:\w+\.py)?", " ".join(re.findall(r"\(.*?\)", picture)))
+    assert drawn
+    assert [name for name in drawn if not (PACKAGE / name).exists()] == []
+
+
 def test_third_parties_are_imported_where_they_belong():
     """Each has one owner, so that its quirks and its replacement stay in one place."""
     wrong = [

@@ -48,6 +48,7 @@ def prepare() -> None:
     specextend prepare openai requests.jsonl --output data/requests.parquet
     specextend prepare repartition large.parquet --output data/smaller/
     specextend prepare model file.gguf --output models/mine
+    specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
 
     The same command again reads the files that are new, that have changed or that have failed. Exit 3: some could not
     be read; _errors.jsonl in the data set names each, with the reason.
@@ -161,4 +162,17 @@ def model(source: Path, dtype: Literal["bfloat16", "float16", "float32"], output
 
     convert_gguf(source, Path(output), dtype)
     show(printable(f"model in {output}; give specextend run: --set target.model={output}"))
+    return 0
+
+
+@prepare.command()
+@click.argument("source", metavar="NAME")
+@_OUTPUT
+@in_one_line
+def draft(source: str, output: str) -> int:
+    """Fetch an EAGLE head of the Hub, or of a folder, with its weights as safetensors."""
+    from specextend.drafters.formats import convert_head
+
+    kind = convert_head(source, Path(output))
+    show(printable(f"{kind} head in {output}; give specextend run: --set draft.kind=eagle --set draft.model={output}"))
     return 0

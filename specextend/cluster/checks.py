@@ -48,15 +48,21 @@ class Prepared:
     models: Models
     notes: tuple[str, ...]
     """Lines for the user about the models' revisions."""
+    retry_truncated: int | None = None
+    """The limit of this start, at which it does those texts again that were cut at a lower one."""
 
 
-def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepared:
+def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_truncated: int | None = None) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
-    checkpoint: called between the steps of long operations; may raise.
+    checkpoint: called between the steps of long operations; may raise. retry_truncated: of the result, whose `config`
+    has this limit; the manifest has the run's own.
     """
     check_device(config.target, config.job)
+    limit = config.decoding.max_new_tokens
+    if retry_truncated is not None:
+        config = _with_limit(config, retry_truncated)
     with _refusals():
         output = resolve(config.output.path)
         check_kinds(output)
@@ -80,6 +86,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
             Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(config.output.json_schema)
             _check_room_for_an_answer(config, tokenizer)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
+        values["decoding"]["max_new_tokens"] = limit
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -89,7 +96,17 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    return Prepared(config, output, source, facts, prompts, manifest, models, notes)
+    return Prepared(config, output, source, facts, prompts, manifest, models, notes, retry_truncated)
+
+
+def _with_limit(config: RunConfig, limit: int) -> RunConfig:
+    if config.input.has_limits:
+        raise RefusedError("--retry-truncated: the rows have limits of their own; raise those in a run of its own")
+    if limit <= config.decoding.max_new_tokens:
+        raise RefusedError(
+            f"--retry-truncated must be above decoding.max_new_tokens, which is {config.decoding.max_new_tokens}"
+        )
+    return config.model_copy(update={"decoding": replace(config.decoding, max_new_tokens=limit)})
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
@@ -248,7 +265,10 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     with input_errors():
-        progress = read_commits(prepared.output, prepared.manifest["fingerprint"])
+        progress = read_commits(prepared.output, prepared.manifest["fingerprint"], prepared.retry_truncated)
+    num_results = len(progress.done) + len(progress.errors) + progress.num_cut
+    if prepared.retry_truncated is not None and num_results < source.num_rows:
+        raise RefusedError("--retry-truncated: some rows have no result yet; finish the run without it first")
     wanted = (source.rows(file.number) for file in source.files)
     keys = pending(wanted, progress, retry_errors=retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
@@ -256,10 +276,9 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
 
 def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:
     """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
-    if retry_errors != "none" and not is_begun:
-        raise RefusedError(
-            f"--retry-errors: {prepared.output.path} holds no run with error rows; leave it out to begin one"
-        )
+    if (retry_errors != "none" or prepared.retry_truncated is not None) and not is_begun:
+        flag = "--retry-errors" if prepared.retry_truncated is None else "--retry-truncated"
+        raise RefusedError(f"{flag}: {prepared.output.path} holds no run; leave it out to begin one")
 
 
 def say_left_out(num_final: int) -> str:

@@ -70,6 +70,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
         ("sources", pa.list_(SOURCE)),
+        ("max_new_tokens", "int32"),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -113,6 +114,7 @@ def result_row(
     part_summaries: list[Values] | None = None,
     num_requests: int = 1,
     reasoning: str | None = None,
+    max_new_tokens: int | None = None,
 ) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
@@ -122,6 +124,7 @@ def result_row(
         "doc_id": doc_id,
         "summary": completion.text,
         "finish_reason": completion.finish_reason,
+        "max_new_tokens": max_new_tokens,
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,

@@ -179,8 +179,8 @@ class DraftOptions:
     target's tokens, of which either may lack some; `ngram` proposes what followed the same
     tokens earlier, and needs no model."""
     model: str = ""
-    """For `eagle` a local folder, in this project's format or a published one; for `model` a name
-    as in `target.model`; empty for `ngram`."""
+    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads
+    that are published as pickles."""
     ngram: bool = False
     """Merge n-gram drafts into the trees of another draft where they are likelier to be
     accepted."""

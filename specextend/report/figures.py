@@ -82,6 +82,7 @@ _ONLY_READ = (
     "sources",
     "choices",
     "summary",
+    "max_new_tokens",
 )
 DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
 """Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds of bytes of each."""
