@@ -1,4 +1,5 @@
-"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind the code.
+"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind
+the code.
 
 python -m scripts.configuration_page > docs/configuration.md
 """
@@ -17,17 +18,18 @@ from specextend.config import RunConfig
 HEAD = """\
 # Configuration: every key, its default and its meaning
 
-This page lists what a configuration file may hold. It is generated from the code, and a test keeps the two equal.
-Complete files are in `configs/`, such as [`smollm2.yaml`](../configs/smollm2.yaml).
+This page lists what a configuration file may hold. It is generated from the code, and a test keeps
+the two equal. Complete files are in `configs/`, such as [`smollm2.yaml`](../configs/smollm2.yaml).
 
-A configuration is YAML with one section for each heading below; an unknown key is refused, and the nearest known one
-suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
-`input.path` and `output.path`. "none" means that the key is unset. `base` names configurations that come before the
-file's own keys: `base: [smollm2, keywords]`.
+A configuration is YAML with one section for each heading below; an unknown key is refused, and the
+nearest known one suggested. On the command line `--set key.path=value` changes one value; `--input`
+and `--output` are short for `input.path` and `output.path`. "none" means that the key is unset.
+`base` names configurations that come before the file's own keys: `base: [smollm2, keywords]`.
 
-A relative path in a file is relative to the file's folder; on the command line, and in a shipped configuration, to the
-current folder. In a job that is submitted to a cluster local paths must be absolute. `{models}` is the folder of
-`make models` and `specextend demo`, and `{shipped}` that of what comes with the package.
+A relative path in a file is relative to the file's folder; on the command line, and in a shipped
+configuration, to the current folder. In a job that is submitted to a cluster local paths must be
+absolute. `{models}` is the folder of `make models` and `specextend demo`, and `{shipped}` that of
+what comes with the package.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 
@@ -35,13 +37,18 @@ TABLE = ["| key | default | meaning |", "|---|---|---|"]
 def page() -> str:
     """Return the whole page as Markdown."""
     owners = described_schema(RunConfig)["$defs"]
-    sections = [_section(name, owners[_owner(name).__name__]["properties"]) for name in RunConfig.model_fields]
+    sections = [
+        _section(name, owners[_owner(name).__name__]["properties"])
+        for name in RunConfig.model_fields
+    ]
     return "\n".join([HEAD, *sections])
 
 
 def _section(name: str, keys: dict[str, Any]) -> str:
     owner = _owner(name)
-    rows = [_row(name, field, keys[field.name]["description"]) for field in dataclasses.fields(owner)]
+    rows = [
+        _row(name, field, keys[field.name]["description"]) for field in dataclasses.fields(owner)
+    ]
     return "\n".join([f"## `{name}`", "", _lead(owner), "", *TABLE, *rows, ""])
 
 
@@ -69,7 +76,11 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     known = {None: "none", True: "`true`", False: "`false`", "": "empty"}
-    return known[value] if isinstance(value, (str, bool, type(None))) and value in known else f"`{value}`"
+    return (
+        known[value]
+        if isinstance(value, (str, bool, type(None))) and value in known
+        else f"`{value}`"
+    )
 
 
 if __name__ == "__main__":

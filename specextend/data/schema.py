@@ -33,8 +33,12 @@ SOURCE = pa.struct(
 )
 """A sentence of a text, and a passage of the document that it rests on."""
 
-PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")])
-"""The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
+PART_SUMMARY = pa.struct(
+    [("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")]
+)
+"""The summary of a part: its first character in the document, the one behind its last, text and
+reason of its end.
+"""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
@@ -51,12 +55,30 @@ SUMMARY_SCHEMA = pa.schema(
         *_columns("int32", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens"),
         ("length_policy", "string"),
         ("part_summaries", pa.list_(PART_SUMMARY)),
-        *_columns("int32", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"),
+        *_columns(
+            "int32", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"
+        ),
         *_columns("float64", "mean_acceptance_length", "draft_acceptance_rate"),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("num_retrievals", "int32"),
-        *_columns("float64", "retrieval_coverage", "retrieval_churn", "queue_s", "ttft_s", "decode_s", "total_s"),
-        *_columns("float64", "prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"),
+        *_columns(
+            "float64",
+            "retrieval_coverage",
+            "retrieval_churn",
+            "queue_s",
+            "ttft_s",
+            "decode_s",
+            "total_s",
+        ),
+        *_columns(
+            "float64",
+            "prefill_s",
+            "draft_prefill_s",
+            "draft_s",
+            "verify_s",
+            "retrieval_s",
+            "other_s",
+        ),
         ("output_tokens_per_s", "float64"),
         ("quality_flags", pa.list_(pa.string())),
         ("worker", "string"),
@@ -94,7 +116,9 @@ COMMIT_SCHEMA = pa.schema(
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
     ]
 )
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
+"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null
+for a row done.
+"""
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
@@ -116,7 +140,9 @@ def result_row(
     reasoning: str | None = None,
     max_new_tokens: int | None = None,
 ) -> Values:
-    """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
+    """Make the row of a commit for a document that is done. started_at: in seconds since the
+    epoch.
+    """
     stats = completion.stats
     return {
         "file": key.file,
@@ -153,19 +179,31 @@ def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
 
 
 def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
-    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
+    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets
+    a `_` behind it.
+    """
     ours = pa.schema(_named(ERROR_SCHEMA, text_column))
-    return pa.schema([*ours, *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough)])
+    return pa.schema(
+        [
+            *ours,
+            *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough),
+        ]
+    )
 
 
 def summary_fields(text_column: str = "summary", answers: str | None = None) -> list[pa.Field]:
-    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and `output.schema`."""
+    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
+    `output.schema`.
+    """
     return [*_named(SUMMARY_SCHEMA, text_column), *answer_fields(answers)]
 
 
 def summary_columns(rows: pa.Table, answers: str | None) -> list[pa.ChunkedArray | pa.Array]:
     """Return the values of `summary_fields` in rows with the columns of SUMMARY_SCHEMA."""
-    return [*(rows[name] for name in SUMMARY_SCHEMA.names), *answer_columns(answers, rows["summary"])]
+    return [
+        *(rows[name] for name in SUMMARY_SCHEMA.names),
+        *answer_columns(answers, rows["summary"]),
+    ]
 
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:
