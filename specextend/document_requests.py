@@ -130,8 +130,11 @@ def finished_row(
     received, ended: when the document was asked for, and when its last request was done, by
     `time.monotonic`.
     """
-    completion, prompt, text = summary.completion, summary.prompt, row.document.text
-    dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    completion = summary.completion
+    prompt = summary.prompt
+    text = row.document.text
+    dropped = prompt.num_dropped_tokens
+    fields = config.output.evidence_for
     left_out = prompt.left_out if config.output.sources else None
     total_s = completion.stats.total_s
     return result_row(
@@ -227,7 +230,8 @@ class _InParts:
         return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning)
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
-        first, self.num_requests = self.num_requests, self.num_requests + len(prompts)
+        first = self.num_requests
+        self.num_requests = self.num_requests + len(prompts)
         return tuple(
             document_request(
                 self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last
@@ -436,7 +440,8 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
         # a character may have many tokens
         end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)
         spans.append(TextSpan(begin, end))
-        begin, first = end, int(starts.searchsorted(end))
+        begin = end
+        first = int(starts.searchsorted(end))
     is_over = bool(spans) and begin == len(text)
     return spans if is_over else [*spans, TextSpan(begin, len(text))]
 
@@ -470,7 +475,8 @@ class PartPrompts:
 
     def __init__(self, prompts: Prompts):
         """Take the prompts of the run, whose `parts` are the options."""
-        options, task = prompts.parts, prompts.options.instruction
+        options = prompts.parts
+        task = prompts.options.instruction
         self._most_tokens = options.tokens
         self._part = prompts.with_instruction(options.instruction or task)
         self._merge = prompts.with_instruction(options.merge_instruction or task)

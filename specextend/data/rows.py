@@ -104,7 +104,8 @@ class RowReader:
         own = values[options.options_column] if options.options_column else None
         asked = (values[options.instruction_column] if options.instruction_column else None) or b""
         if not asked.decode(errors="replace").strip():
-            asked, used = b"", {name: values[name] for name in self.template_columns}
+            asked = b""
+            used = {name: values[name] for name in self.template_columns}
         else:
             used = {}
         told = {name: value for name, value in (own or {}).items() if value is not None} | used

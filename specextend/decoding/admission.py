@@ -31,7 +31,8 @@ class Admission:
         max_batch_size: int,
     ):
         """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
-        self._cache, self._drafter = cache, drafter
+        self._cache = cache
+        self._drafter = drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
         self.max_tokens = max_tokens
         """Prompt and output tokens of one request, at most."""
@@ -59,11 +60,9 @@ class Admission:
 
         Raises ValueError if the draft can never take the request.
         """
-        num_prompt, num_new, slot = (
-            len(request.prompt_token_ids),
-            request.max_new_tokens,
-            self._slots[-1],
-        )
+        num_prompt = len(request.prompt_token_ids)
+        num_new = request.max_new_tokens
+        slot = self._slots[-1]
         if self._drafter is not None and not self._drafter.admit(slot, num_prompt, num_new):
             return None
         region = self._cache.rows.take(num_prompt + num_new + self._scratch)
@@ -143,7 +142,8 @@ class MemoryLadder:
     def start(self) -> None:
         """Allow the full size again, and forget how often memory ran out."""
         self.batch_size, self.num_nodes, self.chunk_size = self._all
-        self._patience, self._num_ended = PATIENCE, 0
+        self._patience = PATIENCE
+        self._num_ended = 0
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
         """Lower one size after `work` ran out of memory; return False if none can be lowered.
