@@ -73,6 +73,7 @@ def prepare(
     """
     check_device(config.target, config.job)
     limit = config.decoding.max_new_tokens
+    policy = config.prompt.length_policy
     if retry_truncated is not None:
         config = _with_limit(config, retry_truncated)
     with _refusals():
@@ -106,6 +107,7 @@ def prepare(
         values = config.model_dump(mode="json")
         hashes = pair_hashes(config.target, draft)
         values["decoding"]["max_new_tokens"] = limit
+        values["prompt"]["length_policy"] = policy
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -123,6 +125,9 @@ def prepare(
 
 
 def _with_limit(config: RunConfig, limit: int) -> RunConfig:
+    """Return the configuration of a retry. A text stays where more tokens would leave less of its
+    document.
+    """
     if config.input.has_limits:
         raise RefusedError(
             "--retry-truncated: the rows have limits of their own; raise those in a run of its own"
@@ -132,7 +137,11 @@ def _with_limit(config: RunConfig, limit: int) -> RunConfig:
             "--retry-truncated must be above decoding.max_new_tokens, which is "
             f"{config.decoding.max_new_tokens}"
         )
-    return config.model_copy(update={"decoding": replace(config.decoding, max_new_tokens=limit)})
+    decoding = replace(config.decoding, max_new_tokens=limit)
+    prompt = config.prompt
+    if prompt.length_policy != "parts":
+        prompt = replace(prompt, length_policy="error")
+    return config.model_copy(update={"decoding": decoding, "prompt": prompt})
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:

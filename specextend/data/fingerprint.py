@@ -14,7 +14,7 @@ from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.source import Source
 from specextend.data.storage import Location, exists, read_parsed, write_bytes
 
-VERSION = 1
+VERSION = 2
 
 _FREE = (
     "input.path",
