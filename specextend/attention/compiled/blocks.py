@@ -468,11 +468,11 @@ def weigh(
             address(b, states, b.mul(row, state_bytes)),
         )
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
-        for i, value in enumerate(
-            emit_weighing(b, element, source, state, num_vectors, factor, margin)
-        ):
-            where = address(b, target, i * VECTOR_BYTES // units_of(element))
-            store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
+        values = emit_weighing(b, element, source, state, num_vectors, factor, margin)
+        if pairs:
+            values = [vir.pair_of_bf16(b, *two) for two in zip(values[::2], values[1::2], strict=True)]
+        for i, value in enumerate(values):
+            store(b, value, address(b, target, i * VECTOR_BYTES))
 
     vir.repeat(b, num_rows, [], body)
     if is_tiled(element):  # whose product adds to the rows behind them

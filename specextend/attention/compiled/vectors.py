@@ -190,6 +190,13 @@ def to_bf16(b, x):
     return b.trunc(b.lshr(finite, units([16] * LANES)), halves)
 
 
+def pair_of_bf16(b, low, high):
+    """Round two vectors to 32 lanes of bf16 (avx512_bf16)."""
+    kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * LANES), [FLOATS, FLOATS])
+    rounded = declared(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    return b.bitcast(b.call(rounded, [high, low]), ir.VectorType(I16, 2 * LANES))
+
+
 def larger(b, x, y):
     """Return the larger of each two lanes, and y where one is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
