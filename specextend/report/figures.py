@@ -1,7 +1,7 @@
 """Figures of the documents of a run, and beside the limits of its devices."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
-from specextend.decoding.measurements import MachineLimits, ModelWork
+from specextend.decoding.measurements import ModelWork
 from specextend.report.result_rows import RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
@@ -45,8 +45,8 @@ _LIMITED = """
 """Work of the documents of each worker. What was copied from another prompt is none; the requests
 of a document in parts count as if they were equally long, which they are but for the last.
 """
-_KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
-_LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
+_WORK = [spec.name for spec in fields(ModelWork)]
+_LIMITS = {*_WORK, "read_bytes_per_s", "flop_per_s"}
 _SUMMED_COLUMNS = (
     "num_prompt_tokens",
     "num_cached_tokens",
@@ -230,11 +230,6 @@ class RunFigures:
         self._insert()
         return self._database.select(query, *values)
 
-    def stream(self, query: str, *values: Any) -> Iterator[Values]:
-        """Yield what `select` returns; nothing else may be asked meanwhile."""
-        self._insert()
-        return self._database.stream(query, *values)
-
     @property
     def evidence(self) -> dict[str, Values]:
         """Return by field of an answer: documents with a string there, the strings, and those that
@@ -414,18 +409,14 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     sums: Counter[str] = Counter()
     for row in figures.select(_LIMITED, [*limits]):
         known = limits[row.pop("worker")][1]
-        machine, work = (
-            kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS
-        )
+        work = ModelWork(**{name: known[name] for name in _WORK})
         flop = work.prefill_flop(row["num_read"], row["num_prompts"], row["num_pairs"])
         num_bytes = (
             row["num_forwards"] * work.weight_bytes + row["num_kept"] * work.kv_bytes_per_token
         )
-        limit_s = {
-            "prefill_limit_s": flop / machine.flop_per_s,
-            "verify_limit_s": num_bytes / machine.read_bytes_per_s,
-        }
-        sums.update(row | limit_s)
+        row["prefill_limit_s"] = flop / known["flop_per_s"]
+        row["verify_limit_s"] = num_bytes / known["read_bytes_per_s"]
+        sums.update(row)
     if not sums:
         return None
     devices = Counter(
