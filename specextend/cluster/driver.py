@@ -48,7 +48,9 @@ from specextend.data.source import Source
 from specextend.data.storage import is_away
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at what concerns all workers: deadlines, hangs, and who is wanted."""
+"""Seconds between two looks at what concerns all workers: deadlines, hangs, who is wanted, and how
+far the run is.
+"""
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
 MOST_NAMES = 10
@@ -122,17 +124,18 @@ class Driver:
             self.display.event("document_leased", **lease_facts(worker, lease))
             self.pool.run(worker, lease)
         self._collect(TICK_S)
-        if self._pace.is_due(self.clock()):  # now that it is known what the workers did meanwhile
+        is_due = self._pace.is_due(self.clock())
+        if is_due:  # now that it is known what the workers did meanwhile
             self._enforce(self.clock())
             self._staff(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
-        now = self.clock()
-        self.display.show(
-            self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading), now
-        )
+        if is_due or self.scheduler.is_done:
+            now = self.clock()
+            num_ready = self.roster.num_ready
+            self.display.show(self.ledger.snapshot(now, num_ready, self.roster.num_loading), now)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
