@@ -9,7 +9,6 @@ first worker of a seat is ready; `dead`: from the end of a worker to the moment 
 is ready. Times are seconds since the epoch.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -225,7 +224,8 @@ _LINES = """
     )
     SELECT coalesce(worker, name) AS worker, seat, asked - $3 AS asked_s,
         begun - $3 AS begun_s, ready - $3 AS ready_s, gone - $3 AS gone_s, reason,
-        coalesce(documents, 0) AS documents, coalesce(spans, []) AS spans
+        coalesce(documents, 0) AS documents, coalesce(spans, []) AS spans,
+        dense_rank() OVER (ORDER BY seat NULLS LAST, if(seat IS NULL, name, '')) AS place
     FROM (FROM workers WHERE place = $1) AS workers
     FULL JOIN (FROM works WHERE run_id = $2) AS works USING (name)
     LEFT JOIN at_work USING (name)
@@ -322,16 +322,13 @@ def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Va
     if begin is None or not seconds:
         return None
     lines = figures.select(_LINES, start["place"], run_id, begin, seconds / RESOLUTION)
-    seats: defaultdict[int | str, list[Values]] = defaultdict(list)
-    for line in lines:
-        seats[line["worker"] if line["seat"] is None else line["seat"]].append(line)
-    shown = list(seats.values())[:MOST_SEATS]
+    places = [line.pop("place") for line in lines]
     ended = figures.select(_ENDED, begin, seconds, run_id)
     return {
         "run_id": run_id,
         "seconds": seconds,
         "exit_code": exit_code,
         "ended": [part["documents"] for part in ended],
-        "seats_left_out": len(seats) - len(shown),
-        "workers": [line for seat in shown for line in seat],
+        "seats_left_out": max(0, max(places, default=0) - MOST_SEATS),
+        "workers": [line for line, place in zip(lines, places, strict=True) if place <= MOST_SEATS],
     }
