@@ -194,11 +194,8 @@ class DecodedRow:
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:
-    details = {
-        name: getattr(error, name)
-        for name in ("error_class", "message", "stage", "retryable", "summary")
-    }
-    return {"doc_id": doc_id, **details, "attempts": 1}
+    names = ("error_class", "message", "stage", "retryable", "summary")
+    return {"doc_id": doc_id, "attempts": 1} | {name: getattr(error, name) for name in names}
 
 
 # Documents and results as Arrow tables.

@@ -5,6 +5,7 @@ else writes them.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
@@ -283,17 +284,11 @@ class Driver:
             if message in self._kernels_said:
                 continue
             self._kernels_said.add(message)
-            facts: dict[str, Fact] = {
-                "worker": worker,
-                "kernel": kernel["name"],
-                "taken": kernel["taken"],
-            }
+            why = kernel["why"]
+            say = self.display.event
             if info.accelerators:
-                self.display.note(
-                    f"{message}, {kernel['why']}", "kernel", **facts, reason=kernel["why"]
-                )
-            else:
-                self.display.event("kernel", **facts, reason=kernel["why"])
+                say = partial(self.display.note, f"{message}, {why}")
+            say("kernel", worker=worker, kernel=kernel["name"], taken=kernel["taken"], reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
@@ -334,16 +329,11 @@ class Driver:
         was planned.
         """
         if self.record.worker_used(worker, used_gib):
-            facts: dict[str, Fact] = {
-                "worker": worker,
-                "planned_gib": self.record.planned_gib,
-                "used_gib": used_gib,
-            }
-            said = (
-                f"memory: planned {self.record.planned_gib:.1f} GiB, used {used_gib:.1f} GiB "
-                "at most"
+            planned_gib = self.record.planned_gib
+            said = f"memory: planned {planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
+            self.display.note(
+                said, "memory", worker=worker, planned_gib=planned_gib, used_gib=used_gib
             )
-            self.display.note(said, "memory", **facts)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at

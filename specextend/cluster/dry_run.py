@@ -271,9 +271,10 @@ def calibrate(
             outcomes = _decode(actor, sample, size, wait)
         finally:
             ray.kill(actor)
-    done = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Done)}
     costs = [
-        document_cost(outcome.stats, estimates[key].max_new_tokens) for key, outcome in done.items()
+        document_cost(outcome.stats, estimates[key].max_new_tokens)
+        for key, outcome in outcomes.items()
+        if isinstance(outcome, Done)
     ]
     rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
@@ -344,6 +345,14 @@ WIDTH = 80
 """Columns of a terminal, within which tables stay."""
 _OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
 """What becomes of documents over the prompt limit; under all other policies they are cut."""
+_REJECTED = {
+    "null text": "NullText",
+    "empty text": "EmptyText",
+    "text not UTF-8": "UndecodableText",
+    "max_new_tokens below 1": "BadMaxNewTokens",
+    "no room for a document": "PromptTooLong",
+}
+"""Checks whose rows become error rows of a class."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -436,7 +445,14 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 def describe_dry_run(plan: Values) -> str:
     """Describe the plan for people."""
-    checks = [(each["check"], number(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    checks = [
+        (
+            each["check"],
+            "not read" if each["rows"] is None else number(each["rows"]),
+            each["outcome"],
+        )
+        for each in plan["audit"]
+    ]
     lengths = [(name, number(count)) for name, count in plan["prompt_lengths"].items()]
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
@@ -522,18 +538,10 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """
     policy = prepared.config.prompt.length_policy
     counts = plan.rejected
-    text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
+    over = _OVER_LENGTH.get(policy, f"cut ({policy})")
     found: list[tuple[str, int | None, str]] = [
-        (check, counts[name], "error rows") for check, name in text.items()
-    ]
-    found += [
-        ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
-        ("no room for a document", counts["PromptTooLong"], "error rows"),
-        (
-            "over the prompt limit",
-            plan.num_over_length,
-            _OVER_LENGTH.get(policy, f"cut ({policy})"),
-        ),
+        *((check, counts[name], "error rows") for check, name in _REJECTED.items()),
+        ("over the prompt limit", plan.num_over_length, over),
     ]
     if counts["BadId"]:
         found.append(("null or repeated id", counts["BadId"], "error rows"))
@@ -567,11 +575,10 @@ def _describe_time(plan: Values) -> list[Section | str]:
     if plan["forecast"] is None:
         return ["time and cost: not measured; --calibrate N measures them on N documents"]
     forecast = Forecast(**plan["forecast"])
-    ends = [
-        datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)
-    ]
+    span = _span(forecast)
+    ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in span]
     rows = [
-        ("time", *map(describe_duration, _span(forecast))),
+        ("time", *map(describe_duration, span)),
         (f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)),
     ]
     if hourly := plan["documents_per_hour"]:

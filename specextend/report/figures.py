@@ -150,7 +150,8 @@ _SOURCES = """
 _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents,
     sum(probability_sum) AS probability_sum
-    FROM choices GROUP BY ALL ORDER BY min(rowid)
+    FROM choices GROUP BY field, value
+    ORDER BY min(min(rowid)) OVER (PARTITION BY field), 3 DESC, min(rowid)
 """
 _DEPTHS = """
     SELECT coalesce(list(steps ORDER BY depth), []) AS histogram,
@@ -288,8 +289,9 @@ def document_figures(figures: RunFigures) -> Values:
     """Compute the sections of the report that follow from the rows alone.
 
     `evidence` has by field of an answer the documents with a string there, the strings, and those
-    that documents hold; `choices` by field that was scored and its likeliest value documents and
-    the sum of its probabilities; `errors` classes and stages, the most frequent first.
+    that documents hold; `choices` by field that was scored and its likeliest value, the most
+    frequent first, documents and the sum of its probabilities; `errors` classes and stages, the
+    most frequent first.
     """
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]

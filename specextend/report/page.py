@@ -12,8 +12,6 @@ from specextend.data.run_folder import RELEASED, parse_time
 from specextend.report.sections import (
     KIND_NAMES,
     LEFT_OUT,
-    RUN,
-    WALL_CLOCK,
     Figures,
     duration,
     look_up,
@@ -26,12 +24,12 @@ TILES: Figures = {
     "Failed": "rows.errors",
     "Left to do": "rows.pending",
     "Texts with a flag": "flagged_texts",
-    "Documents an hour": WALL_CLOCK["documents an hour"],
-    "Output tokens a second": WALL_CLOCK["output tokens/s of the job"],
-    "Tokens per speculative step": RUN["mean acceptance length"],
-    "Steps that were speculative": RUN["steps that were speculative"],
-    "Cost of 1,000 documents": WALL_CLOCK["cost of 1,000 documents"],
-    "Worker hours": WALL_CLOCK["worker hours"],
+    "Documents an hour": "wall_clock.documents_per_hour",
+    "Output tokens a second": "wall_clock.output_tokens_per_s",
+    "Tokens per speculative step": "acceptance.mean_acceptance_length",
+    "Steps that were speculative": "acceptance.speculative_share",
+    "Cost of 1,000 documents": "wall_clock.cost.per_thousand_documents",
+    "Worker hours": "wall_clock.worker_hours",
 }
 """What the page shows first, in large figures; those without a value are left out."""
 STATES = {
