@@ -457,7 +457,7 @@ def describe_dry_run(plan: Values) -> str:
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
     output_tokens = counted(plan["output_tokens_at_most"], "output token")
-    parts = [
+    parts: list[Section | str] = [
         *plan["selection"]["notes"],
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them "
         "rejected",

@@ -156,7 +156,8 @@ class Ledger:
         if not num_workers:
             self._history.clear()  # nothing is done while models load: that is no rate
         running = [each for documents in self._running.values() for each in documents.values()]
-        read, allowed, written = map(sum, zip(*running, strict=True)) if running else (0, 0, 0)
+        sums = [sum(each) for each in zip(*running, strict=True)] or [0, 0, 0]
+        read, allowed, written = sums
         prompt = self._stats.num_prompt_tokens + read
         output = self._stats.num_output_tokens + written
         self._history.append((now, prompt, output))

@@ -370,7 +370,7 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     }
     sums: Counter[str] = Counter()
     for row in figures.select(_LIMITED, [*limits]):
-        known = limits[row.pop("worker")][1]
+        known: Values = limits[row.pop("worker")][1]
         work = ModelWork(**{name: known[name] for name in _WORK})
         flop = work.prefill_flop(row["num_read"], row["num_prompts"], row["num_pairs"])
         num_bytes = (
