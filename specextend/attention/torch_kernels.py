@@ -30,17 +30,16 @@ _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
-def _each(kernel: _Kernel) -> Attend:
+def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
     """Make a kernel for one sequence into a backend, which calls it for each sequence that has
-    keys.
+    keys; once more for the prefix of causal rows, unless it takes that with them.
     """
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     ) -> tuple[Tensor, Tensor]:
         before = [length - q.shape[1] for length in span.lengths]
-        # prefix and own rows apart, because the kernel takes no causal prefix
-        if span.causal and any(before):
+        if span.causal and any(before) and not takes_prefix:
             own = [start + length for start, length in zip(span.starts, before, strict=True)]
             prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
             chunk = attend(q, k, v, KeySpan(own, [q.shape[1]] * len(own), causal=True), scale)
@@ -199,27 +198,25 @@ def attend_with(kernel: FlashKernel, otherwise: Attend) -> Attend:
     does not take.
     """
 
+    def one(
+        q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = kernel(
+            q,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            softmax_scale=scale,
+            causal=span.causal,
+            return_softmax_lse=True,
+        )
+        return out, lse.transpose(1, 2)
+
+    each = _each(one, takes_prefix=True)
+
     def flash(
         q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if span.mask is not None or 0 in span.lengths or q.dtype == torch.float32:
-            return otherwise(q, k, v, span, scale)
-        results = []
-        for query, start, length in zip(q.split(1), span.starts, span.lengths, strict=True):
-            keys, values = (
-                stored[:, start : start + length].transpose(0, 1).unsqueeze(0) for stored in (k, v)
-            )
-            results.append(
-                kernel(
-                    query,
-                    keys,
-                    values,
-                    softmax_scale=scale,
-                    causal=span.causal,
-                    return_softmax_lse=True,
-                )[:2]
-            )
-        out, lse = results[0] if len(q) == 1 else map(torch.cat, zip(*results, strict=True))
-        return out, lse.transpose(1, 2)
+        takes = span.mask is None and q.dtype != torch.float32
+        return (each if takes else otherwise)(q, k, v, span, scale)
 
     return flash
