@@ -54,8 +54,6 @@ class Trial:
     """Milliseconds with it, by what was timed."""
     base_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds with what it would replace."""
-    floor_ms: Mapping[str, float] = field(default_factory=dict)
-    """The least that memory and matrix units allow."""
     is_wrong: bool = False
     """True if it can run here and is not right."""
     is_late: bool = False
@@ -68,12 +66,9 @@ class Trial:
 
     def times(self) -> str:
         """Return a line with all milliseconds, an empty text if nothing was timed."""
-        return ", ".join(f"{name} {ms:.3g}{self._beside(name)}" for name, ms in self.ms.items())
-
-    def _beside(self, name: str) -> str:
-        sides = {"before": self.base_ms, "least": self.floor_ms}
-        found = [f"{side} {ms[name]:.3g}" for side, ms in sides.items() if name in ms]
-        return f" ({', '.join(found)})" if found else ""
+        return ", ".join(
+            f"{name} {ms:.3g} (before {self.base_ms[name]:.3g})" for name, ms in self.ms.items()
+        )
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
