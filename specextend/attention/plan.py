@@ -76,20 +76,18 @@ class KeySpan:
                 ).T.contiguous()
         return self.made["places"]
 
-    def bias(
-        self, b: int, dtype: torch.dtype, device: torch.device, *, tail: bool = False
-    ) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, S] over all its rows, or over its `tail`, the rows
-        of the mask.
+    def bias(self, b: int, like: Tensor, *, tail: bool = False) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, S] of the type of `like` and on its device, over
+        all rows, or over their `tail`, the rows of the mask.
 
         None if there is no mask. Made once per forward and shared by all layers.
         """
         if self.mask is None:
             return None
-        key = tail, b, dtype
+        key = tail, b, like.dtype
         if key not in self.made:
             length = min(self.mask.shape[2], self.lengths[b]) if tail else self.lengths[b]
-            self.made[key] = additive(self.mask[b].to(device), length, dtype)
+            self.made[key] = additive(self.mask[b].to(like.device), length, like.dtype)
         return self.made[key]
 
 

@@ -48,7 +48,11 @@ def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
             query = q[b : b + 1]
-            results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
+            if length:
+                results.append(kernel(query, key, value, span, b, scale))
+            else:
+                nothing = torch.full(query.shape[:3], float("-inf"), device=q.device)
+                results.append((torch.zeros_like(query), nothing))
         out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
         return out, lse
 
@@ -56,15 +60,10 @@ def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
     return attend
 
 
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of attending with q [B, T, H, D] to no key."""
-    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
-
-
 def _by_head(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    bias = span.bias(b, q.dtype, q.device)  # the kernel wants the query's dtype
+    bias = span.bias(b, q)  # the kernel wants the query's dtype
     mask = None if bias is None else bias[None, None]
     out, lse = _cpu_flash(
         q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale
@@ -78,7 +77,7 @@ def _on_cuda(
     """Attend to masked rows and to those before them apart, because the flash kernel takes no
     mask.
     """
-    bias = span.bias(b, q.dtype, q.device, tail=True)
+    bias = span.bias(b, q, tail=True)
     if bias is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
     before = key.shape[2] - bias.shape[1]
@@ -111,19 +110,13 @@ def _attend_efficiently(
     """
     num_queries, num_heads = q.shape[1:3]
     key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
-    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
+    if bias is not None:  # in rows of a multiple of 16 elements
+        aligned = pad(bias, (0, -bias.shape[1] % 16))[:, : bias.shape[1]]
+        bias = aligned.expand(1, num_heads, -1, -1)
     out, lse, *_ = _efficient_cuda(
-        q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale
+        q.transpose(1, 2), key, value, bias, True, 0.0, causal, scale=scale
     )
     return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel
-    requires.
-    """
-    padding = -bias.shape[1] % 16
-    return pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
 
 
 attend_by_head = _each(_by_head)
