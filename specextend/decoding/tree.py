@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
@@ -61,6 +61,12 @@ class DraftTrees:
     """[B] number of nodes, 1 to N"""
 
     @classmethod
+    def of(cls, tensors: Iterable[Tensor], sizes: list[int]) -> DraftTrees:
+        """Make them from what `tensors` returns."""
+        token_ids, parents, depths, log_probs = tensors
+        return cls(token_ids, parents, depths, log_probs, sizes)
+
+    @classmethod
     def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device) -> DraftTrees:
         """Make them from the nodes of each tree."""
         num_nodes = max(map(len, batch))
@@ -84,7 +90,7 @@ class DraftTrees:
         missing = 0, num_nodes - self.num_nodes
         pairs = zip(self.tensors, _PADDING, strict=True)
         padded = (pad(each, missing, value=value) for each, value in pairs)
-        return DraftTrees(*padded, self.sizes)
+        return DraftTrees.of(padded, self.sizes)
 
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
@@ -115,7 +121,7 @@ class DraftTrees:
     def __iter__(self) -> Iterator[DraftTrees]:
         """Yield each sequence's tree, [N] without padding."""
         for b, n in enumerate(self.sizes):
-            yield DraftTrees(*(each[b, :n] for each in self.tensors), [n])
+            yield DraftTrees.of((each[b, :n] for each in self.tensors), [n])
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
@@ -133,8 +139,8 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
     index = upload(torch.tensor(places), trees.token_ids.device)
     pairs = zip(roots.tensors, trees.tensors, strict=True)
     sizes = dict(zip(places, trees.sizes, strict=True))
-    return DraftTrees(
-        *(every.index_copy(0, index, each) for every, each in pairs),
+    return DraftTrees.of(
+        (every.index_copy(0, index, each) for every, each in pairs),
         [sizes.get(place, 1) for place in range(len(token_ids))],
     )
 
