@@ -390,13 +390,13 @@ def product(
 
 
 @emitted()
-def hide_outside(b, element, scores, first, last):
-    """Set the scores before `first`, and those from `last` on, to -inf."""
-    firsts, lasts = (vir.splat(b, b.trunc(limit, vir.I32)) for limit in (first, last))
+def hide_from(b, element, scores, first):
+    """Set the scores from `first` on to -inf."""
+    limits = vir.splat(b, b.trunc(first, vir.I32))
     for place in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * place)
         places = vir.units(range(place, place + LANES))
-        visible = b.and_(b.icmp_signed(">=", places, firsts), b.icmp_signed("<", places, lasts))
+        visible = b.icmp_signed("<", places, limits)
         store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
 
 
