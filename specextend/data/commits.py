@@ -196,10 +196,8 @@ def read_commits(output: Location, fingerprint: str = "", cut_below: int | None 
             for name in _WORK_COLUMNS:
                 setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
-        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
-        for key, row in zip(
-            keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True
-        ):
+        for row in table.select([*KEY_COLUMNS, "retryable", "attempts"]).to_pylist():
+            key = DocumentKey(row["file"], row["row"])
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
@@ -305,11 +303,10 @@ class Settled:
 
     def count(self) -> tuple[int, int]:
         """Count the rows done and the error rows."""
-        done, failed = (
-            sum(int((each == state).sum()) for each in self._states.values())
-            for state in (DONE, FAILED)
+        counts = sum(
+            (np.bincount(each, minlength=3) for each in self._states.values()), np.zeros(3)
         )
-        return done, failed
+        return int(counts[DONE]), int(counts[FAILED])
 
     def _files(self, table: pa.Table, path: str) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
         """Yield the states of each file that a commit names, the places of its rows in the commit,

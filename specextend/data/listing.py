@@ -150,8 +150,8 @@ def find(
     searched, the components of the location below it, the files in path order, and the folders of
     tables below it with their kinds.
     """
-    info = location.filesystem.get_file_info(location.path)
-    if info.type == fs.FileType.File:
+    info = location.info
+    if info.is_file:
         name = location.name
         real = os.path.realpath(location.path) if location.is_local else name
         return (
@@ -250,7 +250,7 @@ def check_apart(listing: Listing, output: str) -> Location:
         folder = resolve(output)
     except ValueError as error:
         raise InputError(f"output.path: {error}") from error
-    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+    if folder.info.is_file:
         raise InputError(f"output.path {output} is a file; give a folder")
     if not folder.filesystem.equals(listing.root.filesystem):
         return folder

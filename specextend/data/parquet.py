@@ -231,8 +231,8 @@ def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
         yield table
         return
     middle = len(table) // 2
-    yield from halved(table.slice(0, middle), most_bytes)
-    yield from halved(table.slice(middle), most_bytes)
+    for half in (table.slice(0, middle), table.slice(middle)):
+        yield from halved(half, most_bytes)
 
 
 def _plain_bytes(values: pa.ChunkedArray) -> int:
@@ -256,15 +256,11 @@ def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
 
     The footer contains them. Raises what reading raises.
     """
-    offsets = 8 * len(columns)
-    numbers = range(parquet.metadata.num_row_groups)
-    return max(
-        (
-            _stored_bytes(parquet, n, columns) + offsets * parquet.metadata.row_group(n).num_rows
-            for n in numbers
-        ),
-        default=0,
-    )
+    most = 0
+    for number in range(parquet.metadata.num_row_groups):
+        offsets = 8 * len(columns) * parquet.metadata.row_group(number).num_rows
+        most = max(most, _stored_bytes(parquet, number, columns) + offsets)
+    return most
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
@@ -290,9 +286,8 @@ def is_text(kind: pa.DataType) -> bool:
 
     JSON is text; bytes are not, even if they can be read as such: they may be of any encoding.
     """
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    strings = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
+    kind = _written_out(kind)
+    strings = (pa.string(), pa.large_string(), pa.null())
     return kind in strings or isinstance(kind, pa.JsonType)
 
 
@@ -324,13 +319,8 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Return True if a column of this type holds bytes."""
-    if pa.types.is_dictionary(kind):
-        return is_bytes(kind.value_type)
-    return kind in (
-        pa.binary(),
-        pa.large_binary(),
-        pa.binary_view(),
-    ) or pa.types.is_fixed_size_binary(kind)
+    kind = _written_out(kind)
+    return kind in (pa.binary(), pa.large_binary()) or pa.types.is_fixed_size_binary(kind)
 
 
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:

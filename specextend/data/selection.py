@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
@@ -25,9 +24,9 @@ from specextend.data.fingerprint import num_input_rows, other_configuration, rea
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import (
-    CHECKED,
     damaged_as,
     gathered,
+    open_parquet,
     plain_rows,
     read_file,
     write_table,
@@ -358,9 +357,8 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     location = selection_file(output)
     names = [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
-    table = read_file(
-        location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged
-    )
+    columns = _SELECTED.names
+    table = read_file(location, lambda file: open_parquet(file).read().select(columns), damaged)
     database = Database()
     database.add(
         table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id"
@@ -407,7 +405,7 @@ class EarlierOutput(NamedTuple):
             )
             return read_file(
                 folder.child(name),
-                lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns),
+                lambda file: open_parquet(file).read(columns).select(columns),
                 damaged,
             )
 

@@ -104,6 +104,11 @@ class Location:
         return Location, (self.filesystem, self.path)
 
     @property
+    def info(self) -> fs.FileInfo:
+        """Ask what there is."""
+        return self.filesystem.get_file_info(self.path)
+
+    @property
     def is_local(self) -> bool:
         """Return True if it is on this machine's file system."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
@@ -230,16 +235,12 @@ def _encoded(uri: str) -> str:
 
 def exists(location: Location) -> bool:
     """Return True if there is a file or folder."""
-    return _file_type(location) != fs.FileType.NotFound
+    return location.info.type != fs.FileType.NotFound
 
 
 def is_folder(location: Location) -> bool:
     """Return True if there is a folder."""
-    return _file_type(location) == fs.FileType.Directory
-
-
-def _file_type(location: Location) -> fs.FileType:
-    return location.filesystem.get_file_info(location.path).type
+    return location.info.type == fs.FileType.Directory
 
 
 def check_writable(folder: Location) -> None:

@@ -243,7 +243,7 @@ def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(folder, 
     prepare()
     [part] = Path(f"{folder}.out").glob("part-*")
     (part.parent / "part-000009-00000000.parquet").write_bytes(part.read_bytes())
-    (part.parent / "_pending-1.parquet").write_bytes(part.read_bytes())
+    (part.parent / ".1.tmp").write_bytes(part.read_bytes())
     (part.parent / ".part.0.tmp").write_bytes(b"half")
     (folder / "b.txt").write_text("3")
     assert prepare().num_read == 1
