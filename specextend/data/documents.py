@@ -189,9 +189,8 @@ def _good_rows(
         except UnreadableError as error:
             failures.append(Failure(file.path, line, error.reason, error.message))
             if len(failures) == number == _HOPELESS:
-                raise UnreadableError(
-                    error.reason, f"has no good row; one of them {error.message}"
-                ) from error
+                message = f"has no good row; one of them {error}"
+                raise UnreadableError(error.reason, message) from error
 
 
 class _Reader:
@@ -367,8 +366,7 @@ def prepare_documents(
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
     named = [failure for failure in read_errors(folder) if failure.reason != LEFT_OUT]
-    earlier = [failure for failure in named if failure.path in listed]
-    failed = {failure.path for failure in earlier}
+    failed = {failure.path for failure in named}
     new = [
         file
         for file in files
@@ -376,7 +374,7 @@ def prepare_documents(
     ]
     todo = new[: options.limit]
     paths = {file.path for file in todo}
-    failures += [failure for failure in earlier if failure.path not in paths]
+    failures += [failure for failure in named if failure.path in listed - paths]
     check_packages({file.kind for file in todo})
     gone = known.keys() - listed
     message = (
@@ -424,7 +422,7 @@ def prepare_rows(
             SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options
         )
     except UnreadableError as error:
-        raise InputError(f"{name} {error.message}") from error
+        raise InputError(f"{name} {error}") from error
     settle(folder, {name})
     num_documents, counts = _add(folder, [reading], failures, lambda done: None)
     return Prepared(num_documents, 1, 0, 0, 0, failures, counts)

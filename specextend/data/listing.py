@@ -6,8 +6,8 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -56,12 +56,6 @@ class Listing:
     def relative_paths(self) -> tuple[str, ...]:
         """Return the paths below the root."""
         return tuple(self.sizes)
-
-    def only(self, wanted: Collection[str]) -> Listing:
-        """Return the listing without the files that are not wanted."""
-        return replace(
-            self, sizes={name: size for name, size in self.sizes.items() if name in wanted}
-        )
 
 
 def list_input(path: str) -> Listing:
@@ -285,21 +279,20 @@ def _files_below(
     """List a folder's files, in path order."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
-        return sorted(
-            _local_files(folder.path, "", (real,), recursive, is_hidden),
-            key=lambda file: file.relative_path,
-        )
-    infos = folder.filesystem.get_file_info(
-        fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
-    )
-    paths = [
-        (info.path.removeprefix(folder.path.rstrip("/") + "/"), info)
-        for info in infos
-        if info.is_file
-    ]
-    shown = [(path, info) for path, info in paths if not any(map(is_hidden, path.split("/")))]
-    files = (FoundFile(path, info.size, info.mtime_ns or 0, path) for path, info in shown)
+        files = _local_files(folder.path, "", (real,), recursive, is_hidden)
+    else:
+        files = _remote_files(folder, recursive, is_hidden)
     return sorted(files, key=lambda file: file.relative_path)
+
+
+def _remote_files(
+    folder: Location, recursive: bool, is_hidden: Callable[[str], bool]
+) -> Iterator[FoundFile]:
+    selector = fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
+    for info in folder.filesystem.get_file_info(selector):
+        path = info.path.removeprefix(folder.path.rstrip("/") + "/")
+        if info.is_file and not any(map(is_hidden, path.split("/"))):
+            yield FoundFile(path, info.size, info.mtime_ns or 0, path)
 
 
 def _local_files(

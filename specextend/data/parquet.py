@@ -231,8 +231,8 @@ def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
         yield table
         return
     middle = len(table) // 2
-    for half in (table.slice(0, middle), table.slice(middle)):
-        yield from halved(half, most_bytes)
+    yield from halved(table.slice(0, middle), most_bytes)
+    yield from halved(table.slice(middle), most_bytes)
 
 
 def _plain_bytes(values: pa.ChunkedArray) -> int:
@@ -338,11 +338,9 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         other = pa.timestamp(other.unit, one.tz)
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     joint = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    found = _leaf_types(joint)
     for kind in (one, other):
-        own = _leaf_types(kind)
         for is_kept in (is_text, pa.types.is_decimal):
-            if sum(map(is_kept, own)) > sum(map(is_kept, found)):
+            if _num_leaves(kind, is_kept) > _num_leaves(joint, is_kept):
                 raise pa.ArrowTypeError(f"{kind} does not fit into {joint}")
     return joint
 
@@ -367,9 +365,8 @@ def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
     return change(kind)
 
 
-def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return [leaf for each in inner for leaf in _leaf_types(each)] or [kind]
+def _num_leaves(kind: pa.DataType, is_counted: Callable[[pa.DataType], bool]) -> int:
+    return sum(is_counted(leaf.type) for leaf in plain_leaves(pa.nulls(0, kind)))
 
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:

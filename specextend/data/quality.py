@@ -360,7 +360,6 @@ _SENTENCE_END = regex.compile(
     # and the end of a line before an empty one or an item of a list.
     r"|\R(?=[^\S\r\n]*+(?:\R|[-*\u2022#]|\d{1,3}[.)]\s))\s*+"
 )
-_OF_A_PASSAGE = ("begin", "end", "score", "passage")
 _STRETCH = regex.compile(r"\S(?:.{0,499}(?<=\S)(?=\s|\Z)|.{0,499}\p{M}*+)", regex.DOTALL)
 """At most 500 characters, up to the end of a word if one ends there; the marks of the last one
 belong to it.
@@ -390,19 +389,18 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
     found = list[Values]()
     for sentence, runs in runs_of.items():
         weights = {run: log(1 + (len(spans) + 0.5) / (counts[run] + 0.5)) for run in runs}
+        best: list[Any]
         best = [(*spans[number], score) for _, number, score in _best_passages(weights, held)]
-        found += [
-            {
-                "sentence": sentence,
-                "begin": first,
-                "end": last,
-                "score": score,
-                "passage": document[first:last],
-            }
-            for first, last, score in best
-        ]
-        if not best:
-            found.append({"sentence": sentence} | dict.fromkeys(_OF_A_PASSAGE))
+        for first, last, score in best or [(None, None, None)]:
+            found.append(
+                {
+                    "sentence": sentence,
+                    "begin": first,
+                    "end": last,
+                    "score": score,
+                    "passage": document[first:last] if best else None,
+                }
+            )
     return found
 
 

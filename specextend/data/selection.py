@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import fs
 
 from specextend.core import Checkpoint, ReadOnly, counted
 from specextend.data.database import Database, matches
@@ -33,7 +32,7 @@ from specextend.data.parquet import (
 )
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
-from specextend.data.storage import Location, in_order, resolve
+from specextend.data.storage import Location, in_order, list_folders, resolve
 
 Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
@@ -184,17 +183,13 @@ def _check_ids(source: Source, database: Database) -> Source:
         places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
         what = (
             f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in "
-            f"{places[0]}"
+            f"{places[0]}; give them ids"
         )
-        what += "; give them ids"
         if not counts["nulls"]:
-            where = (
-                f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in "
-                f"{' and '.join(places)}"
-            )
             what = (
-                f"ids must be unique over all files: {where}; make them different, or leave "
-                "out input.id_column"
+                f"ids must be unique over all files: {counts['bad']:,} repeated, the first is "
+                f"{first[0]['id']!r} in {' and '.join(places)}; make them different, or leave out "
+                "input.id_column"
             )
         raise InputError(
             f"{what}, or set input.on_bad_id to error, which makes error rows of such rows"
@@ -469,16 +464,10 @@ def find_folders(path: str) -> list[tuple[Location, bool]]:
         raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")
     found = [root]
     for each in pattern:
-        found = [child for folder in found for child in _folders_like(folder, each)]
+        found = [
+            folder.child(name)
+            for folder in found
+            for name in list_folders(folder)
+            if fnmatch.fnmatchcase(name, each)
+        ]
     return [(each, not pattern) for each in found]
-
-
-def _folders_like(folder: Location, pattern: str) -> list[Location]:
-    """Return the folders in a folder whose names match."""
-    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
-    names = sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
-    return [
-        folder.child(name)
-        for name in names
-        if fnmatch.fnmatchcase(name, pattern) and not name.startswith(".")
-    ]

@@ -300,7 +300,7 @@ class Source:
             places = [
                 self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)
             ]
-            return pa.chunked_array([pa.array(places, kind)])
+            return pa.chunked_array([places], kind)
         batches = self.batches(number, [column])
         try:
             ids = pa.chunked_array(
@@ -343,25 +343,17 @@ class Source:
         Before them, the columns that nobody reads before the end are read and dropped, so that
         nothing is decoded if they are damaged, or have a value for which their type has no room.
         """
-        beside = (
-            self.options.instruction_column,
-            self.options.reference_column,
-            *self.reader.template_columns,
-        )
-        unread = dict.fromkeys(
-            [*(field.name for field in self.passthrough_fields), *filter(None, beside)]
-        )
-        if unread:
-            for batch in self.batches(file.number, list(unread)):
-                self.passthrough(batch, file.number)
-        batches = self.chosen_batches(file.number, self._scanned_columns)
-        return list(batches) if file.is_small else batches
-
-    @property
-    def _scanned_columns(self) -> list[str]:
         options = self.options
+        unread = {
+            *(field.name for field in self.passthrough_fields),
+            *filter(None, (options.instruction_column, options.reference_column)),
+            *self.reader.template_columns,
+        }
+        for batch in self.batches(file.number, sorted(unread)) if unread else ():
+            self.passthrough(batch, file.number)
         wanted = (options.text_column, options.max_new_tokens_column, options.options_column)
-        return list(dict.fromkeys(filter(None, wanted)))
+        batches = self.chosen_batches(file.number, list(dict.fromkeys(filter(None, wanted))))
+        return list(batches) if file.is_small else batches
 
     def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
         """Collect what the plan needs of a row."""
@@ -415,11 +407,13 @@ class Source:
                 )
             return table
 
-        def damaged(error: Exception) -> OSError:
-            return OSError(str(unreadable(file.relative_path, error)))
-
         with self._reading(number):
-            return read_file(self.location(number), read, damaged, file.size)
+            return read_file(
+                self.location(number),
+                read,
+                lambda error: OSError(str(unreadable(file.relative_path, error))),
+                file.size,
+            )
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None or self._has_bad_id(key):
@@ -453,7 +447,8 @@ def open_source(
         except ValueError as error:
             raise InputError(f"output.path {output.path}: {error}; give another folder") from None
     if only is not None:
-        listing = listing.only(only)
+        sizes = {name: size for name, size in listing.sizes.items() if name in only}
+        listing = replace(listing, sizes=sizes)
     files, passthrough_fields = check_input(listing, reader, output)
     partitions = partition_types(listing.relative_paths)
     return Source(

@@ -79,7 +79,7 @@ class Start:
     def __init__(self, night, machine, run_id):
         self.night, self.machine, self.run_id = night, machine, run_id
         self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
-        self.output = night.output.behind(Gate(self.lock))
+        self.output = night.output.behind(Gate(self.lock).check)
         self.asleep_until, self.beat_at = 0.0, 0.0
         self.left: list[DocumentKey] | None = None
         """Keys still to do, once the folder is ours."""
