@@ -297,9 +297,10 @@ def _number(digits: str) -> int | float:
 
 def _read(given: str) -> Values:
     """Read a schema from its text, or from the file of that name. Raises ValueError."""
-    where = "output.schema" if given.startswith('{"') else f"output.schema {given}"
+    is_text = given.startswith('{"')
+    where = "output.schema" if is_text else f"output.schema {given}"
     try:
-        schema = json.loads(given if given.startswith('{"') else Path(given).read_bytes())
+        schema = json.loads(given if is_text else Path(given).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read as JSON: {one_line(error)}") from None
     if not _is_object(schema):

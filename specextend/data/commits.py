@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
+from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, write_table
 from specextend.data.run_folder import commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
-Ints = NDArray[np.int64]
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID = b"specextend.run_id"
 _FINGERPRINT = b"specextend.fingerprint"

@@ -584,9 +584,10 @@ def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Va
     used = (options.text_field, options.id_field, None if title is None else "title")
     if "\0" in own["text"]:
         raise UnreadableError("bad row", "has a NUL in its text, which is no character; remove it")
-    others = {name: value for name, value in values.items() if name not in used}
     return own | {
-        f"{name}_" if name.rstrip("_") in COLUMNS else name: value for name, value in others.items()
+        f"{name}_" if name.rstrip("_") in COLUMNS else name: value
+        for name, value in values.items()
+        if name not in used
     }
 
 

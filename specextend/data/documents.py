@@ -549,9 +549,9 @@ def _add(
     try:
         for done, reading in enumerate(readings, start=1):
             failures += reading.failures
-            rows += reading.rows
-            num_bytes += sum(len(row["text"]) for row in reading.rows)
             for row in reading.rows:
+                rows.append(row)
+                num_bytes += len(row["text"])
                 counts.update({name: row.get(name, 0) for name in COUNTS})
             # the failures first: rows without them would look complete
             if reading.pending is not None:

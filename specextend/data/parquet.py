@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specextend.core import Values, one_line
 from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
+Ints = NDArray[np.int64]
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
 _MAX_BATCH_ROWS = 256
@@ -144,18 +145,14 @@ def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[st
 
     Raises what reading raises.
     """
-    kinds = {field.name: field.type for field in parquet.schema_arrow}
-    found = {
-        name for name in columns if is_text(kinds[name]) and not pa.types.is_dictionary(kinds[name])
-    }
+    texts = (field for field in parquet.schema_arrow if is_text(field.type))
+    found = {field.name for field in texts if not pa.types.is_dictionary(field.type)} & {*columns}
     for number in range(parquet.metadata.num_row_groups):
         if next(_batches(parquet, number, list(columns), 1), None) is None:
             continue  # see `_stored_bytes`
         group = parquet.metadata.row_group(number)
-        chunks = [group.column(i) for i in leaves(parquet, sorted(found))]
-        found -= {
-            chunk.path_in_schema for chunk in chunks if not _COMPACT.issuperset(chunk.encodings)
-        }
+        chunks = map(group.column, leaves(parquet, sorted(found)))
+        found -= {each.path_in_schema for each in chunks if not _COMPACT.issuperset(each.encodings)}
     return tuple(sorted(found))
 
 
@@ -167,16 +164,13 @@ def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Seque
     if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
         return True
     with open_parquet(file, int96_unit="ns") as exact:
-        for table, other in zip(
-            stream(parquet, list(columns)), stream(exact, list(columns)), strict=True
-        ):
-            for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
-                is_exact = values.type == in_ns.type or (
-                    pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
-                )
-                if not is_exact:
-                    return False
-    return True
+        tables = (stream(each, list(columns)) for each in (parquet, exact))
+        return all(
+            values.type == in_ns.type
+            or pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
+            for both in zip(*tables, strict=True)
+            for values, in_ns in zip(*map(_leaves_of, both), strict=True)
+        )
 
 
 def _leaves_of(table: pa.Table) -> list[pa.Array]:

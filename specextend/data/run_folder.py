@@ -363,13 +363,13 @@ def parse_start(record: Values, name: str) -> Start:
     """
     job = record.get("job") or {}
     report = record.get("report") or {}
-    known = {
-        "gpus_per_worker": job.get("gpus_per_worker"),
-        "price_per_worker_hour": report.get("price_per_worker_hour"),
-    }
     workers = [
         worker | ({"name": f"{worker['host']}:{worker['pid']}"} if worker.get("pid") else {})
         for worker in record.get("workers") or ()
     ]
-    known["workers"] = workers if record.get("seen") else None
+    known = {
+        "gpus_per_worker": job.get("gpus_per_worker"),
+        "price_per_worker_hour": report.get("price_per_worker_hour"),
+        "workers": workers if record.get("seen") else None,
+    }
     return _START.validate_python({"run_id": name} | record | known)

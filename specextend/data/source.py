@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
@@ -36,6 +35,7 @@ from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
+    Ints,
     is_text,
     open_parquet,
     plain_rows,
@@ -54,7 +54,7 @@ _CACHED_GROUPS = 2
 class ChosenRows(NamedTuple):
     """The rows that a run is about, where those are not all rows of its input."""
 
-    rows: Sequence[NDArray[np.int64]]
+    rows: Sequence[Ints]
     """Of each file: row numbers in order."""
     sha256: str
     counts: Mapping[str, int]
@@ -94,8 +94,10 @@ class Source:
     """Type of each column in the files' paths."""
     selection: ChosenRows | None = None
     """The driver's: workers get the keys of single rows."""
-    bad_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """The driver's: by file, the rows in order whose id is null or that of an earlier row."""
+    bad_ids: Sequence[Ints] = ()
+    """The driver's: of each file, the rows in order whose id is null or that of an earlier row;
+    empty if there are none.
+    """
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
@@ -278,9 +280,7 @@ class Source:
             return self.batches(number, columns)
         return self.batches_of(number, columns, self.selection.rows[number])
 
-    def batches_of(
-        self, number: int, columns: list[str], rows: NDArray[np.int64]
-    ) -> Iterator[pa.Table]:
+    def batches_of(self, number: int, columns: list[str], rows: Ints) -> Iterator[pa.Table]:
         """Stream columns of some rows of a file, as `batches` does; a table may be without rows."""
         mask = np.zeros(self.files[number].num_rows, bool)
         mask[rows] = True
@@ -311,7 +311,7 @@ class Source:
             raise InputError(
                 f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it"
             ) from error
-        if number not in self.bad_ids:
+        if not self.bad_ids:
             return ids
         mask = np.zeros(len(ids), bool)
         mask[self.bad_ids[number]] = True
@@ -319,9 +319,9 @@ class Source:
         return pc.replace_with_mask(ids, mask, pa.array(places, kind))
 
     def _has_bad_id(self, key: DocumentKey) -> bool:
-        rows = self.bad_ids.get(key.file)
-        if rows is None:
+        if not self.bad_ids:
             return False
+        rows = self.bad_ids[key.file]
         place = int(rows.searchsorted(key.row))
         return place < len(rows) and bool(rows[place] == key.row)
 
