@@ -267,18 +267,12 @@ def whole_answer(text: str) -> str | None:
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Return values as a column; null for one that it cannot hold."""
-    wrong = (ValueError, TypeError, OverflowError)
     try:
         return pa.array(values, kind)
-    except wrong:
-        pass
-    held = []
-    for value in values:
-        try:
-            held.append(pa.array([value], kind))
-        except wrong:
-            held.append(pa.nulls(1, kind))
-    return pa.concat_arrays(held)
+    except (ValueError, TypeError, OverflowError):
+        if len(values) == 1:
+            return pa.nulls(1, kind)
+        return pa.concat_arrays([_column([value], kind) for value in values])
 
 
 def _parsed(text: str | None) -> Values | None:

@@ -120,7 +120,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
         try:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
-            kind = pa.string()
+            pass  # as text
     texts = [
         value if value is None or isinstance(value, str) else json.dumps(value, default=str)
         for value in values

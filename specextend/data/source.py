@@ -222,9 +222,7 @@ class Source:
         damaged = partial(unreadable, file.relative_path)
         read = partial(self._tables, number, columns)
         with self._reading(number):
-            yield from read_stream(
-                self.location(number), read, damaged, file.size, self._compact(number, columns)
-            )
+            yield from read_stream(self.location(number), read, damaged, file.size, file.compact)
 
     def _tables(
         self, number: int, columns: list[str], parquet: pq.ParquetFile
@@ -373,12 +371,6 @@ class Source:
             error_class = "BadId"
         return ScannedRow(key, text, limit, error_class)
 
-    def _compact(self, number: int, columns: list[str]) -> list[str]:
-        """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a
-        million times.
-        """
-        return [column for column in columns if column in self.files[number].compact]
-
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
         group_rows = self.files[key.file].group_rows
@@ -398,7 +390,7 @@ class Source:
         num_rows = file.group_rows[group]
 
         def read(opened: pa.NativeFile) -> pa.Table:
-            parquet = open_parquet(opened, self._compact(number, columns))
+            parquet = open_parquet(opened, file.compact)
             table = parquet.read_row_group(group, columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")

@@ -432,7 +432,7 @@ def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
         "open.csv": (b'id,text\n1,"open\n2,x\n', "bad table"),
         "closed.csv": (b'id,text\n1,"open\n2,"x"\n3,x\n', "bad table"),
         "escaped.csv": (b'id,text\n1,"a \\"b\\" c"\n', "bad table"),
-        "twice.csv": (b"text,text\nx,y\n", "bad table"),
+        "twice.csv": (b"text,text\n" + b"x,y\n" * 9000, "bad table"),
         "half.csv": (b"\xff\xfet\0e\0\n", "encoding"),
         "twice.jsonl:1": (b'{"text": "x", "text": "y"}', "bad row"),
         "nul.jsonl:1": (b'{"text": "a\\u0000b"}', "bad row"),
