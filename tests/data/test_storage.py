@@ -79,7 +79,7 @@ class Gate:
 
     num_open: int
 
-    def check(self):
+    def __call__(self):
         self.num_open -= 1
         if self.num_open < 0:
             raise PermissionError("the folder is somebody else's by now")
@@ -104,7 +104,7 @@ def test_nothing_changes_behind_a_gate_that_is_shut(folder, change, num_open):
     write_bytes(folder.child("a", "file"), b"old")
     gate = Gate(num_open if change != "delete" else 0)
     with pytest.raises(PermissionError):
-        CHANGES[change](folder.behind(gate.check).child("a", "file"))
+        CHANGES[change](folder.behind(gate).child("a", "file"))
     assert read_bytes(folder.child("a", "file")) == b"old"
     assert list_files(folder.child("a")) == ["file"]
     remove_temporary_files(folder.child("a"))
@@ -114,7 +114,7 @@ def test_nothing_changes_behind_a_gate_that_is_shut(folder, change, num_open):
 
 def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder):
     """Workers read; a gate holds threads and locks."""
-    sent = pickle.loads(pickle.dumps(folder.behind(Gate(0).check).child("a")))
+    sent = pickle.loads(pickle.dumps(folder.behind(Gate(0)).child("a")))
     assert sent == folder.child("a")
     assert sent.gate is None
 
