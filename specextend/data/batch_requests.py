@@ -140,7 +140,7 @@ def _text(content: Any) -> str:
     """Return a message's text, which may come in parts."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError("has a message that is no text; images and sounds are not served")
     return "".join(part["text"] for part in parts)

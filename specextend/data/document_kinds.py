@@ -480,7 +480,7 @@ def _named_encoding(data: bytes) -> str | None:
     head = data[:_HEAD].decode("latin-1")
     named = 'head meta[charset],head meta[http-equiv="content-type" i]'
     metas = LexborHTMLParser(head).css(named)
-    labels = [label for meta in metas for label in _META_ENCODING.findall(meta.html)]
+    labels = [label for meta in metas for label in _META_ENCODING.findall(meta.html or "")]
     labels += _XML_ENCODING.findall(head)
     found = next(filter(None, map(webencodings.lookup, labels)), None)
     return found and _CODECS.get(found.codec_info.name, found.codec_info.name)

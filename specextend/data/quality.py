@@ -121,11 +121,11 @@ def assess(
         "shortened": num_dropped_tokens > 0,
         "short_document": len(next(_overlapping_pieces(document), [])) < LEAST_WORDS,
     }
-    scores = (None, None, None) if reference is None else rouge(text, reference)
+    one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
     sources = None if sources_without is None else find_sources(text, document, sources_without)
     raised = [name for name, is_raised in flags.items() if is_raised]
-    return Quality(raised, copied, *scores, evidence, sources)
+    return Quality(raised, copied, one, two, longest, evidence, sources)
 
 
 def split_words(text: str) -> list[str]:
