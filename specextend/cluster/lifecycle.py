@@ -120,7 +120,7 @@ def run_job(
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
     lock = OutputLock(prepared.output, run_id)
     with held(lock, display.note, interrupt.check):
-        prepared = replace(prepared, output=prepared.output.behind(lock))
+        prepared = replace(prepared, output=prepared.output.behind(lock.check))
         record = StartRecord(
             prepared.output, run_id, config, prepared.models, took_over=lock.predecessor
         )

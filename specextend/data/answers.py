@@ -3,7 +3,7 @@ it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,8 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
     """
     whole = {} if schema is None else json.loads(schema)
     fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
-    others = {*whole} - {
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "$defs",
-        "definitions",
-        *_NOTES,
-    }
+    known = {"properties", "required", "additionalProperties", "$defs", "definitions", *_NOTES}
+    others = whole.keys() - known
     if others or not all(fields.values()) or {*whole.get("required", ())} != {*fields}:
         return ()
     choices = []
@@ -124,31 +117,30 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
 
 def _values(field: Any, whole: ReadOnly) -> list[Any]:
     """Return all values of a field, each once; none if they are not known."""
+    others = {*field} - _NOTES if isinstance(field, Mapping) else set()
     match field:
         case {"$ref": str(place)}:
-            keyword = "$ref"
             values = _values(_at(place, whole), whole)
         case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
             found = [_values(kind, whole) for kind in kinds]
-            keyword = "anyOf" if "anyOf" in field else "oneOf"
             values = [value for values in found for value in values] if all(found) else []
         case {"enum": list(values)}:
-            keyword = "enum"
+            pass
         case {"const": value}:
-            keyword = "const"
             values = [value]
-        case {"type": "boolean"}:
-            keyword = "type"
+        case {"type": "boolean"} if not others:
             values = [True, False]
-        case {"type": "null"}:
-            keyword = "type"
+        case {"type": "null"} if not others:
             values = [None]
         case _:
             return []
-    if {*field} - {keyword, *_NOTES} or any(
-        _kind(value) != field.get("type", _kind(value)) for value in values
-    ):
+    has_others = len(others) > 1  # than the one that names the values
+    if has_others or any(_kind(value) != field.get("type", _kind(value)) for value in values):
         return []
+    return _each_once(values)
+
+
+def _each_once(values: Iterable[Any]) -> list[Any]:
     return list({_text(value): value for value in values}.values())
 
 
@@ -204,10 +196,8 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
         given = [answer[name] for answer in answers if name in answer]
         values = [value for value in given if value not in (None, "", [], {})]
         if field.get("merge") == "union":
-            values = [[each for value in values for each in value if each not in (None, "")]]
-            values[0] = [
-                each for number, each in enumerate(values[0]) if each not in values[0][:number]
-            ]
+            items = (each for value in values for each in value if each not in (None, ""))
+            values = [_each_once(items)]
         elif field.get("merge") == "majority":
             values = sorted(values, key=lambda value: -values.count(value))
         if given:
@@ -224,16 +214,14 @@ def shortest_answer(schema: str) -> str:
 
 
 def _shortest(field: Any, whole: ReadOnly) -> Any:
-    answers = [_shortest_of_kind(kind, whole) for kind in _kinds(field, whole)]
+    answers = []
+    for kind in _kinds(field, whole):
+        answers += _values(kind, whole) or [_shortest_of_kind(kind, whole)]
     return min(answers, key=lambda answer: len(_text(answer)), default=0)
 
 
 def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
     match field:
-        case {"enum": [_, *_] as values}:
-            return min(values, key=lambda value: len(_text(value)))
-        case {"const": value}:
-            return value
         case {"type": "object"}:
             fields = _properties(field)
             return {
@@ -245,10 +233,6 @@ def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
             return [_shortest(field.get("items"), whole)] * min(field.get("minItems", 0), 1 << 8)
         case {"type": "string"}:
             return "a" * min(field.get("minLength", 0) // _LONG_TOKEN, 1 << 12)
-        case {"type": "boolean"}:
-            return True
-        case {"type": "null"}:
-            return None
         case _:
             return 0
 
@@ -283,18 +267,12 @@ def whole_answer(text: str) -> str | None:
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Return values as a column; null for one that it cannot hold."""
-    wrong = (ValueError, TypeError, OverflowError)
     try:
         return pa.array(values, kind)
-    except wrong:
-        pass
-    held = []
-    for value in values:
-        try:
-            held.append(pa.array([value], kind))
-        except wrong:
-            held.append(pa.nulls(1, kind))
-    return pa.concat_arrays(held)
+    except (ValueError, TypeError, OverflowError):
+        if len(values) == 1:
+            return pa.nulls(1, kind)
+        return pa.concat_arrays([_column([value], kind) for value in values])
 
 
 def _parsed(text: str | None) -> Values | None:
@@ -313,9 +291,10 @@ def _number(digits: str) -> int | float:
 
 def _read(given: str) -> Values:
     """Read a schema from its text, or from the file of that name. Raises ValueError."""
-    where = "output.schema" if given.startswith('{"') else f"output.schema {given}"
+    is_text = given.startswith('{"')
+    where = "output.schema" if is_text else f"output.schema {given}"
     try:
-        schema = json.loads(given if given.startswith('{"') else Path(given).read_bytes())
+        schema = json.loads(given if is_text else Path(given).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read as JSON: {one_line(error)}") from None
     if not _is_object(schema):

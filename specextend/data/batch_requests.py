@@ -7,7 +7,7 @@ same in all lines.
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,115 +55,94 @@ class BatchRequests:
             with self._path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
-                        yield self._document(f"{self._path.name}:{number}", number, line)
+                        yield self._read(number, line)
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from error
 
     @property
     def settings(self) -> str:
         """Return the arguments of `specextend run` for these requests, quoted for a shell."""
-        settings = _ALWAYS | {
-            name: value for name, value in (self._shared or {}).items() if value is not None
-        }
-        values = {
-            name: value if isinstance(value, str) else json.dumps(value)
+        settings = _ALWAYS | (self._shared or {})
+        return " ".join(
+            f"--set {shlex.quote(f'{name}={json.dumps(value)}')}"
             for name, value in settings.items()
-        }
-        values |= {
-            name: json.dumps(values[name])
-            for name in ("prompt.instruction", "prompt.system")
-            if name in values
-        }
-        return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values.items())
+            if value is not None
+        )
 
-    def _document(self, place: str, number: int, line: str) -> Values:
-        values = _parse(place, line)
+    def _read(self, number: int, line: str) -> Values:
+        try:
+            return self._document(number, line)
+        except (UnreadableError, ValueError) as error:
+            raise InputError(f"{self._path.name}:{number} {error}") from error
+
+    def _document(self, number: int, line: str) -> Values:
+        values = _parse(line)
         body = values["body"]
         custom_id = values["custom_id"]
-        if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
-            raise InputError(
-                f"{place}: body.{unknown[0]} is not served; remove it from the requests"
-            )
-        system, text = _messages(place, body.get("messages"))
+        if unknown := body.keys() - {*_OWN, *_SHARED}:
+            raise ValueError(f"has body.{min(unknown)}, which is not served; remove it")
+        system, text = _messages(body.get("messages"))
         stop = body.get("stop")
         shared = {f"decoding.{name}": body.get(name) for name in _SHARED}
         shared |= {
             "prompt.system": system,
             "decoding.stop": [stop] if isinstance(stop, str) else stop,
         }
-        self._check_shared(place, shared)
-        limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(
-                f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}"
-            )
-        # responses are told apart by it
-        if (first := self._lines.setdefault(custom_id, number)) != number:
-            raise InputError(
-                f"{place} has the custom_id {custom_id!r} of line {first}; make them different"
-            )
-        return {"id": custom_id, "text": text, "max_new_tokens": limit}
-
-    def _check_shared(self, place: str, shared: Values) -> None:
-        """Raise InputError if a request differs from the first in what a run has only once."""
         if self._shared is None:
             self._shared = shared
         for name, value in shared.items():
             if value != self._shared[name]:
-                raise InputError(
-                    f"{place}: {name} would be {value!r} here and is {self._shared[name]!r} in "
-                    "the first request; a "
-                    "run has one value, so put such requests into files of their own"
+                raise ValueError(
+                    f"differs in what a run has only once: {name} would be {value!r} here and is "
+                    f"{self._shared[name]!r} in the first request; put such requests into files "
+                    "of their own"
                 )
+        limit = body.get("max_completion_tokens", body.get("max_tokens"))
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ValueError(f"has body.max_tokens {limit!r}; make it a whole number from 1")
+        # responses are told apart by it
+        if (first := self._lines.setdefault(custom_id, number)) != number:
+            raise ValueError(
+                f"has the custom_id {custom_id!r} of line {first}; make them different"
+            )
+        return {"id": custom_id, "text": text, "max_new_tokens": limit}
 
 
-def _parse(place: str, line: str) -> Values:
-    try:
-        values = json_value(line)
-    except UnreadableError as error:
-        raise InputError(f"{place} {error.message}") from error
-    if (
-        not isinstance(values, dict)
-        or not isinstance(values.get("custom_id"), str)
-        or not values["custom_id"]
-    ):
-        raise InputError(f"{place} has no custom_id; every request needs one, a string")
+def _parse(line: str) -> Values:
+    values = json_value(line)
+    custom_id = values.get("custom_id") if isinstance(values, dict) else None
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("has no custom_id; every request needs one, a string")
     if (values.get("method"), values.get("url")) != ("POST", URL):
-        raise InputError(f"{place}: method and url must be POST and {URL}, which alone is served")
+        raise ValueError(f"is not served: method and url must be POST and {URL}")
     if not isinstance(values.get("body"), dict):
-        raise InputError(f"{place} has no body; it holds the messages")
-    return values
+        raise ValueError("has no body; it holds the messages")
+    return dict(values)
 
 
-def _messages(place: str, messages: Any) -> tuple[str | None, str]:
+def _messages(messages: Any) -> tuple[str | None, str]:
     """Return the system message, if there is one, and the user's."""
-    if not isinstance(messages, list) or not all(
-        isinstance(message, Mapping) for message in messages
-    ):
-        raise InputError(f"{place}: body.messages must be a list of messages")
-    roles = [
-        "system" if message.get("role") == "developer" else message.get("role")
-        for message in messages
-    ]
-    if roles not in (["user"], ["system", "user"]):
-        raise InputError(
-            f"{place}: body.messages must be one user message, behind at most one system message; "
-            "it has the roles "
-            f"{', '.join(map(str, roles)) or 'of none'}"
-        )
-    texts = [_text(place, message.get("content")) for message in messages]
-    return (texts[0] if len(texts) == 2 else None), texts[-1]
+    match messages:
+        case [{"role": "user", "content": content}]:
+            return None, _text(content)
+        case [
+            {"role": "system" | "developer", "content": system},
+            {"role": "user", "content": content},
+        ]:
+            return _text(system), _text(content)
+    raise ValueError(
+        "has other body.messages than one from the user, behind at most one from the system; "
+        "make it so"
+    )
 
 
-def _text(place: str, content: Any) -> str:
+def _text(content: Any) -> str:
     """Return a message's text, which may come in parts."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise InputError(
-            f"{place}: a message's content must be text; images and sounds are not served"
-        )
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("has a message that is no text; images and sounds are not served")
     return "".join(part["text"] for part in parts)
 
 

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import CHECKED, damaged_as, read_file, write_table
+from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, write_table
 from specextend.data.run_folder import commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
-Ints = NDArray[np.int64]
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID = b"specextend.run_id"
 _FINGERPRINT = b"specextend.fingerprint"
@@ -105,7 +104,12 @@ def read_commit(
         contents = pa.BufferReader(file.read_buffer()) if (num_bytes or 0) <= _WHOLE_BYTES else file
         with pq.ParquetFile(contents, pre_buffer=True, **CHECKED) as parquet:
             found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-            return found, parquet.read(list(columns)).select(wanted.names).cast(wanted)
+            table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
+        for column in {"file", "row"}.intersection(columns):
+            numbers = table[column].to_numpy()
+            if ((numbers < 0) | (numbers >= _MOST_ROWS)).any():
+                raise pa.ArrowInvalid("it names a row that no input has")
+        return found, table
 
     damaged = damaged_as(DamagedCommitError, location, "move it away to do its documents again")
     found, table = read_file(location, read, damaged, num_bytes)
@@ -196,10 +200,8 @@ def read_commits(output: Location, fingerprint: str = "", cut_below: int | None 
             for name in _WORK_COLUMNS:
                 setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
-        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
-        for key, row in zip(
-            keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True
-        ):
+        for row in table.select([*KEY_COLUMNS, "retryable", "attempts"]).to_pylist():
+            key = DocumentKey(row["file"], row["row"])
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
@@ -241,24 +243,21 @@ def read_results(
     if not fingerprint and (manifest := read_manifest(output)) is not None:
         fingerprint = manifest["fingerprint"]
     settled = settled or Settled()
-    failed = list[tuple[str, pa.Table]]()
-    names = list(reversed(sizes))
+    failed = list[pa.Table]()
 
     def read(name: str) -> pa.Table:
         return read_commit(output, name, columns, fingerprint, sizes[name])
 
-    tables = in_order(read, names, cost=sizes.__getitem__, most=MOST_BYTES)
-    for name, table in zip(names, tables, strict=True):
-        path = commits_folder(output).child(name).path
-        done, errors = settled.settle(table, path)
+    for table in in_order(read, reversed(sizes), cost=sizes.__getitem__, most=MOST_BYTES):
+        done, errors = settled.settle(table)
         if len(done):
             yield table.take(done)
         if len(errors):
             own = table.select([column for column in columns if column in _ERROR_COLUMNS])
-            failed.append((path, own.take(errors)))
+            failed.append(own.take(errors))
     while failed:
-        path, own = failed.pop()
-        own = own.filter(settled.is_failed(own, path))
+        own = failed.pop()
+        own = own.filter(settled.is_failed(own))
         if len(own):
             every = table.schema.with_metadata(own.schema.metadata)
             yield pa.concat_tables([every.empty_table(), own], promote_options="default")
@@ -273,28 +272,24 @@ class Settled:
         self._states: dict[int, NDArray[np.uint8]] = {}
         """Of the rows of each file, which may have room for more."""
 
-    def settle(self, table: pa.Table, path: str) -> tuple[Ints, Ints]:
+    def settle(self, table: pa.Table) -> tuple[Ints, Ints]:
         """Take in a commit; return which of its rows done and of its error rows count by now, of
         equal ones the last.
-
-        path: of the commit, for messages. Raises DamagedCommitError.
         """
         is_done = table["error_class"].is_null().to_numpy()
         counts = np.zeros(len(table), bool)
         for state, mask in ((DONE, is_done), (FAILED, ~is_done)):
-            for states, places, rows in self._files(table, path):
+            for states, places, rows in self._files(table):
                 is_better = mask[places] & (states[rows] < state)
                 _, last = np.unique(rows[is_better][::-1], return_index=True)
                 counts[places[is_better][::-1][last]] = True
                 states[rows[is_better]] = state
         return np.flatnonzero(counts & is_done), np.flatnonzero(counts & ~is_done)
 
-    def is_failed(self, table: pa.Table, path: str) -> NDArray[np.bool_]:
-        """Return which rows have failed and were not done, before or afterwards. path: as for
-        `settle`.
-        """
+    def is_failed(self, table: pa.Table) -> NDArray[np.bool_]:
+        """Return which rows have failed and were not done, before or afterwards."""
         failed = np.zeros(len(table), bool)
-        for states, places, rows in self._files(table, path):
+        for states, places, rows in self._files(table):
             failed[places] = states[rows] == FAILED
         return failed
 
@@ -311,7 +306,7 @@ class Settled:
         )
         return done, failed
 
-    def _files(self, table: pa.Table, path: str) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
+    def _files(self, table: pa.Table) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
         """Yield the states of each file that a commit names, the places of its rows in the commit,
         and the numbers.
         """
@@ -319,10 +314,6 @@ class Settled:
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)
             numbers = rows[places]
-            if file < 0 or numbers.min() < 0 or numbers.max() >= _MOST_ROWS:
-                raise DamagedCommitError(
-                    f"{path} is damaged (it names a row that no input has); move it away to go on"
-                )
             states = self._states.get(file, np.zeros(0, np.uint8))
             needed = int(numbers.max()) + 1
             if needed > len(states):

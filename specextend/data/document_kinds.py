@@ -142,6 +142,9 @@ class UnreadableError(Exception):
     message: str
     """What follows the name of the file."""
 
+    def __str__(self) -> str:
+        return self.message
+
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
@@ -188,9 +191,9 @@ class DocumentOptions:
 def kind_of(name: str) -> str | None:
     """Return the kind of a file by its name, or None if it is not read; it may be compressed."""
     path = PurePath(name.lower())
-    return KINDS.get(
-        PurePath(path.stem).suffix if path.suffix in (".gz", ".bz2", ".zst") else path.suffix
-    )
+    if path.suffix in (".gz", ".bz2", ".zst"):
+        path = PurePath(path.stem)
+    return KINDS.get(path.suffix)
 
 
 def check_packages(kinds: Iterable[str]) -> None:
@@ -254,8 +257,8 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int
         num_unmapped += unmapped
         has_fields |= is_filled
         pages.append(text if options.keep_lines else join_lines(text))
-    is_xfa = form in (pypdfium2.raw.FORMTYPE_XFA_FULL, pypdfium2.raw.FORMTYPE_XFA_FOREGROUND)
-    if is_xfa and (form == pypdfium2.raw.FORMTYPE_XFA_FULL or not has_fields):
+    is_static = form == pypdfium2.raw.FORMTYPE_XFA_FOREGROUND
+    if form == pypdfium2.raw.FORMTYPE_XFA_FULL or (is_static and not has_fields):
         raise UnreadableError(
             "only a cover",
             "is an XFA form, which Adobe's programs alone show; print it as a new PDF",
@@ -331,11 +334,10 @@ def join_lines(text: str) -> str:
     joined: list[str] = []
     previous = ""
     for line in lines:
-        is_divided = previous.endswith("-") and bool(line)
-        if not is_divided and (not line or len(previous) < full or _ITEM.match(line)):
-            joined.append(line)
-        elif is_divided:
+        if line and previous.endswith("-"):
             joined[-1] = (joined[-1][:-1] if line[0].islower() else joined[-1]) + line
+        elif not line or len(previous) < full or _ITEM.match(line):
+            joined.append(line)
         else:
             joined[-1] += f" {line}"
         previous = line
@@ -366,7 +368,8 @@ def _plain_word(part: bytes) -> bytes:
     for node in [*root.iter()]:
         match _local(node):
             case "AlternateContent":
-                node[:] = next((each for each in node if any(_texts(each))), ())
+                texts = (each for each in node if each.findtext(".//{*}t"))
+                node[:] = next(texts, ())
                 node.tag = f"{space}smartTag"
             case "drawing" | "pict":
                 node[:] = [*_boxes(node)]
@@ -398,10 +401,6 @@ def _plain_word(part: bytes) -> bytes:
 
 def _local(node: ElementTree.Element) -> str:
     return node.tag.rpartition("}")[2]
-
-
-def _texts(node: ElementTree.Element) -> Iterator[str]:
-    return (each.text or "" for each in node.iter() if _local(each) == "t")
 
 
 def _is_hidden(node: ElementTree.Element) -> bool:
@@ -479,13 +478,9 @@ def _named_encoding(data: bytes) -> str | None:
     from selectolax.lexbor import LexborHTMLParser
 
     head = data[:_HEAD].decode("latin-1")
-    labels = [
-        meta.attributes.get("charset")
-        or "".join(_META_ENCODING.findall(meta.attributes.get("content") or ""))
-        for meta in LexborHTMLParser(head).css(
-            'head meta[charset],head meta[http-equiv="content-type" i]'
-        )
-    ]
+    named = 'head meta[charset],head meta[http-equiv="content-type" i]'
+    metas = LexborHTMLParser(head).css(named)
+    labels = [label for meta in metas for label in _META_ENCODING.findall(meta.html or "")]
     labels += _XML_ENCODING.findall(head)
     found = next(filter(None, map(webencodings.lookup, labels)), None)
     return found and _CODECS.get(found.codec_info.name, found.codec_info.name)
@@ -566,15 +561,12 @@ def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Va
     """
     if isinstance(values, UnreadableError):
         raise values
-    if not isinstance(values, Mapping) or not isinstance(values.get(options.text_field), str):
-        has = (
-            f"; it has {', '.join(map(repr, [*values][:10]))}"
-            if isinstance(values, Mapping)
-            else ""
-        )
+    if not isinstance(values, Mapping):
+        raise UnreadableError("bad row", "is no object with fields")
+    if not isinstance(values.get(options.text_field), str):
         message = (
-            f"has no string {options.text_field!r}{has}; --text-field names the one that "
-            "holds the text"
+            f"has no string {options.text_field!r}; it has {', '.join(map(repr, [*values][:10]))}; "
+            "--text-field names the one that holds the text"
         )
         raise UnreadableError("bad row", message)
     doc_id = place if options.id_field is None else values.get(options.id_field)
@@ -592,9 +584,10 @@ def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Va
     used = (options.text_field, options.id_field, None if title is None else "title")
     if "\0" in own["text"]:
         raise UnreadableError("bad row", "has a NUL in its text, which is no character; remove it")
-    others = {name: value for name, value in values.items() if name not in used}
     return own | {
-        f"{name}_" if name.rstrip("_") in COLUMNS else name: value for name, value in others.items()
+        f"{name}_" if name.rstrip("_") in COLUMNS else name: value
+        for name, value in values.items()
+        if name not in used
     }
 
 
@@ -652,14 +645,12 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
     skipped = 0
     first = ""
     for skipped, first in enumerate(lines):  # noqa: B007
-        named = _SEPARATOR.fullmatch(first)
-        if named:
+        if named := _SEPARATOR.fullmatch(first):
             separator = named[1]
         elif first.strip():
             break
-    unquoted = re.sub('"[^"]*"', "", first)
-    delimiter = separator or max(",;\t|", key=unquoted.count)
-    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    separator = separator or max(",;\t|", key=re.sub('"[^"]*"', "", first).count)
+    reader = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     header: list[str] = []
     number = skipped
     try:
@@ -667,7 +658,10 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
             number = reader.line_num + skipped
             if not header:
                 header = cells
-                _check_header(Counter(header))
+                [(name, count)] = Counter(header).most_common(1)
+                if count > 1:
+                    message = f"has {count} columns of the name {name!r}; rename all but one"
+                    raise UnreadableError("bad table", message)
             elif any(map(_HALF_CHARACTER.search, cells)):
                 yield number, UnreadableError("encoding", _NOT_UTF8)
             elif any(map(_SPACED.fullmatch, cells)):
@@ -689,15 +683,6 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
         raise UnreadableError(
             "bad table", f"{message} ({error}); repair it, or write the table as JSON Lines"
         ) from error
-
-
-def _check_header(names: Counter[str]) -> None:
-    """Raise UnreadableError if two columns would be one."""
-    name, count = names.most_common(1)[0]
-    if count > 1:
-        raise UnreadableError(
-            "bad table", f"has {count} columns of the name {name!r}; rename all but one"
-        )
 
 
 def _lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from specextend.core import Values
 from specextend.data.database import Database
 from specextend.data.inputs import InputError
-from specextend.data.parquet import CHECKED, SEALED
+from specextend.data.parquet import CHECKED, SEALED, open_parquet
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COUNTS = ("pages_without_text", "unmapped_characters")
@@ -53,8 +53,10 @@ _REPEATED = """
 """Rows whose id another has, which is the first in order of the files."""
 _KEPT = "SELECT part, row FROM rows ANTI JOIN repeated USING (part, row)"
 _STRANGERS = """
+    SELECT source_path AS path, source_row AS row, 'repeated id' AS reason,
+    'has the id "' || id || '" of ' || owner || coalesce(', line ' || owner_row, '') AS message
     FROM repeated WHERE source_path != owner OR source_row IS DISTINCT FROM owner_row
-    ORDER BY source_path, source_row, part, row
+    ORDER BY source_path, source_row, part, repeated.row
 """
 """Those of them that are not the same row once more."""
 _GROUP_ROWS = 1024
@@ -118,7 +120,7 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
         try:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
-            kind = pa.string()
+            pass  # as text
     texts = [
         value if value is None or isinstance(value, str) else json.dumps(value, default=str)
         for value in values
@@ -170,7 +172,7 @@ def list_parts(folder: Location) -> dict[str, int]:
     """
     sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
     for name in sizes:
-        if not (name.startswith("part-") and name.endswith(".parquet")):
+        if not _PART.fullmatch(name):
             raise InputError(
                 f"{folder.path} holds {name}, which is no part of a data set; name a folder of "
                 "its own"
@@ -207,7 +209,7 @@ def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
 
 def _read(part: Location, names: list[str]) -> pa.Table:
     try:
-        with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
+        with open_parquet(part) as parquet:
             return parquet.read(names).select(names)
     except (OSError, pa.ArrowException, KeyError) as error:
         raise InputError(
@@ -230,7 +232,7 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
     database = _with_rows(parts, without)
     number_of_part, row = database.arrays(_KEPT)
     numbers = [row[number_of_part == i] for i in range(len(parts))]
-    footers = [pq.read_metadata(part.path, filesystem=part.filesystem) for part in parts]
+    footers = [open_parquet(part).metadata for part in parts]
     schema = _joint_schema(footers)
     stale = {
         i
@@ -245,7 +247,7 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
             _write(tables, schema, new_part(folder))
         for i in group:
             delete(parts[i])
-    return len(row), [_as_failure(each) for each in database.select(_STRANGERS)]
+    return len(row), [Failure(**each) for each in database.select(_STRANGERS)]
 
 
 def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
@@ -264,20 +266,10 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
     return database
 
 
-def _as_failure(row: Values) -> Failure:
-    line = "" if row["owner_row"] is None else f", line {row['owner_row']}"
-    return Failure(
-        row["source_path"],
-        row["source_row"],
-        "repeated id",
-        f"has the id {row['id']!r} of {row['owner']}{line}",
-    )
-
-
 def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
     """Yield the row groups of a part with the rows of these numbers."""
     begin = 0
-    with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
+    with open_parquet(part) as parquet:
         for group in range(parquet.num_row_groups):
             table = parquet.read_row_group(group)
             is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)

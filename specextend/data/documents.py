@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -25,7 +25,6 @@ from queue import LifoQueue
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyarrow import fs
 
 from specextend.core import Values, counted, one_line
 from specextend.data.document_kinds import (
@@ -43,8 +42,6 @@ from specextend.data.inputs import InputError
 from specextend.data.listing import FoundFile, each_once, find
 from specextend.data.storage import (
     Location,
-    delete,
-    file_sizes,
     is_away,
     is_readable,
     is_uri,
@@ -56,8 +53,6 @@ from specextend.data.storage import (
 
 # Readers
 
-PENDING = "_pending-"
-"""Begins the name of a part that is whole, but whose failures are not written yet."""
 _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is
 done.
@@ -85,6 +80,7 @@ class Reading(NamedTuple):
 
     rows: tuple[Values, ...] = ()
     pending: str | None = None
+    """Temporary name of a part that is whole, but whose failures are not written yet."""
     failures: tuple[Failure, ...] = ()
 
 
@@ -116,7 +112,7 @@ def _read_file(
         return _failed(
             file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}"
         )
-    row["title"] = row["title"] or PurePath(file.location.name).stem
+    row["title"] = row["title"] or PurePath(file.path).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
 
 
@@ -153,6 +149,7 @@ def _whole(
     try:
         yield from lines
     except UnreadableError:
+        stream.readall()
         stream.check(file)
         raise
     stream.check(file)
@@ -173,7 +170,7 @@ def read_table(
     thousand are bad.
     """
     failures: list[Failure] = []
-    pending = f"{PENDING}{secrets.token_hex(8)}.parquet"
+    pending = f".{secrets.token_hex(8)}.tmp"
     num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
     if not num_rows and not failures:
         raise UnreadableError("no text", "has no rows")
@@ -192,9 +189,8 @@ def _good_rows(
         except UnreadableError as error:
             failures.append(Failure(file.path, line, error.reason, error.message))
             if len(failures) == number == _HOPELESS:
-                raise UnreadableError(
-                    error.reason, f"has no good row; one of them {error.message}"
-                ) from error
+                message = f"has no good row; one of them {error}"
+                raise UnreadableError(error.reason, message) from error
 
 
 class _Reader:
@@ -323,7 +319,7 @@ class Prepared:
     """Files that are left to the next call."""
     failures: list[Failure]
     """In order of the files; those that are only said are the last."""
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int]
     """What the text of the PDFs lacks that this call read, by its column."""
 
     @property
@@ -370,8 +366,7 @@ def prepare_documents(
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
     named = [failure for failure in read_errors(folder) if failure.reason != LEFT_OUT]
-    earlier = [failure for failure in named if failure.path in listed]
-    failed = {failure.path for failure in earlier}
+    failed = {failure.path for failure in named}
     new = [
         file
         for file in files
@@ -379,7 +374,7 @@ def prepare_documents(
     ]
     todo = new[: options.limit]
     paths = {file.path for file in todo}
-    failures += [failure for failure in earlier if failure.path not in paths]
+    failures += [failure for failure in named if failure.path in listed - paths]
     check_packages({file.kind for file in todo})
     gone = known.keys() - listed
     message = (
@@ -427,10 +422,10 @@ def prepare_rows(
             SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options
         )
     except UnreadableError as error:
-        raise InputError(f"{name} {error.message}") from error
+        raise InputError(f"{name} {error}") from error
     settle(folder, {name})
-    num_documents, _ = _add(folder, [reading], failures, lambda done: None)
-    return Prepared(num_documents, 1, 0, 0, 0, failures)
+    num_documents, counts = _add(folder, [reading], failures, lambda done: None)
+    return Prepared(num_documents, 1, 0, 0, 0, failures, counts)
 
 
 def _open(output: str) -> Location:
@@ -438,12 +433,9 @@ def _open(output: str) -> Location:
     it is a file.
     """
     folder = resolve(output)
-    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+    if folder.info.is_file:
         raise InputError(f"{output} is a file; name a folder for the data set")
     remove_temporary_files(folder)
-    for name in file_sizes(folder):
-        if name.startswith(PENDING):
-            delete(folder.child(name))
     return folder
 
 
@@ -557,9 +549,9 @@ def _add(
     try:
         for done, reading in enumerate(readings, start=1):
             failures += reading.failures
-            rows += reading.rows
-            num_bytes += sum(len(row["text"]) for row in reading.rows)
             for row in reading.rows:
+                rows.append(row)
+                num_bytes += len(row["text"])
                 counts.update({name: row.get(name, 0) for name in COUNTS})
             # the failures first: rows without them would look complete
             if reading.pending is not None:

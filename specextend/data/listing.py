@@ -6,9 +6,9 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product, takewhile
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ _ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-
 _DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
 """In messages of stores that do not let everybody see all."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
+Hides = Callable[[str], bool]
+"""Returns True for a name that is not found in a folder."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,6 @@ class Listing:
     def relative_paths(self) -> tuple[str, ...]:
         """Return the paths below the root."""
         return tuple(self.sizes)
-
-    def only(self, wanted: Collection[str]) -> Listing:
-        """Return the listing without the files that are not wanted."""
-        return replace(
-            self, sizes={name: size for name, size in self.sizes.items() if name in wanted}
-        )
 
 
 def list_input(path: str) -> Listing:
@@ -125,10 +121,9 @@ def describe_skipped(skipped: Mapping[str, int]) -> str:
 
 def _ending(name: str) -> str:
     """Return a file's extension together with that of its compression: `.jsonl.gz`."""
-    stem, ending = os.path.splitext(name.rsplit("/", 1)[-1])
-    if ending.lower() in _COMPRESSED:
-        ending = os.path.splitext(stem)[1] + ending
-    return ending or "without an extension"
+    path = PurePosixPath(name)
+    is_compressed = path.suffix.lower() in _COMPRESSED
+    return "".join(path.suffixes[-1 - is_compressed :]) or "without an extension"
 
 
 class FoundFile(NamedTuple):
@@ -142,7 +137,7 @@ class FoundFile(NamedTuple):
 
 
 def find(
-    location: Location, is_hidden: Callable[[str], bool]
+    location: Location, is_hidden: Hides
 ) -> tuple[Location, tuple[str, ...], list[FoundFile], dict[str, str]] | None:
     """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
 
@@ -150,8 +145,8 @@ def find(
     searched, the components of the location below it, the files in path order, and the folders of
     tables below it with their kinds.
     """
-    info = location.filesystem.get_file_info(location.path)
-    if info.type == fs.FileType.File:
+    info = location.info
+    if info.is_file:
         name = location.name
         real = os.path.realpath(location.path) if location.is_local else name
         return (
@@ -212,8 +207,8 @@ def split_glob(location: Location) -> tuple[Location, tuple[str, ...]]:
     none without one.
     """
     parts = location.path.split("/")
-    first = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
-    return Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
+    above = [*takewhile(lambda part: not set(part) & set("*?["), parts)]
+    return Location(location.filesystem, "/".join(above) or "/"), tuple(parts[len(above) :])
 
 
 def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
@@ -250,7 +245,7 @@ def check_apart(listing: Listing, output: str) -> Location:
         folder = resolve(output)
     except ValueError as error:
         raise InputError(f"output.path: {error}") from error
-    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+    if folder.info.is_file:
         raise InputError(f"output.path {output} is a file; give a folder")
     if not folder.filesystem.equals(listing.root.filesystem):
         return folder
@@ -279,27 +274,22 @@ def _real_parts(location: Location) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-def _files_below(
-    folder: Location, is_hidden: Callable[[str], bool], *, recursive: bool = True
-) -> list[FoundFile]:
+def _files_below(folder: Location, is_hidden: Hides, *, recursive: bool = True) -> list[FoundFile]:
     """List a folder's files, in path order."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
-        return sorted(
-            _local_files(folder.path, "", (real,), recursive, is_hidden),
-            key=lambda file: file.relative_path,
-        )
-    infos = folder.filesystem.get_file_info(
-        fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
-    )
-    paths = [
-        (info.path.removeprefix(folder.path.rstrip("/") + "/"), info)
-        for info in infos
-        if info.is_file
-    ]
-    shown = [(path, info) for path, info in paths if not any(map(is_hidden, path.split("/")))]
-    files = (FoundFile(path, info.size, info.mtime_ns or 0, path) for path, info in shown)
+        files = _local_files(folder.path, "", (real,), recursive, is_hidden)
+    else:
+        files = _remote_files(folder, recursive, is_hidden)
     return sorted(files, key=lambda file: file.relative_path)
+
+
+def _remote_files(folder: Location, recursive: bool, is_hidden: Hides) -> Iterator[FoundFile]:
+    selector = fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
+    for info in folder.filesystem.get_file_info(selector):
+        path = info.path.removeprefix(folder.path.rstrip("/") + "/")
+        if info.is_file and not any(map(is_hidden, path.split("/"))):
+            yield FoundFile(path, info.size, info.mtime_ns or 0, path)
 
 
 def _local_files(
@@ -307,7 +297,7 @@ def _local_files(
     prefix: str,
     real: tuple[str, ...],
     recursive: bool,
-    is_hidden: Callable[[str], bool],
+    is_hidden: Hides,
 ) -> Iterator[FoundFile]:
     """Yield a local folder's files. real: its real path behind those of the folders above, into
     which no link leads.

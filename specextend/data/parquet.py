@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specextend.core import Values, one_line
 from specextend.data.storage import Location, Value, is_away, out_of_reach, read_again, write_bytes
 
+Ints = NDArray[np.int64]
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
 _MAX_BATCH_ROWS = 256
@@ -144,18 +145,14 @@ def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[st
 
     Raises what reading raises.
     """
-    kinds = {field.name: field.type for field in parquet.schema_arrow}
-    found = {
-        name for name in columns if is_text(kinds[name]) and not pa.types.is_dictionary(kinds[name])
-    }
+    texts = (field for field in parquet.schema_arrow if is_text(field.type))
+    found = {field.name for field in texts if not pa.types.is_dictionary(field.type)} & {*columns}
     for number in range(parquet.metadata.num_row_groups):
         if next(_batches(parquet, number, list(columns), 1), None) is None:
             continue  # see `_stored_bytes`
         group = parquet.metadata.row_group(number)
-        chunks = [group.column(i) for i in leaves(parquet, sorted(found))]
-        found -= {
-            chunk.path_in_schema for chunk in chunks if not _COMPACT.issuperset(chunk.encodings)
-        }
+        chunks = map(group.column, leaves(parquet, sorted(found)))
+        found -= {each.path_in_schema for each in chunks if not _COMPACT.issuperset(each.encodings)}
     return tuple(sorted(found))
 
 
@@ -167,16 +164,13 @@ def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Seque
     if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
         return True
     with open_parquet(file, int96_unit="ns") as exact:
-        for table, other in zip(
-            stream(parquet, list(columns)), stream(exact, list(columns)), strict=True
-        ):
-            for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
-                is_exact = values.type == in_ns.type or (
-                    pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
-                )
-                if not is_exact:
-                    return False
-    return True
+        tables = (stream(each, list(columns)) for each in (parquet, exact))
+        return all(
+            values.type == in_ns.type
+            or pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
+            for both in zip(*tables, strict=True)
+            for values, in_ns in zip(*map(_leaves_of, both), strict=True)
+        )
 
 
 def _leaves_of(table: pa.Table) -> list[pa.Array]:
@@ -256,15 +250,11 @@ def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
 
     The footer contains them. Raises what reading raises.
     """
-    offsets = 8 * len(columns)
-    numbers = range(parquet.metadata.num_row_groups)
-    return max(
-        (
-            _stored_bytes(parquet, n, columns) + offsets * parquet.metadata.row_group(n).num_rows
-            for n in numbers
-        ),
-        default=0,
-    )
+    most = 0
+    for number in range(parquet.metadata.num_row_groups):
+        offsets = 8 * len(columns) * parquet.metadata.row_group(number).num_rows
+        most = max(most, _stored_bytes(parquet, number, columns) + offsets)
+    return most
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
@@ -290,9 +280,8 @@ def is_text(kind: pa.DataType) -> bool:
 
     JSON is text; bytes are not, even if they can be read as such: they may be of any encoding.
     """
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    strings = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
+    kind = _written_out(kind)
+    strings = (pa.string(), pa.large_string(), pa.null())
     return kind in strings or isinstance(kind, pa.JsonType)
 
 
@@ -324,13 +313,8 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Return True if a column of this type holds bytes."""
-    if pa.types.is_dictionary(kind):
-        return is_bytes(kind.value_type)
-    return kind in (
-        pa.binary(),
-        pa.large_binary(),
-        pa.binary_view(),
-    ) or pa.types.is_fixed_size_binary(kind)
+    kind = _written_out(kind)
+    return kind in (pa.binary(), pa.large_binary()) or pa.types.is_fixed_size_binary(kind)
 
 
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
@@ -348,11 +332,9 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         other = pa.timestamp(other.unit, one.tz)
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     joint = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    found = _leaf_types(joint)
     for kind in (one, other):
-        own = _leaf_types(kind)
         for is_kept in (is_text, pa.types.is_decimal):
-            if sum(map(is_kept, own)) > sum(map(is_kept, found)):
+            if _num_leaves(kind, is_kept) > _num_leaves(joint, is_kept):
                 raise pa.ArrowTypeError(f"{kind} does not fit into {joint}")
     return joint
 
@@ -377,9 +359,8 @@ def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
     return change(kind)
 
 
-def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return [leaf for each in inner for leaf in _leaf_types(each)] or [kind]
+def _num_leaves(kind: pa.DataType, is_counted: Callable[[pa.DataType], bool]) -> int:
+    return sum(is_counted(leaf.type) for leaf in plain_leaves(pa.nulls(0, kind)))
 
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:

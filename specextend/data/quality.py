@@ -8,9 +8,9 @@ a word.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import nlargest
 from importlib.util import find_spec
+from itertools import islice
 from math import log
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -49,7 +49,9 @@ _SCRIPTS = (
 )  # fmt: skip
 _EAST_ASIAN = r"(?P<EastAsian>[\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}])"  # Japanese mixes them
 _SCRIPT = regex.compile(
-    "|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)])
+    r"(?=\p{L})(?:"
+    + "|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)])
+    + ")"
 )
 _LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined
 _LEAST_LETTERS = 60  # with fewer of them no language is determined
@@ -122,23 +124,14 @@ def assess(
     one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
     sources = None if sources_without is None else find_sources(text, document, sources_without)
-    return Quality(
-        [name for name, raised in flags.items() if raised],
-        copied,
-        one,
-        two,
-        longest,
-        evidence,
-        sources,
-    )
+    raised = [name for name, is_raised in flags.items() if is_raised]
+    return Quality(raised, copied, one, two, longest, evidence, sources)
 
 
 def split_words(text: str) -> list[str]:
     """Return the words of a text in order."""
     text = text.lower().replace("_", " ")
-    if _UNSPACED.search(text):
-        text = _UNSPACED.sub(r" \g<0> ", text)
-    return _WORD.findall(text)
+    return _WORD.findall(_UNSPACED.sub(r" \g<0> ", text))
 
 
 def repeated_fraction(words: Sequence[str]) -> float:
@@ -185,18 +178,12 @@ def dominant_script(text: str) -> str | None:
     letter.
     """
     sample = text[:: len(text) // _SAMPLED_CHARACTERS + 1]
-    counts = Counter[str]()
+    counts = Counter[str | None]()
     for character, count in Counter(sample).items():
-        if character.isalpha() and (script := _script_of(character)):
-            counts[script] += count
-    [(script, count)] = counts.most_common(1) or [("", 0)]
+        if found := _SCRIPT.match(character):
+            counts[found.lastgroup] += count
+    [(script, count)] = counts.most_common(1) or [(None, 0)]
     return script if 2 * count > counts.total() else None
-
-
-@lru_cache(maxsize=1 << 16)
-def _script_of(character: str) -> str | None:
-    match = _SCRIPT.match(character)
-    return match.lastgroup if match else None
 
 
 def check_library(options: QualityOptions) -> None:
@@ -236,24 +223,20 @@ def rouge(summary: str, reference: str) -> tuple[float, float, float]:
     """
     words, others = (split_words(text[:MOST_ROUGE_CHARACTERS]) for text in (summary, reference))
     one, two = (_shared(words, others, length) for length in (1, 2))
-    longest = LCSseq.similarity(words, others)
-    return (
-        _f_measure(one, words, others, 1),
-        _f_measure(two, words, others, 2),
-        _f_measure(longest, words, others, 1),
-    )
+    return one, two, _f_measure(LCSseq.similarity(words, others), len(words) + len(others))
 
 
-def _shared(words: Sequence[str], others: Sequence[str], length: int) -> int:
-    """Count the runs of words that both texts have, as often as the one that has them less
-    often.
+def _shared(words: Sequence[str], others: Sequence[str], length: int) -> float:
+    """Return the F-measure of the runs of words that both texts have, each counted as often as in
+    the one that has it less often.
     """
-    return (Counter(_runs(words, length)) & Counter(_runs(others, length))).total()
+    runs = Counter(_runs(words, length))
+    of_others = Counter(_runs(others, length))
+    return _f_measure((runs & of_others).total(), runs.total() + of_others.total())
 
 
-def _f_measure(num_shared: int, words: Sequence[str], others: Sequence[str], length: int) -> float:
-    """Return the harmonic mean of precision and recall among runs of `length` words."""
-    num_runs = max(0, len(words) - length + 1) + max(0, len(others) - length + 1)
+def _f_measure(num_shared: int, num_runs: int) -> float:
+    """Return the harmonic mean of precision and recall. num_runs: of both texts together."""
     return 2 * num_shared / num_runs if num_runs else 0.0
 
 
@@ -295,24 +278,18 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Val
 
 
 def _passage(value: str, document: str) -> tuple[int, int, float] | None:
-    begin = document.find(value)
-    for _ in range(_MOST_PLACES):
-        if begin < 0:
-            break
-        if not any(_is_in_a_word(document, place) for place in (begin, begin + len(value))):
-            return begin, begin + len(value), 100.0
-        begin = document.find(value, begin + 1)
+    found = regex.finditer(regex.escape(value), document, overlapped=True)
+    for begin, end in (each.span() for each in islice(found, _MOST_PLACES)):
+        if not _is_in_a_word(document, begin) and not _is_in_a_word(document, end):
+            return begin, end, 100.0
     # the first would be looked for in the value
     if len(value) > len(document) or len(value) < LEAST_LENGTH:
         return None
     match = partial_ratio_alignment(value, document, score_cutoff=LEAST_SCORE)
     if match is None:
         return None
-    begin = match.dest_start
-    end = match.dest_end
-    return *(
-        (begin, end) if match.score == 100 else _whole_words(document, begin, end)
-    ), match.score
+    place = (match.dest_start, match.dest_end)
+    return *(place if match.score == 100 else _whole_words(document, *place)), match.score
 
 
 def _is_in_a_word(text: str, place: int) -> bool:
@@ -412,17 +389,16 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
     found = list[Values]()
     for sentence, runs in runs_of.items():
         weights = {run: log(1 + (len(spans) + 0.5) / (counts[run] + 0.5)) for run in runs}
-        best: list[tuple[int | None, int | None, float | None]]
-        best = [(*spans[number], score) for number, score in _best_passages(weights, held)]
+        best: list[Any]
+        best = [(*spans[number], score) for _, number, score in _best_passages(weights, held)]
         for first, last, score in best or [(None, None, None)]:
-            passage = document[first:last] if best else None
             found.append(
                 {
                     "sentence": sentence,
                     "begin": first,
                     "end": last,
                     "score": score,
-                    "passage": passage,
+                    "passage": document[first:last] if best else None,
                 }
             )
     return found
@@ -430,8 +406,8 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
 
 def _best_passages(
     weights: Mapping[str, float], held: Sequence[tuple[int, set[str]]]
-) -> list[tuple[int, float]]:
-    """Return number and score of the best passages by BM25, the first of equals.
+) -> list[tuple[float, int, float]]:
+    """Return likeness, number and score of the best passages by BM25, the first of equals.
 
     held: the number of runs of each passage, and those that are wanted.
     """
@@ -444,9 +420,7 @@ def _best_passages(
         likeness = share * 2.2 / (1.3 + 0.9 * length / usual)  # k1 is 1.2, b 0.75
         if likeness >= LEAST_LIKENESS:
             found.append((likeness, number, 100 * share))
-    return [
-        (number, score) for _, number, score in nlargest(MOST_PASSAGES, found, key=itemgetter(0))
-    ]
+    return nlargest(MOST_PASSAGES, found, key=itemgetter(0))
 
 
 def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:

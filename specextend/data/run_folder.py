@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from pyarrow.fs import FileType
 from pydantic import (
     BeforeValidator,
     Field,
@@ -23,7 +22,15 @@ from pydantic import (
 )
 
 from specextend.core import Values, one_line
-from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
+from specextend.data.storage import (
+    Location,
+    delete,
+    exists,
+    is_folder,
+    list_files,
+    read_parsed,
+    write_bytes,
+)
 
 Record = TypeVar("Record")
 SUMMARIES = "summaries"
@@ -93,16 +100,13 @@ def check_kinds(output: Location) -> None:
             raise ValueError(
                 f"{place.path} is a symbolic link; put a folder there, or give another output.path"
             )
-    for places, wrong, right in (
-        (folders, FileType.File, "folder"),
-        (files, FileType.Directory, "file"),
-    ):
-        for info in output.filesystem.get_file_info([place.path for place in places]):
-            if info.type == wrong:
-                raise ValueError(
-                    f"{info.path} must be a {right} of the run; move it away, or give another "
-                    "output.path"
-                )
+    for place in folders + files:
+        right = "folder" if place in folders else "file"
+        if exists(place) and is_folder(place) != (place in folders):
+            raise ValueError(
+                f"{place.path} must be a {right} of the run; move it away, or give another "
+                "output.path"
+            )
 
 
 def result_name(number: int) -> str:
@@ -311,16 +315,13 @@ def read_starts(output: Location) -> list[Start]:
     others.
     """
     folder = starts_folder(output)
-    names = [name.removesuffix(".json") for name in list_files(folder) if name.endswith(".json")]
-    starts = [
-        start
-        for name in names
-        if (start := _read_start(folder.child(f"{name}.json"), name)) is not None
-    ]
+    names = [name for name in list_files(folder) if name.endswith(".json")]
+    starts = filter(None, (_read_start(folder.child(name)) for name in names))
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
 
 
-def _read_start(location: Location, name: str) -> Start | None:
+def _read_start(location: Location) -> Start | None:
+    name = location.name.removesuffix(".json")
     try:
         return read_parsed(location, lambda content: _parse(content, name))
     except ValueError as error:
@@ -362,13 +363,13 @@ def parse_start(record: Values, name: str) -> Start:
     """
     job = record.get("job") or {}
     report = record.get("report") or {}
-    known = {
-        "gpus_per_worker": job.get("gpus_per_worker"),
-        "price_per_worker_hour": report.get("price_per_worker_hour"),
-    }
     workers = [
         worker | ({"name": f"{worker['host']}:{worker['pid']}"} if worker.get("pid") else {})
         for worker in record.get("workers") or ()
     ]
-    known["workers"] = workers if record.get("seen") else None
+    known = {
+        "gpus_per_worker": job.get("gpus_per_worker"),
+        "price_per_worker_hour": report.get("price_per_worker_hour"),
+        "workers": workers if record.get("seen") else None,
+    }
     return _START.validate_python({"run_id": name} | record | known)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
-from pyarrow import fs
 
 from specextend.core import Checkpoint, ReadOnly, counted
 from specextend.data.database import Database, matches
@@ -25,18 +22,19 @@ from specextend.data.fingerprint import num_input_rows, other_configuration, rea
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import (
-    CHECKED,
+    Ints,
     damaged_as,
     gathered,
+    open_parquet,
     plain_rows,
     read_file,
     write_table,
 )
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
-from specextend.data.storage import Location, in_order, resolve
+from specextend.data.storage import Location, in_order, list_folders, resolve
 
-Rows = list[NDArray[np.int64]]
+Rows = list[Ints]
 """Row numbers in order, one array for each file of the whole input."""
 _SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
 _CHANGED = 1
@@ -120,7 +118,8 @@ def select_rows(
         return source
     database = Database()
     database.select("CREATE TABLE rows (file INT, row BIGINT, id TEXT)")
-    for table in _of_each_file(source.files, partial(_read, source, checkpoint)):
+    read = partial(_read, source, checkpoint)
+    for table in in_order(read, source.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES):
         database.add(table, "INSERT INTO rows FROM given")
     counts: dict[str, int] = {}
     if options.filter is not None:
@@ -185,17 +184,13 @@ def _check_ids(source: Source, database: Database) -> Source:
         places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
         what = (
             f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in "
-            f"{places[0]}"
+            f"{places[0]}; give them ids"
         )
-        what += "; give them ids"
         if not counts["nulls"]:
-            where = (
-                f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in "
-                f"{' and '.join(places)}"
-            )
             what = (
-                f"ids must be unique over all files: {where}; make them different, or leave "
-                "out input.id_column"
+                f"ids must be unique over all files: {counts['bad']:,} repeated, the first is "
+                f"{first[0]['id']!r} in {' and '.join(places)}; make them different, or leave out "
+                "input.id_column"
             )
         raise InputError(
             f"{what}, or set input.on_bad_id to error, which makes error rows of such rows"
@@ -204,8 +199,7 @@ def _check_ids(source: Source, database: Database) -> Source:
         {"file": range(len(source.files)), "name": [file.relative_path for file in source.files]}
     )
     database.add(names, _BY_PLACE)
-    bad = _of_files(database, "bad", len(source.files))
-    return replace(source, bad_ids={number: rows for number, rows in enumerate(bad) if len(rows)})
+    return replace(source, bad_ids=_of_files(database, "bad", len(source.files)))
 
 
 def _of_files(database: Database, table: str, num_files: int) -> Rows:
@@ -238,9 +232,7 @@ def _limited(
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = [rows[number] for number in numbers]
-    bad_ids = {
-        i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids
-    }
+    bad_ids = [source.bad_ids[number] for number in numbers if source.bad_ids]
     selection = ChosenRows(
         chosen, _digest([file.relative_path for file in files], chosen), counts, notes
     )
@@ -254,18 +246,7 @@ def _digest(names: Iterable[str], rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def _of_each_file(
-    files: Sequence[InputFile], read: Callable[[InputFile], pa.Table]
-) -> Iterator[pa.Table]:
-    """Call a function that reads a file in small tables on many files at once; yield what it
-    returns in their order.
-    """
-    return in_order(read, files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
-
-
-def _matching(
-    source: Source, text: str, checkpoint: Checkpoint, file: InputFile
-) -> NDArray[np.int64]:
+def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
     """Return the rows of a file that a filter matches."""
     masks = [np.zeros(0, bool)]
     for table in gathered(source.batches(file.number, list(source.options.filter_columns))):
@@ -313,14 +294,12 @@ def _compare(
     def contents(file: InputFile) -> pa.Table:
         return _contents(source, file, doubtful[numbers == file.number], checkpoint)
 
-    for table in _of_each_file(written, contents):
+    for table in in_order(contents, written, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES):
         database.add(table, "INSERT INTO found FROM given")
     database.select(_STATES)
 
 
-def _contents(
-    source: Source, file: InputFile, rows: NDArray[np.int64], checkpoint: Checkpoint
-) -> pa.Table:
+def _contents(source: Source, file: InputFile, rows: Ints, checkpoint: Checkpoint) -> pa.Table:
     """Read some rows of a file, which are in order; return them with the hashes of their
     contents.
     """
@@ -343,7 +322,8 @@ def write_selection(source: Source, output: Location) -> None:
     assert source.selection is not None
     tables = [_SELECTED.empty_table()]
     for number, rows in enumerate(source.selection.rows):
-        columns = [np.full(len(rows), number), rows, np.isin(rows, source.bad_ids.get(number, ()))]
+        bad = source.bad_ids[number] if source.bad_ids else ()
+        columns = [np.full(len(rows), number), rows, np.isin(rows, bad)]
         tables.append(pa.table(columns, schema=_SELECTED))
     write_table(selection_file(output), pa.concat_tables(tables))
 
@@ -358,9 +338,8 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     location = selection_file(output)
     names = [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
-    table = read_file(
-        location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged
-    )
+    columns = _SELECTED.names
+    table = read_file(location, lambda file: open_parquet(file).read().select(columns), damaged)
     database = Database()
     database.add(
         table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id"
@@ -374,9 +353,7 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     numbers = [names.index(name) for name in here]
     chosen = [every[number] for number in numbers]
     selection = ChosenRows(chosen, _digest(here, chosen), manifest["selection"])
-    return replace(
-        source, selection=selection, bad_ids={i: bad[number] for i, number in enumerate(numbers)}
-    )
+    return replace(source, selection=selection, bad_ids=[bad[number] for number in numbers])
 
 
 class EarlierOutput(NamedTuple):
@@ -407,7 +384,7 @@ class EarlierOutput(NamedTuple):
             )
             return read_file(
                 folder.child(name),
-                lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns),
+                lambda file: open_parquet(file).read(columns).select(columns),
                 damaged,
             )
 
@@ -471,16 +448,10 @@ def find_folders(path: str) -> list[tuple[Location, bool]]:
         raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")
     found = [root]
     for each in pattern:
-        found = [child for folder in found for child in _folders_like(folder, each)]
+        found = [
+            folder.child(name)
+            for folder in found
+            for name in list_folders(folder)
+            if fnmatch.fnmatchcase(name, each)
+        ]
     return [(each, not pattern) for each in found]
-
-
-def _folders_like(folder: Location, pattern: str) -> list[Location]:
-    """Return the folders in a folder whose names match."""
-    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
-    names = sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
-    return [
-        folder.child(name)
-        for name in names
-        if fnmatch.fnmatchcase(name, pattern) and not name.startswith(".")
-    ]

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
@@ -36,6 +35,7 @@ from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
+    Ints,
     is_text,
     open_parquet,
     plain_rows,
@@ -54,7 +54,7 @@ _CACHED_GROUPS = 2
 class ChosenRows(NamedTuple):
     """The rows that a run is about, where those are not all rows of its input."""
 
-    rows: Sequence[NDArray[np.int64]]
+    rows: Sequence[Ints]
     """Of each file: row numbers in order."""
     sha256: str
     counts: Mapping[str, int]
@@ -94,8 +94,10 @@ class Source:
     """Type of each column in the files' paths."""
     selection: ChosenRows | None = None
     """The driver's: workers get the keys of single rows."""
-    bad_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """The driver's: by file, the rows in order whose id is null or that of an earlier row."""
+    bad_ids: Sequence[Ints] = ()
+    """The driver's: of each file, the rows in order whose id is null or that of an earlier row;
+    empty if there are none.
+    """
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _groups: dict[Hashable, pa.Table] = field(default_factory=dict, init=False, repr=False)
 
@@ -220,9 +222,7 @@ class Source:
         damaged = partial(unreadable, file.relative_path)
         read = partial(self._tables, number, columns)
         with self._reading(number):
-            yield from read_stream(
-                self.location(number), read, damaged, file.size, self._compact(number, columns)
-            )
+            yield from read_stream(self.location(number), read, damaged, file.size, file.compact)
 
     def _tables(
         self, number: int, columns: list[str], parquet: pq.ParquetFile
@@ -278,9 +278,7 @@ class Source:
             return self.batches(number, columns)
         return self.batches_of(number, columns, self.selection.rows[number])
 
-    def batches_of(
-        self, number: int, columns: list[str], rows: NDArray[np.int64]
-    ) -> Iterator[pa.Table]:
+    def batches_of(self, number: int, columns: list[str], rows: Ints) -> Iterator[pa.Table]:
         """Stream columns of some rows of a file, as `batches` does; a table may be without rows."""
         mask = np.zeros(self.files[number].num_rows, bool)
         mask[rows] = True
@@ -300,7 +298,7 @@ class Source:
             places = [
                 self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)
             ]
-            return pa.chunked_array([pa.array(places, kind)])
+            return pa.chunked_array([places], kind)
         batches = self.batches(number, [column])
         try:
             ids = pa.chunked_array(
@@ -311,7 +309,7 @@ class Source:
             raise InputError(
                 f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it"
             ) from error
-        if number not in self.bad_ids:
+        if not self.bad_ids:
             return ids
         mask = np.zeros(len(ids), bool)
         mask[self.bad_ids[number]] = True
@@ -319,9 +317,9 @@ class Source:
         return pc.replace_with_mask(ids, mask, pa.array(places, kind))
 
     def _has_bad_id(self, key: DocumentKey) -> bool:
-        rows = self.bad_ids.get(key.file)
-        if rows is None:
+        if not self.bad_ids:
             return False
+        rows = self.bad_ids[key.file]
         place = int(rows.searchsorted(key.row))
         return place < len(rows) and bool(rows[place] == key.row)
 
@@ -343,25 +341,17 @@ class Source:
         Before them, the columns that nobody reads before the end are read and dropped, so that
         nothing is decoded if they are damaged, or have a value for which their type has no room.
         """
-        beside = (
-            self.options.instruction_column,
-            self.options.reference_column,
-            *self.reader.template_columns,
-        )
-        unread = dict.fromkeys(
-            [*(field.name for field in self.passthrough_fields), *filter(None, beside)]
-        )
-        if unread:
-            for batch in self.batches(file.number, list(unread)):
-                self.passthrough(batch, file.number)
-        batches = self.chosen_batches(file.number, self._scanned_columns)
-        return list(batches) if file.is_small else batches
-
-    @property
-    def _scanned_columns(self) -> list[str]:
         options = self.options
+        unread = {
+            *(field.name for field in self.passthrough_fields),
+            *filter(None, (options.instruction_column, options.reference_column)),
+            *self.reader.template_columns,
+        }
+        for batch in self.batches(file.number, sorted(unread)) if unread else ():
+            self.passthrough(batch, file.number)
         wanted = (options.text_column, options.max_new_tokens_column, options.options_column)
-        return list(dict.fromkeys(filter(None, wanted)))
+        batches = self.chosen_batches(file.number, list(dict.fromkeys(filter(None, wanted))))
+        return list(batches) if file.is_small else batches
 
     def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
         """Collect what the plan needs of a row."""
@@ -380,12 +370,6 @@ class Source:
         if self.bad_ids and self._has_bad_id(key):
             error_class = "BadId"
         return ScannedRow(key, text, limit, error_class)
-
-    def _compact(self, number: int, columns: list[str]) -> list[str]:
-        """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a
-        million times.
-        """
-        return [column for column in columns if column in self.files[number].compact]
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
@@ -406,7 +390,7 @@ class Source:
         num_rows = file.group_rows[group]
 
         def read(opened: pa.NativeFile) -> pa.Table:
-            parquet = open_parquet(opened, self._compact(number, columns))
+            parquet = open_parquet(opened, file.compact)
             table = parquet.read_row_group(group, columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
@@ -415,11 +399,13 @@ class Source:
                 )
             return table
 
-        def damaged(error: Exception) -> OSError:
-            return OSError(str(unreadable(file.relative_path, error)))
-
         with self._reading(number):
-            return read_file(self.location(number), read, damaged, file.size)
+            return read_file(
+                self.location(number),
+                read,
+                lambda error: OSError(str(unreadable(file.relative_path, error))),
+                file.size,
+            )
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None or self._has_bad_id(key):
@@ -453,7 +439,8 @@ def open_source(
         except ValueError as error:
             raise InputError(f"output.path {output.path}: {error}; give another folder") from None
     if only is not None:
-        listing = listing.only(only)
+        sizes = {name: size for name, size in listing.sizes.items() if name in only}
+        listing = replace(listing, sizes=sizes)
     files, passthrough_fields = check_input(listing, reader, output)
     partitions = partition_types(listing.relative_paths)
     return Source(

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
 import pyarrow as pa
 from pyarrow import fs
 
-from specextend.core import first_line, one_line
+from specextend.core import Checkpoint, first_line, one_line
 
 NUM_THREADS = 32
 """Requests to a store that are under way at once: each waits for milliseconds and needs no
@@ -82,26 +82,22 @@ def is_away(error: BaseException) -> bool:
     return type(error) is not OSError or error.errno not in (None, errno.EINVAL)
 
 
-class Gate(Protocol):
-    """Stands between a run and its output folder: the lock."""
-
-    def check(self) -> None:
-        """Raise if the folder belongs to another driver by now; called before anything in it
-        changes.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Location:
     """A path on a file system. Pickles, without its gate, so it can be sent to another process."""
 
     filesystem: fs.FileSystem
     path: str
-    gate: Gate | None = field(default=None, compare=False, repr=False)
-    """Asked before every write here and below; None allows everything."""
+    gate: Checkpoint | None = field(default=None, compare=False, repr=False)
+    """Called before every write here and below; may raise. None allows everything."""
 
     def __reduce__(self) -> tuple[type[Location], tuple[fs.FileSystem, str]]:
         return Location, (self.filesystem, self.path)
+
+    @property
+    def info(self) -> fs.FileInfo:
+        """Ask what there is."""
+        return self.filesystem.get_file_info(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -122,14 +118,14 @@ class Location:
         """Return the location of `names` below this one."""
         return replace(self, path="/".join([self.path.rstrip("/"), *names]))
 
-    def behind(self, gate: Gate) -> Location:
-        """Return the same place with a gate that is asked before its writes."""
+    def behind(self, gate: Checkpoint) -> Location:
+        """Return the same place with a gate that is called before its writes, such as a lock's."""
         return replace(self, gate=gate)
 
     def check(self) -> None:
         """Ask the gate before something here changes; it may raise."""
         if self.gate is not None:
-            self.gate.check()
+            self.gate()
 
 
 def is_uri(path: str) -> bool:
@@ -230,16 +226,12 @@ def _encoded(uri: str) -> str:
 
 def exists(location: Location) -> bool:
     """Return True if there is a file or folder."""
-    return _file_type(location) != fs.FileType.NotFound
+    return location.info.type != fs.FileType.NotFound
 
 
 def is_folder(location: Location) -> bool:
     """Return True if there is a folder."""
-    return _file_type(location) == fs.FileType.Directory
-
-
-def _file_type(location: Location) -> fs.FileType:
-    return location.filesystem.get_file_info(location.path).type
+    return location.info.type == fs.FileType.Directory
 
 
 def check_writable(folder: Location) -> None:
@@ -398,13 +390,21 @@ def list_files(folder: Location) -> list[str]:
 
 def file_sizes(folder: Location) -> dict[str, int]:
     """Return the bytes of the files that `list_files` lists, by name."""
-    return {name: size for name, size in _sizes(folder).items() if not name.startswith(".")}
+    return {
+        info.base_name: info.size
+        for info in _infos(folder)
+        if info.is_file and not info.base_name.startswith(".")
+    }
 
 
-def _sizes(folder: Location) -> dict[str, int]:
-    """Return the bytes of all files in a folder by name."""
-    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
-    return {info.base_name: info.size for info in infos if info.is_file}
+def list_folders(folder: Location) -> list[str]:
+    """List a folder's folders, sorted and without hidden ones; none if there is no folder."""
+    names = (info.base_name for info in _infos(folder) if info.type == fs.FileType.Directory)
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _infos(folder: Location) -> list[fs.FileInfo]:
+    return folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
 
 
 @contextmanager
@@ -436,9 +436,9 @@ def atomic_output(location: Location) -> Iterator[str]:
 
 def remove_temporary_files(folder: Location) -> None:
     """Remove what killed writers have left in a folder; only its one writer may call it."""
-    for name in _sizes(folder):
-        if name.startswith(".") and name.endswith(".tmp"):
-            delete(folder.child(name))
+    for info in _infos(folder):
+        if info.is_file and re.fullmatch(r"\..*\.tmp", info.base_name):
+            delete(folder.child(info.base_name))
 
 
 def _temporary(location: Location) -> Location:

@@ -21,7 +21,7 @@ from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.conftest import opened
 from tests.data.s3_server import s3_server
-from tests.job.conftest import LONGEST_S, Ended, in_process
+from tests.job.conftest import LONGEST_S, in_process
 
 
 def write_pdf(path, *pages, algorithm="", password="", title=""):
@@ -243,7 +243,7 @@ def test_what_a_killed_call_has_left_is_gone_and_what_it_had_read_stays(folder, 
     prepare()
     [part] = Path(f"{folder}.out").glob("part-*")
     (part.parent / "part-000009-00000000.parquet").write_bytes(part.read_bytes())
-    (part.parent / "_pending-1.parquet").write_bytes(part.read_bytes())
+    (part.parent / ".1.tmp").write_bytes(part.read_bytes())
     (part.parent / ".part.0.tmp").write_bytes(b"half")
     (folder / "b.txt").write_text("3")
     assert prepare().num_read == 1
@@ -355,7 +355,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     output = [] if "--output" in arguments else ["--output", "out"]
-    ended: Ended = in_process("prepare.py", *arguments, *output)
+    ended = in_process("prepare.py", *arguments, *output)
     assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert said in ended.stderr
     assert not (tmp_path / "out").exists()
@@ -432,7 +432,7 @@ def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
         "open.csv": (b'id,text\n1,"open\n2,x\n', "bad table"),
         "closed.csv": (b'id,text\n1,"open\n2,"x"\n3,x\n', "bad table"),
         "escaped.csv": (b'id,text\n1,"a \\"b\\" c"\n', "bad table"),
-        "twice.csv": (b"text,text\nx,y\n", "bad table"),
+        "twice.csv": (b"text,text\n" * 9000, "bad table"),
         "half.csv": (b"\xff\xfet\0e\0\n", "encoding"),
         "twice.jsonl:1": (b'{"text": "x", "text": "y"}', "bad row"),
         "nul.jsonl:1": (b'{"text": "a\\u0000b"}', "bad row"),

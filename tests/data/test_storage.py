@@ -79,7 +79,7 @@ class Gate:
 
     num_open: int
 
-    def check(self):
+    def __call__(self):
         self.num_open -= 1
         if self.num_open < 0:
             raise PermissionError("the folder is somebody else's by now")

@@ -63,23 +63,13 @@ class Machine:
         return self.world.now - self.paused_s
 
 
-class Gate:
-    """The gate of a run without its watch."""
-
-    def __init__(self, lock):
-        self.check = lock.check
-
-    def touch(self):
-        pass
-
-
 class Start:
     """One start of the run: waits for the lock, commits what is left to do row by row, finalizes."""
 
     def __init__(self, night, machine, run_id):
         self.night, self.machine, self.run_id = night, machine, run_id
         self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
-        self.output = night.output.behind(Gate(self.lock))
+        self.output = night.output.behind(self.lock.check)
         self.asleep_until, self.beat_at = 0.0, 0.0
         self.left: list[DocumentKey] | None = None
         """Keys still to do, once the folder is ours."""
