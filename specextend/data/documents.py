@@ -61,6 +61,8 @@ _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 """Ends of paths whose content pyarrow decompresses."""
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
+_BUFFER = 1 << 20
+"""Bytes that are read of a table at once: each may be a request of its own."""
 
 
 class SourceFile(NamedTuple):
@@ -94,7 +96,7 @@ def _read_file(
         with file.location.filesystem.open_input_stream(file.location.path) as opened:
             stream = _Counted(opened)
             if file.kind in ("jsonl", "csv"):
-                lines = rows_of(file.kind, io.BufferedReader(stream), options)
+                lines = rows_of(file.kind, io.BufferedReader(stream, _BUFFER), options)
                 return read_table(file, _whole(lines, stream, file), folder, options)
             content = stream.readall()
             stream.check(file)
