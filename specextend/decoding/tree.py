@@ -337,7 +337,8 @@ class Drafter(Protocol):
     """Proposes trees. A `slot` is a sequence's place in the batch.
 
     For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb` of the first root;
-    then, in rounds, `propose`, `read`, `select` if the cache policy says so, and `absorb`; at the end `release`. While
+    then, in rounds, `propose`, `read`, `select` if the cache policy says so, and `absorb`; at the end `release`, or
+    `go_back` for another prompt that begins like it. While
     a slot pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
     """
 
@@ -353,6 +354,12 @@ class Drafter(Protocol):
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+
+    def go_back(self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Begin another prompt of the slot, which has room for it, behind the first tokens of the one before.
+
+        token_ids: those, fewer than both prompts begin with. Prefill goes on behind them.
+        """
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
