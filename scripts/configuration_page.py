@@ -23,7 +23,9 @@ Complete files are in [`configs/`](../configs).
 A configuration is YAML with one section for each heading below; an unknown key is refused, and the nearest known one
 suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
 `input.path` and `output.path`. "none" means that the key is unset. `base` names configurations that come before the
-file's own keys: `base: [smollm2, keywords]`.
+file's own keys: `base: [smollm2, keywords]`. `tasks` lists several things to ask of each document, which is read once
+for all: names of tasks, or mappings with a `name` and what of `prompt`, `parts`, `output` and `decoding` is theirs
+([more](input-output.md#several-tasks-in-one-run)).
 
 A relative path in a file is relative to the file's folder; on the command line, and in a shipped configuration, to the
 current folder. In a job that is submitted to a cluster local paths must be absolute. `{models}` is the folder of
@@ -35,7 +37,11 @@ TABLE = ["| key | default | meaning |", "|---|---|---|"]
 def page() -> str:
     """Return the whole page as Markdown."""
     owners = described_schema(RunConfig)["$defs"]
-    sections = [_section(name, owners[_owner(name).__name__]["properties"]) for name in RunConfig.model_fields]
+    sections = [
+        _section(name, owners[_owner(name).__name__]["properties"])
+        for name in RunConfig.model_fields
+        if name != "tasks"
+    ]
     return "\n".join([HEAD, *sections])
 
 

@@ -73,6 +73,8 @@ def _prepare(output: str) -> Prepared:
     if recorded is None:
         raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")
     values = recorded["config"]
+    if values.get("tasks"):
+        raise ValueError(f"{output} has several tasks, and an audit compares one; audit a run of one of them")
     prepared = prepare(RunConfig.from_values(values | {"output": values["output"] | {"path": output}}))
     if prepared.config.decoding.mode == "autoregressive":
         raise ValueError(f"{output} was decoded without a draft: there is nothing to compare")

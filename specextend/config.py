@@ -138,6 +138,9 @@ class RunConfig(BaseModel):
     quality: QualityOptions = Field(default_factory=QualityOptions)
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
+    tasks: dict[str, Values] = Field(default_factory=dict)
+    """Of a run that asks several things of each document: by name, the keys in which each differs from the first,
+    whose own are those above, with its `output.column`."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -164,6 +167,23 @@ class RunConfig(BaseModel):
         """Return the levels of the deepest tree that the draft may propose."""
         has_ngrams = self.draft is not None and self.draft.has_ngrams
         return max(self.tree.depth, self.tree.ngram_depth) if has_ngrams else self.tree.depth
+
+    @property
+    def each_task(self) -> dict[str, Self]:
+        """Return by name, for each task, the configuration of a run that has no other; "" is the only one."""
+        if not self.tasks:
+            return {"": self}
+        whole = self.model_dump(mode="json") | {"tasks": {}}
+        return {
+            name: self.from_values(whole | {section: whole[section] | keys for section, keys in own.items()})
+            for name, own in self.tasks.items()
+        }
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Return the largest `decoding.max_new_tokens` of a task."""
+        own = [keys.get("decoding", {}).get("max_new_tokens", 0) for keys in self.tasks.values()]
+        return max([self.decoding.max_new_tokens, *own])
 
     def max_tokens(self, context_length: int) -> int:
         """Return the most prompt and output tokens of one request: the tree behind them must fit the context.
@@ -195,6 +215,11 @@ class RunConfig(BaseModel):
         if isinstance(config, RunConfig) and not overrides:
             return config
         values, origins = merge(config, overrides)
+        if asked := _asked(values.pop("tasks", None)):
+            given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
+            load = partial(cls.load, overrides=overrides, allow_relative=allow_relative, run_date=run_date)
+            each = {name: load([*given, {"tasks": []}, task]) for name, task in asked.items()}
+            return _joined(each)
         known = {"run_date": (run_date or date.today()).isoformat(), "models": models_folder(), "shipped": SHIPPED}
         for section, key in (*_PATHS, *_MODELS):
             if isinstance(options := values.get(section), dict) and key in options:
@@ -239,6 +264,8 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
         _drop_demo(values, origin, merged, origins)
         _drop_other_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
+            if section == "tasks":
+                options = _from_folder(options, origin.folder)
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
     given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
@@ -294,6 +321,76 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
     for base in bases:
         yield from _read(base if base in shipped_configs() else os.path.join(origin.folder, base), above)
     yield values, origin
+
+
+_OF_TASKS = {
+    "prompt": {"instruction", "examples", "system", "length_policy"},
+    "parts": {"tokens", "instruction", "merge_instruction"},
+    "output": {"column", "schema", "evidence"},
+    "decoding": {
+        *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
+        *("repetition_penalty", "no_repeat_ngram_size"),
+    },
+}
+"""What tasks of one run may differ in."""
+
+
+def _from_folder(tasks: Any, folder: str) -> Any:
+    """Return tasks as they are asked for, but the files among them with the folder of the one that names them."""
+    if not isinstance(tasks, list):
+        return tasks
+    is_file = (isinstance(task, str) and task not in shipped_configs() for task in tasks)
+    return [os.path.join(folder, task) if each else task for task, each in zip(tasks, is_file, strict=True)]
+
+
+def _asked(tasks: Any) -> dict[str, OneConfig]:
+    """Return by name what each of several tasks adds to the configuration. Raises ConfigError."""
+    if isinstance(tasks, dict):
+        tasks = [{"name": name} | keys if isinstance(keys, dict) else keys for name, keys in tasks.items()]
+    if tasks is None:
+        return {}
+    found: dict[str, OneConfig] = {}
+    for task in tasks if isinstance(tasks, list) else [tasks]:
+        keys = dict(task) if isinstance(task, dict) else {"name": Path(str(task)).stem}
+        name = keys.pop("name", None)
+        if not isinstance(task, str | dict) or not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"tasks must be a list of names of tasks, or of mappings with a `name`, got {shown(task)}"
+            )
+        if name in found:
+            raise ConfigError(f"tasks has {name} twice; give one of them another name")
+        if "tasks" in keys or (wrong := sorted(keys.keys() - _OF_TASKS.keys() - {"base"})):
+            what = "tasks" if "tasks" in keys else wrong[0]
+            raise ConfigError(f"tasks: {name} has {what}; a task has {', '.join(_OF_TASKS)}")
+        found[name] = keys if isinstance(task, dict) else task
+    return found
+
+
+def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
+    """Make the configuration of a run with several tasks of those of runs with one. Raises ConfigError."""
+    first = next(iter(each.values()))
+    if len(each) < 2:
+        return first
+    if first.input.instruction_column is not None:
+        raise ConfigError("tasks: input.instruction_column gives a row one instruction; leave out one of both")
+    columns = [config.output.column for config in each.values()]
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise ConfigError(f"tasks: two write the column {twice[0]}; give one of them another output.column")
+    shared, tasks = first.model_dump(mode="json"), dict[str, Values]()
+    for name, config in each.items():
+        own: Values = {"output": {"column": config.output.column}}
+        for section, values in config.model_dump(mode="json").items():
+            before = shared[section] or {}
+            changed = {key: value for key, value in (values or {}).items() if before.get(key, ...) != value}
+            if wrong := sorted(changed.keys() - _OF_TASKS.get(section, set())):
+                raise ConfigError(
+                    f"tasks: {name} has another {section}.{wrong[0]} than {next(iter(each))}, but tasks of a "
+                    "run share it: set it beside `tasks`"
+                )
+            if changed:
+                own[section] = own.get(section, {}) | changed
+        tasks[name] = own
+    return first.model_copy(update={"tasks": tasks})
 
 
 def _apply(values: Values, override: str) -> tuple[str, str]:

@@ -11,12 +11,12 @@ import math
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from specextend.data.answers import choices_of, has_rules, merge_answers, whole_
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.quality import assess
+from specextend.data.quality import Quality, assess
 from specextend.data.rows import Row
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_out_of_memory
@@ -52,13 +52,15 @@ class Summary:
     """Parts and merges."""
     reasoning: str | None = None
     """What the model wrote while it thought, if it is of a kind that does; it is no part of the text."""
+    tasks: tuple[tuple[Task, Summary], ...] = ()
+    """Those of all tasks if there are several; the completion is the first one's, with the counts of all."""
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
 
         Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
         """
-        if self.part_rows is None:
+        if self.part_rows is None and not self.tasks:
             return self
         stats = self.completion.stats
         reading = stats.prefill_s + stats.draft_prefill_s
@@ -68,7 +70,8 @@ class Summary:
 
 
 Round = tuple[Request, ...]
-"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order."""
+"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order, that of each before
+those of the requests that follow it."""
 Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
@@ -95,6 +98,114 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     return Summary(whole, prompt, reasoning=reasoning)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is asked of each document."""
+
+    name: str
+    """Empty if it is the only one."""
+    config: RunConfig
+    prompts: Prompts
+
+
+def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
+    """Return the tasks of a run. limit: tokens of prompt and output. Raises ValueError for a bad template."""
+    return [
+        Task(name, each, Prompts(tokenizer, each.prompt, limit, each.parts)) for name, each in config.each_task.items()
+    ]
+
+
+def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
+    """Yield the requests for all tasks of a document, as `summarize` does for one.
+
+    Those that can be decoded at the same time follow each other, so that the document is read once. A task that fails
+    does not end the others. Raises DocumentError at the end if one has failed, with what the others have answered.
+    """
+    if len(tasks) == 1:
+        return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
+    rows = [row, *(replace(row, instruction=other) for other in row.others)]
+    under_way = {
+        number: summarize(task.config, task.prompts, rows[number], f"{name}:{number}")
+        for number, task in enumerate(tasks)
+    }
+    summaries: dict[int, Summary] = {}
+    errors: dict[int, DocumentError] = {}
+    outcomes: dict[str, Completion | DocumentError] = {}
+    steps: dict[int, Round] = {}
+    while under_way:
+        for number, rounds in list(under_way.items()):
+            sent = [outcomes[request.request_id] for request in steps.pop(number, ())]
+            try:
+                step = advance(rounds, sent or None)
+            except DocumentError as error:
+                errors[number] = error
+            else:
+                (summaries if isinstance(step, Summary) else steps)[number] = step
+        under_way = {number: under_way[number] for number in steps}
+        if steps:
+            chains = tuple(_chained(requests) for requests in zip_longest(*steps.values()))
+            found = yield chains
+            names = [request.request_id for chain in chains for request in chain.chain]
+            outcomes = dict(zip(names, found, strict=True))
+    answered = tuple((tasks[number], summaries[number]) for number in sorted(summaries))
+    if errors:
+        raise _failed_tasks(row, answered, {tasks[number].name: error for number, error in sorted(errors.items())})
+    stats = DecodingStats()
+    for _, summary in answered:
+        stats.add(summary.completion.stats)
+    first = answered[0][1]
+    num_requests = sum(summary.num_requests for _, summary in answered)
+    return Summary(replace(first.completion, stats=stats), first.prompt, num_requests=num_requests, tasks=answered)
+
+
+def _chained(requests: Iterable[Request | None]) -> Request:
+    """Let requests follow each other, those beside each other whose prompts begin alike; the scored ones, last."""
+    chain: Request | None = None
+    given = [request for request in requests if request is not None]
+    for request in sorted(given, key=lambda each: (bool(each.choices), each.prompt_token_ids), reverse=True):
+        chain = replace(request, then=chain)
+    assert chain is not None
+    return chain
+
+
+def _failed_tasks(
+    row: Row, answered: Sequence[tuple[Task, Summary]], errors: Mapping[str, DocumentError]
+) -> DocumentError:
+    """Return what becomes of a document of which tasks have failed."""
+    first = next(iter(errors.values()))
+    message = "; ".join(f"task {name}: {error.message}" for name, error in errors.items())
+    failed = DocumentError(first.error_class, message, first.stage, any(each.retryable for each in errors.values()))
+    failed.summary = first.summary
+    failed.tasks = [_task_row(task, summary, _assessed(task.config, row, summary)) for task, summary in answered]
+    return failed
+
+
+def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
+    """Assess a summary, which may take 0.1 s."""
+    dropped, fields = summary.prompt.num_dropped_tokens, config.output.evidence_for
+    return assess(summary.completion, row.document.text, dropped, row.reference, config.quality, fields)
+
+
+def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
+    """Return what the column `tasks` has of a task."""
+    completion, prompt, stats = summary.completion, summary.prompt, summary.completion.stats
+    counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "prefill_s", "total_s")
+    return {
+        "name": task.name,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "length_policy": prompt.length_policy,
+        "reasoning": summary.reasoning,
+        **{name: getattr(stats, name) for name in counts},
+        "num_cached_tokens": stats.num_cached_tokens,
+        "num_dropped_tokens": prompt.num_dropped_tokens,
+        "num_requests": summary.num_requests,
+        "coverage": prompt.coverage,
+        "quality_flags": quality.quality_flags,
+        "part_summaries": summary.part_rows,
+    }
+
+
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
     """Send outcomes to a document's rounds, None at first; return the next round or, after the last, the summary."""
     try:
@@ -111,15 +222,19 @@ def finished_row(
 
     received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
     """
-    completion, prompt, text = summary.completion, summary.prompt, row.document.text
-    dropped, fields = prompt.num_dropped_tokens, config.output.evidence_for
+    completion, prompt = summary.completion, summary.prompt
     total_s = completion.stats.total_s
+    qualities = [_assessed(task.config, row, each) for task, each in summary.tasks]
+    if summary.tasks:
+        completion, prompt, quality = _joined(summary, qualities)
+    else:
+        quality = _assessed(config, row, summary)
     return result_row(
         row.document.key,
         row.document.doc_id,
         completion,
         prompt,
-        assess(completion, text, dropped, row.reference, config.quality, fields),
+        quality,
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,
@@ -128,7 +243,29 @@ def finished_row(
         started_at=time.time() - (time.monotonic() - ended) - total_s,
         worker=worker,
         attempts=attempts,
+        tasks=[_task_row(*each, quality) for each, quality in zip(summary.tasks, qualities, strict=True)] or None,
     )
+
+
+def _joined(summary: Summary, qualities: Sequence[Quality]) -> tuple[Completion, Prompt, Quality]:
+    """Return what the row of a document has of all its tasks: how one ended that did not stop, all choices and flags.
+
+    Of the rest its row has the first one's.
+    """
+    each = [one for _, one in summary.tasks]
+    reasons = [one.completion.finish_reason for one in each]
+    scored = tuple(choice for one in each for choice in one.completion.scored)
+    reason = next((reason for reason in reasons if reason != "stop"), "stop")
+    prompt = replace(
+        summary.prompt,
+        num_dropped_tokens=sum(one.prompt.num_dropped_tokens for one in each),
+        coverage=min(one.prompt.coverage for one in each),
+    )
+    flags = dict.fromkeys(flag for quality in qualities for flag in quality.quality_flags)
+    evidence = [found for quality in qualities for found in quality.evidence or ()]
+    wanted = any(quality.evidence is not None for quality in qualities)
+    quality = qualities[0]._replace(quality_flags=[*flags], evidence=evidence if wanted else None)
+    return replace(summary.completion, scored=scored, finish_reason=reason), prompt, quality
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from specextend.cli.command import OUTPUT, SET, config_option, in_one_line, show, takes, write_json
+from specextend.cli.command import OUTPUT, SET, ConfigFile, config_option, in_one_line, show, takes, write_json
 from specextend.core import Values, first_line, printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,6 +36,7 @@ class Arguments:
     config: tuple[str, ...]
     output: str | None
     settings: tuple[str, ...]
+    task: tuple[str, ...] = ()
     input: str | None = None
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
@@ -58,7 +59,8 @@ class Arguments:
 
         allow_relative = not is_submitted(os.environ)
         try:
-            return RunConfig.load(self.config, self.overrides, allow_relative=allow_relative, run_date=self.run_date)
+            config = [*self.config, {"tasks": [*self.task]}] if self.task else self.config
+            return RunConfig.load(config, self.overrides, allow_relative=allow_relative, run_date=self.run_date)
         except ConfigError as error:
             raise RefusedError(str(error)) from error
 
@@ -74,6 +76,13 @@ def _several(context: click.Context, parameter: click.Parameter, value: int | No
 
 
 _WHERE = takes(
+    click.option(
+        "--task",
+        type=ConfigFile(),
+        multiple=True,
+        metavar="NAME|FILE",
+        help="one of several tasks for each document, which is read once for all",
+    ),
     click.option("--input", metavar="PATH", help="in place of input.path"),
     click.option("--output", metavar="PATH", help="in place of output.path"),
     SET,

@@ -46,6 +46,10 @@ def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
 
     loaded, (given, origins) = RunConfig.load(config, settings), merge(config, settings)
     for section, values in loaded.model_dump(mode="json").items():
+        if section == "tasks":
+            if values:
+                show(f"tasks: {json.dumps(values, ensure_ascii=False)}")
+            continue
         if values is None:
             show(f"{section}: null  # default")
             continue
@@ -76,6 +80,8 @@ def described_schema(config: type[RunConfig]) -> Values:
     found = Described.model_json_schema()
     base = "A configuration, or several in a list, whose values this one changes: a shipped name, or a file."
     found["properties"]["base"] = {"type": ["string", "array"], "description": base}
+    tasks = "Several things to ask of each document: names of tasks, or mappings with a `name` and keys of their own."
+    found["properties"]["tasks"] = {"type": "array", "items": {"type": ["string", "object"]}, "description": tasks}
     for owner in found["$defs"].values():
         for key in owner["properties"].values():
             key["description"] = " ".join(key.get("description", "").split())

@@ -58,7 +58,7 @@ def train(
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
-    figures = distil(loaded, open_source(documents, template=loaded.prompt.template), given, output, _Shown())
+    figures = distil(loaded, open_source(documents, templates=[loaded.prompt.template]), given, output, _Shown())
     written = json.dumps(figures, indent=1)
     (output / "training.json").write_text(written + "\n")
     show(f"{written}\ndraft: {output}")

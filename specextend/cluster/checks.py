@@ -12,18 +12,20 @@ from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
+from specextend.data.check import check_task_columns
 from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
 from specextend.data.run_folder import Counts, check_kinds, read_success
+from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, is_passing, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import check_requests
+from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
@@ -42,12 +44,18 @@ class Prepared:
     output: Location
     source: Source
     facts: ModelFacts
-    prompts: Prompts
+    tasks: list[Task]
+    """At least one."""
     manifest: Values
     """The one in the output folder if it holds this run already."""
     models: Models
     notes: tuple[str, ...]
-    """Lines for the user about the models' revisions."""
+    """Lines for the user about the models' revisions, and about tasks that read documents again."""
+
+    @property
+    def prompts(self) -> Prompts:
+        """Return the prompts of the first task."""
+        return self.tasks[0].prompts
 
 
 def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepared:
@@ -64,7 +72,9 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
     with _refusals():
         begun = _begun_selection(config, recorded)
         only = None if begun is None else begun["identity"]["files"]
-        source = open_source(config.input, config.output, only, config.prompt.template)
+        templates = [task.prompt.template for task in config.each_task.values()]
+        source = open_source(config.input, config.output, only, templates)
+        check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
         config = config.model_copy(update={"input": source.options})
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
@@ -73,12 +83,10 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
         config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
-        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
-        _check_run(config, prompts)
+        tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
         _check_cache(config, facts)
-        if config.output.json_schema is not None:
-            Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(config.output.json_schema)
-            _check_room_for_an_answer(config, tokenizer)
+        for task in tasks:
+            _check_task(task, tokenizer, facts)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
             source = recall_selection(source, output, begun)
@@ -89,7 +97,23 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    return Prepared(config, output, source, facts, prompts, manifest, models, notes)
+    notes += tuple(
+        f"task {task.name} reads each document again: before it stands something else than for {tasks[0].name}"
+        for task in tasks[1:]
+        if task.prompts.opening != tasks[0].prompts.opening
+    )
+    return Prepared(config, output, source, facts, tasks, manifest, models, notes)
+
+
+def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
+    """Raise ValueError for a task that no document could pass."""
+    try:
+        _check_run(task.config, task.prompts)
+        if (schema := task.config.output.json_schema) is not None:
+            Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(schema)
+            _check_room_for_an_answer(task.config, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"task {task.name}: {error}" if task.name else str(error)) from error
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:

@@ -321,7 +321,8 @@ def dry_run(
         progress, keys = open_rows(prepared, retry_errors)
     with input_errors():
         decoding = prepared.config.decoding
-        plan = make_plan(prepared.source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
+        sizes = decoding.max_new_tokens, decoding.seed
+        plan = make_plan(prepared.source, prepared.prompts, keys, *sizes, lambda: None, prepared.tasks[1:])
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)
     rates = None if calibrate is None else calibrate(prepared, plan.estimates)

@@ -227,7 +227,13 @@ class _LockedRun:
         """Plan the rows, and say what there is to do. Raises InputError for a file that breaks off."""
         prepared, decoding, begin = self.prepared, self.prepared.config.decoding, time.monotonic()
         plan = make_plan(
-            prepared.source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.interrupt.check
+            prepared.source,
+            prepared.prompts,
+            keys,
+            decoding.max_new_tokens,
+            decoding.seed,
+            self.interrupt.check,
+            prepared.tasks[1:],
         )
         self.display.note(
             f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 
 import ray
 import torch
@@ -22,12 +23,20 @@ from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
-from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
-from specextend.document_requests import Inbox, Summary, advance, as_document_error, finished_row, summarize
+from specextend.document_requests import (
+    Inbox,
+    Summary,
+    Task,
+    advance,
+    answer,
+    as_document_error,
+    finished_row,
+    tasks_of,
+)
 from specextend.loading import GIB
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
@@ -53,7 +62,7 @@ class Worker:
     """Holds an engine and answers `run` with a document's outcome. `WorkerActor` makes it an actor."""
 
     _engine: Engine
-    _prompts: Prompts
+    _tasks: list[Task]
     _limits: dict[str, float] | None
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
@@ -88,7 +97,7 @@ class Worker:
             torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
+        self._tasks = tasks_of(config, self._engine.tokenizer, self._engine.max_tokens)
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
@@ -130,7 +139,7 @@ class Worker:
     async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary | Suspected:
         """Decode the requests of a document, round by round."""
         loop = asyncio.get_running_loop()
-        rounds = summarize(self._config, self._prompts, row, lease_id)
+        rounds = answer(self._tasks, row, lease_id)
         began = math.inf
         outcomes: list[Completion | DocumentError] | None = None
         while True:
@@ -142,7 +151,7 @@ class Worker:
             else:
                 found = await asyncio.gather(*map(self._decode, step))
             outcomes = []
-            for outcome in found:
+            for outcome in chain.from_iterable(found):
                 if isinstance(outcome, Suspected):
                     return outcome
                 if isinstance(outcome, Completion):
@@ -150,20 +159,23 @@ class Worker:
                     self._decoded[lease_id] += outcome.stats.num_output_tokens
                 outcomes.append(outcome)
 
-    async def _decode(self, request: Request) -> RequestOutcome:
-        """Queue a request and wait for its outcome."""
-        future: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = future
+    async def _decode(self, request: Request) -> list[RequestOutcome]:
+        """Queue a request with those that follow it, and wait for their outcomes."""
+        names = [each.request_id for each in request.chain]
+        futures = [asyncio.get_running_loop().create_future() for _ in names]
+        self._waiting.update(zip(names, futures, strict=True))
         self._inbox.put(request)
         try:
-            return await future
+            return await asyncio.gather(*futures)
         except asyncio.CancelledError:
             if not self._inbox.remove(request.request_id):
-                self._engine.cancel(request.request_id)
+                for name in names:
+                    self._engine.cancel(name)
             raise
         finally:
-            self._waiting.pop(request.request_id, None)
-            self._handed_out.pop(request.request_id, None)
+            for name in names:
+                self._waiting.pop(name, None)
+                self._handed_out.pop(name, None)
 
     def _serve(self) -> None:
         """Run the engine thread."""
@@ -182,10 +194,10 @@ class Worker:
     def _requests(self) -> Iterator[Request | None]:
         while True:
             request = self._inbox.take(block=self._engine.num_active == 0)
-            if request is not None:
-                self._handed_out[request.request_id] = request
-                if request.request_id not in self._waiting:  # cancelled before it was noted there
-                    self._handed_out.pop(request.request_id, None)
+            for each in request.chain if request else ():
+                self._handed_out[each.request_id] = each
+                if each.request_id not in self._waiting:  # cancelled before it was noted there
+                    self._handed_out.pop(each.request_id, None)
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
@@ -194,9 +206,12 @@ class Worker:
         traceback.print_exception(cause, file=sys.stderr)
         failure = Suspected(type(cause).__name__, first_line(cause))
         for name in error.request_ids:
-            self._settle(name, failure)
-        for request in list(self._handed_out.values()):
-            if request.request_id in self._waiting:  # not cancelled since
+            for request in self._handed_out[name].chain if name in self._handed_out else ():
+                self._settle(request.request_id, failure)
+        handed_out = list(self._handed_out.values())
+        followers = {follower.request_id for request in handed_out for follower in request.chain[1:]}
+        for request in handed_out:
+            if request.request_id in self._waiting and request.request_id not in followers:  # not cancelled since
                 self._inbox.put(request)
         self._handed_out.clear()
 

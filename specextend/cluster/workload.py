@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from specextend.core import Checkpoint, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
-from specextend.document_requests import PartPrompts
+from specextend.document_requests import PartPrompts, Task
 from specextend.loading import (
     GIB,
     longest_request,
@@ -69,11 +70,12 @@ def make_plan(
     max_new_tokens: int,
     seed: int,
     checkpoint: Checkpoint,
+    others: Sequence[Task] = (),
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
-    raise.
+    raise. others: further tasks.
     """
     lengths, refused, rejected = array("q"), array("q"), Counter[str]()
     """Five numbers for each row, as `_estimate` takes them: ten million rows must fit."""
@@ -97,15 +99,15 @@ def make_plan(
         tokens = UNKNOWN if row.num_tokens is None else row.num_tokens
         lengths.extend((*row.key, row.num_bytes or 0, tokens, own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte)
+    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte, others)
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
-def _estimate(lengths: Ints, prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
+def _estimate(lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]) -> tuple[Estimates, int]:
     """Estimate template and document, cut or in parts as the policy says.
 
     lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens. per_byte: tokens. Returns the
-    estimates, and how many rows have to be cut.
+    estimates, of all tasks together, and how many rows have to be cut. What prompts begin with alike is read once.
     """
     files, rows, num_bytes, counts, limits = lengths.T
     measured = np.round(num_bytes * per_byte).astype(np.int64)
@@ -118,6 +120,12 @@ def _estimate(lengths: Ints, prompts: Prompts, per_byte: float) -> tuple[Estimat
     if prompts.options.length_policy == "parts":
         documents = uncut[is_long] - prompts.num_template_tokens
         kept[is_long], outputs[is_long] = PartPrompts(prompts).work(documents, limits[is_long])
+    of_first, openings = kept.copy(), {prompts.opening}
+    for task in others:
+        is_new = task.prompts.opening not in openings
+        openings.add(task.prompts.opening)
+        kept += of_first if is_new else task.prompts.num_template_tokens * (of_first > 0)
+        outputs += limits if task.config.input.has_limits else task.config.decoding.max_new_tokens
     rows = rows.copy()  # a view would keep all five columns
     return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 
@@ -170,9 +178,9 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
-    """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
+    """Return the tokens of each document that will be decoded, prompt and output; of several requests, those of one."""
     totals = plan.estimates.totals()
-    if config.prompt.length_policy != "parts":
+    if config.prompt.length_policy != "parts" and not config.tasks:
         return totals
     has_own_limits = config.input.has_limits
     longest = config.max_tokens(facts.context_length) if has_own_limits else longest_request(config, facts)

@@ -46,7 +46,7 @@ from specextend.data.parquet import (
     write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
-from specextend.data.schema import COMMIT_SCHEMA, summary_fields
+from specextend.data.schema import COMMIT_SCHEMA, TextColumns, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
@@ -143,9 +143,9 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
     column, passthrough = {output.column}, options.passthrough
     fields = [field.name for field in answer_fields(output.json_schema)]
-    taken = {*COMMIT_SCHEMA.names} - {"summary"}
+    taken = {*COMMIT_SCHEMA.names} - {"summary", "tasks"}
     in_lower_case = {name.lower() for name in taken | column}
-    ours = {field.name for field in summary_fields(output.column, output.json_schema)}
+    ours = {field.name for field in summary_fields(TextColumns(output.column, output.json_schema))}
     clashes = [
         (column & taken, "output.column {} is another column of the results; give another name"),
         (
@@ -174,6 +174,18 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     for names, what in clashes:
         if names:
             raise InputError(what.format(", ".join(names)))
+
+
+def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
+    """Raise InputError if two tasks of a run, or one and a passthrough column, would make columns of one name."""
+    names = [field.name.lower() for field in summary_fields(columns)] if columns.others else []
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(
+            f"tasks: the column {twice[0]} would be made twice; set output.column of a task, or rename a field of its "
+            "output.schema"
+        )
+    if passed := [name for name in passthrough if name.lower() in names]:
+        raise InputError(f"input.passthrough and tasks both name {passed[0]}; rename one of them")
 
 
 def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()) -> None:
@@ -212,7 +224,7 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
         if not is_right(kind):
             cast = way_out(column, kind, "BIGINT" if is_right is _is_count else "VARCHAR")
             raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
-    for column, *path in () if reader.template is None else reader.template.fields:
+    for column, *path in (path for template in reader.templates for path in template.fields):
         _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path)
 
 

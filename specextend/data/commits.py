@@ -131,7 +131,7 @@ MOST_BYTES = 64 << 20
 """Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as much."""
 _MOST_ROWS = 1 << 32
 """No input file has so many rows."""
-_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names}
+_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN, FAILED, DONE = 0, 1, 2
 """States of an input row: without a result, or with one that counts."""
 

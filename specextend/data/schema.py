@@ -1,7 +1,8 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -27,6 +28,21 @@ PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
+
+
+TASKS = pa.list_(
+    pa.struct(
+        [
+            *((name, "string") for name in ("name", "text", "finish_reason", "length_policy", "reasoning")),
+            *((f"num_{name}_tokens", "int32") for name in ("prompt", "cached", "output", "dropped")),
+            ("num_requests", "int32"),
+            *((name, "float64") for name in ("coverage", "mean_acceptance_length", "prefill_s", "total_s")),
+            ("quality_flags", pa.list_(pa.string())),
+            ("part_summaries", pa.list_(PART_SUMMARY)),
+        ]
+    )
+)
+"""What came of each task of a document, in a run of several."""
 
 
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
@@ -79,6 +95,7 @@ COMMIT_SCHEMA = pa.schema(
         ("row", "int64"),
         *SUMMARY_SCHEMA,
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
+        ("tasks", TASKS),
     ]
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
@@ -101,6 +118,7 @@ def result_row(
     part_summaries: list[Values] | None = None,
     num_requests: int = 1,
     reasoning: str | None = None,
+    tasks: list[Values] | None = None,
 ) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
@@ -116,6 +134,7 @@ def result_row(
         "part_summaries": part_summaries,
         "num_requests": num_requests,
         "reasoning": reasoning,
+        "tasks": tasks,
         "choices": [each._asdict() for each in completion.scored] or None,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
@@ -137,20 +156,52 @@ def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
         return pa.Table.from_pylist(mended(rows), schema=schema)
 
 
-def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
+class TextColumns(NamedTuple):
+    """The columns for what the model wrote: of each task one with the texts, and those of its answers."""
+
+    text: str = "summary"
+    answers: str | None = None
+    """Their JSON Schema."""
+    others: tuple[tuple[str, str, str | None], ...] = ()
+    """Names of further tasks, with the same."""
+
+
+_USUAL = TextColumns()
+
+
+def text_columns(config: ReadOnly) -> TextColumns:
+    """Return the columns of a run with this configuration, as JSON values."""
+    section: Mapping[str, Any] = config.get("output", {})
+    named = [(name, section | own["output"]) for name, own in config.get("tasks", {}).items()]
+    text = section.get("column", "summary")
+    others = [(name, output["column"], output.get("schema")) for name, output in named if output["column"] != text]
+    return TextColumns(text, section.get("schema"), tuple(others))
+
+
+def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
     """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
-    ours = pa.schema(_named(ERROR_SCHEMA, text_column))
+    ours = pa.schema([*_named(ERROR_SCHEMA, columns.text), *([("tasks", TASKS)] if columns.others else [])])
     return pa.schema([*ours, *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough)])
 
 
-def summary_fields(text_column: str = "summary", answers: str | None = None) -> list[pa.Field]:
+def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
     """Return our columns of `summaries/`, and those of the answers. They are `output.column` and `output.schema`."""
-    return [*_named(SUMMARY_SCHEMA, text_column), *answer_fields(answers)]
+    fields = [*_named(SUMMARY_SCHEMA, columns.text), *answer_fields(columns.answers)]
+    for _, text, answers in columns.others:
+        fields += [pa.field(text, pa.string()), *answer_fields(answers)]
+    return [*fields, pa.field("tasks", TASKS)] if columns.others else fields
 
 
-def summary_columns(rows: pa.Table, answers: str | None) -> list[pa.ChunkedArray | pa.Array]:
-    """Return the values of `summary_fields` in rows with the columns of SUMMARY_SCHEMA."""
-    return [*(rows[name] for name in SUMMARY_SCHEMA.names), *answer_columns(answers, rows["summary"])]
+def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
+    """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
+    found = [*(rows[name] for name in SUMMARY_SCHEMA.names), *answer_columns(columns.answers, rows["summary"])]
+    if not columns.others:
+        return found
+    texts = [{each["name"]: each["text"] for each in tasks or ()} for tasks in rows["tasks"].to_pylist()]
+    for name, _, answers in columns.others:
+        written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
+        found += [written, *answer_columns(answers, written)]
+    return [*found, rows["tasks"]]
 
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:

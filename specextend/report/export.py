@@ -117,8 +117,8 @@ def follow(
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
     remove_temporary_files(folder)
-    text, schema_of_answers = output_columns(output)
-    full, settled, seen = pa.schema(summary_fields(text, schema_of_answers)), Settled(), set[str]()
+    named = output_columns(output)
+    full, settled, seen = pa.schema(summary_fields(named)), Settled(), set[str]()
     schema = _narrowed(full, columns)
     is_last = False
     while not is_last:
@@ -129,7 +129,7 @@ def follow(
             done, _ = settled.settle(commit, name)
             answers = commit.take(done)
             if len(answers) and name not in written:
-                table = pa.table(summary_columns(answers, schema_of_answers), schema=full)
+                table = pa.table(summary_columns(answers, named), schema=full)
                 file = folder.child(name.removesuffix("parquet") + kind)
                 _write(file, kind, schema, [table.select(schema.names)], is_safe)
         seen |= sizes.keys()

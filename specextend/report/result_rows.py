@@ -85,7 +85,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
         if num_input_rows(manifest):
             raise ValueError(f"{output.path} holds a run of which nothing is done yet")
-    text, _ = output_columns(output)
+    text = output_columns(output).text
     for is_done, file, columns in files:
         yield from ((is_done, table) for table in _read_file(file, columns, text))
 
