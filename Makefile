@@ -11,7 +11,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ADDRESS := local
 
-.PHONY: setup models demo test test-slow test-all chromium lint bench wheel
+.PHONY: setup models demo test test-slow test-all chromium lint docs bench wheel
 setup: $(VENV)/.done
 models: .models/.done
 
@@ -20,7 +20,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("specextend needs Python 3.11 or newer; name one with PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 .models/.done: scripts/make_models.py scripts/tiny_models.py specextend/cli/demo.py | $(VENV)/.done
@@ -58,6 +58,10 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The site of the documentation: open out/site/index.html, also without a network or a server.
+docs: setup
+	$(PY) -m sphinx --fail-on-warning --quiet -c docs/site -d out/site-doctrees . out/site
 
 bench: setup models
 	mkdir -p out

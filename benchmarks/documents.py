@@ -45,9 +45,9 @@ def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list
     Raises ValueError if the documents cannot be read, or if a bucket has too few of them.
     """
     config = configs[0]
-    facts = read_facts(config.target.model, config.target.revision)
+    facts = read_facts(config.target.model)
     limit = min(each.max_tokens(facts.context_length) for each in configs)
-    tokenizer = load_tokenizer(config.target.model, config.target.revision)
+    tokenizer = load_tokenizer(config.target.model)
     if benchmark.cut_to is not None:
         cut = replace(config.prompt, max_prompt_tokens=benchmark.cut_to, length_policy="head")
         found = _rendered(config, Prompts(tokenizer, cut, limit), benchmark.max_new_tokens)

@@ -26,8 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, PairShape
 from benchmarks.gpu_steps import decode, try_steps
-from specextend.attention.backends import shortest_runs
-from specextend.attention.trials import Trial
+from specextend.attention.backends import Trial, shortest_runs
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import device_name, release_cached, synchronise, traits_of
 from specextend.decoding.measurements import measure_limits

@@ -82,7 +82,7 @@ def replay_probes(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each variant: one for each probe. Raises ValueError if a length has no room for its probes."""
     first = next(iter(configs.values()))
-    tokenizer = load_tokenizer(first.target.model, first.target.revision)
+    tokenizer = load_tokenizer(first.target.model)
     maker = ProbeMaker(tokenizer, first.prompt.system, [text for _, text in read_texts(first)])
     grid = product(benchmark.buckets, benchmark.probes, range(benchmark.per_bucket))
     probes = [maker.make(kind, length, number) for length, kind, number in grid]

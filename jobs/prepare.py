@@ -1,4 +1,4 @@
-"""Convert data sets, JSON Lines and folders of text or PDF files to Parquet. See `--help`."""
+"""Convert data sets and folders of documents to Parquet. See `--help`."""
 
 from specextend.cli.command import script
 from specextend.cli.prepare import prepare

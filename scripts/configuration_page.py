@@ -18,7 +18,7 @@ HEAD = """\
 # Configuration: every key, its default and its meaning
 
 This page lists what a configuration file may hold. It is generated from the code, and a test keeps the two equal.
-Complete files are in [`configs/`](../configs).
+Complete files are in `configs/`, such as [`smollm2.yaml`](../configs/smollm2.yaml).
 
 A configuration is YAML with one section for each heading below; an unknown key is refused, and the nearest known one
 suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for

@@ -134,9 +134,9 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
 
 def open_listing(root: Location, names: list[str]) -> Source:
     """Audit the input as `open_source` does, which takes no file system of ours."""
-    sizes = tuple((Path(root.path) / name).stat().st_size for name in names)
+    sizes = {name: (Path(root.path) / name).stat().st_size for name in names}
     reader = RowReader(InputOptions(path=root.path, passthrough=("title",)))
-    listing = Listing(root, (), tuple(names), sizes)
+    listing = Listing(root, (), sizes)
     return Source(reader, root, *check_input(listing, reader))
 
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from specextend.cluster.checks import Prepared, prepare
@@ -26,7 +27,7 @@ from specextend.summarizer import DecodedRow, RowDecoder
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Lead of a token in logits, by the target's dtype, which rounding can turn round (`docs/dev/log.md`)."""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
-_COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS)
+_COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_new_tokens")
 
 
 def audit(output: str, num_rows: int, seed: int) -> Values:
@@ -94,12 +95,15 @@ def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Value
             with suppress(DocumentError):  # the run has an error row for it
                 row = source.read(key)
                 rows[row.document.doc_id] = row
-    return [(rows[each["doc_id"]], each) for each in find_rows(prepared.output, [*rows], _COLUMNS)]
+    found = find_rows(prepared.output, [*rows], _COLUMNS)
+    return [(replace(rows[each["doc_id"]], max_new_tokens=each["max_new_tokens"]), each) for each in found]
 
 
 def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
-    """Return the run's configuration with batches as large as the run's."""
-    config = prepared.config
+    """Return the run's configuration with batches as large as the run's, and with room for all of its texts."""
+    most = max(each["max_new_tokens"] for each in stored)
+    decoding = replace(prepared.config.decoding, max_new_tokens=most)
+    config = prepared.config.model_copy(update={"decoding": decoding})
     device = target_device(config.target)
     lengths = [(each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"] for each in stored]
     num_tokens = sum(lengths) // len(lengths), max(lengths)

@@ -73,14 +73,13 @@ class JobOptions:
     """Time limit of one start in seconds, which then stops with exit 75; 0 sets no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_attempts"):
-            at_least(f"job.{name}", getattr(self, name), 1)
-        if self.cpus_per_worker != "auto":
-            at_least("job.cpus_per_worker", self.cpus_per_worker, 1)
+        whole = dict.fromkeys(("workers", "max_attempts", "cpus_per_worker"), 1)
+        least = whole | dict.fromkeys(("gpus_per_worker", "commit_every_s", "deadline_s"), 0)
+        for name, value in least.items():
+            if getattr(self, name) != "auto":
+                at_least(f"job.{name}", getattr(self, name), value)
         if self.workers > MAX_WORKERS:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
-        for name in ("gpus_per_worker", "commit_every_s", "deadline_s"):
-            at_least(f"job.{name}", getattr(self, name), 0)
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "
@@ -169,7 +168,7 @@ class RunConfig(BaseModel):
         return max(self.tree.depth, self.tree.ngram_depth) if has_ngrams else self.tree.depth
 
     @property
-    def each_task(self) -> dict[str, Self]:
+    def each_task(self) -> dict[str, RunConfig]:
         """Return by name, for each task, the configuration of a run that has no other; "" is the only one."""
         if not self.tasks:
             return {"": self}
@@ -224,7 +223,7 @@ class RunConfig(BaseModel):
         for section, key in (*_PATHS, *_MODELS):
             if isinstance(options := values.get(section), dict) and key in options:
                 base = origins[f"{section}.{key}"].folder
-                whole = partial(_whole_path, section, key, base, known, options.get("kind"), allow_relative)
+                whole = partial(_whole_path, section, key, base, known, allow_relative)
                 value = options[key]
                 values[section] = options | {key: [*map(whole, value)] if isinstance(value, list) else whole(value)}
         return cls.from_values(values)
@@ -262,14 +261,14 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     given_configs = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
     for values, origin in chain.from_iterable(map(_read, given_configs)):
         _drop_demo(values, origin, merged, origins)
-        _drop_other_draft(merged, _keys(values, "draft").get("kind"))
+        _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
             if section == "tasks":
                 options = _from_folder(options, origin.folder)
             merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
     given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
-    _drop_other_draft(merged, given.get("draft.kind"))
+    _drop_model_of_draft(merged, given.get("draft.kind"))
     for override in overrides:
         section, key = _apply(merged, override)
         keys = [key] if key else _keys(merged, section)
@@ -414,34 +413,32 @@ def _apply(values: Values, override: str) -> tuple[str, str]:
 _PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"), ("output", "schema"))
 _MODELS = (("target", "model"), ("draft", "model"))
 """Keys in whose values variables are replaced, with those before."""
-_OF_OTHER_DRAFTS = {"eagle": ("revision",), "ngram": ("model", "revision", "ngram")}
-"""By kind of draft: the keys that it does not take."""
+_NOT_OF_NGRAM = ("model", "ngram")
+"""Keys of the draft's section that the kind `ngram` does not take."""
 
 
-def _drop_other_draft(values: Values, kind: object) -> None:
+def _drop_model_of_draft(values: Values, kind: object) -> None:
     """Take out of the draft's section what the kind that comes in its place does not take; None: none comes."""
     draft = _keys(values, "draft")
-    if kind is not None and draft and draft.get("kind") != kind:
-        values["draft"] = {key: draft[key] for key in draft if key not in _OF_OTHER_DRAFTS.get(str(kind), ())}
+    if kind == "ngram" and draft and draft.get("kind") != kind:
+        values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
 
 
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
 
-def _whole_path(
-    section: str, key: str, base: str, known: Mapping[str, object], kind: object, allow_relative: bool, path: Any
-) -> Any:
+def _whole_path(section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any) -> Any:
     """Replace the variables of a path of the configuration, and make it absolute if it is local; base: its folder.
 
-    kind: that of the draft, if it is one. What is no path is left to the check of types. Raises ConfigError.
+    What is no path is left to the check of types. Raises ConfigError.
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
     path = _expanded(f"{section}.{key}", path, known)
     if not path or "://" in path or os.path.isabs(path):
         return path
-    is_file = section in ("input", "output") or path.endswith(".gguf") or kind == "eagle"
+    is_file = section in ("input", "output") or path.endswith(".gguf")
     if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):
         return path
     if not allow_relative:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specextend.config import RunConfig
-from specextend.core import Completion, Request, Values, first_line
+from specextend.core import Completion, FinishReason, Request, Values, first_line
 from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
@@ -140,7 +140,10 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
             except DocumentError as error:
                 errors[number] = error
             else:
-                (summaries if isinstance(step, Summary) else steps)[number] = step
+                if isinstance(step, Summary):
+                    summaries[number] = step
+                else:
+                    steps[number] = step
         under_way = {number: under_way[number] for number in steps}
         if steps:
             chains = tuple(_chained(requests) for requests in zip_longest(*steps.values()))
@@ -183,7 +186,8 @@ def _failed_tasks(
 def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
     """Assess a summary, which may take 0.1 s."""
     dropped, fields = summary.prompt.num_dropped_tokens, config.output.evidence_for
-    return assess(summary.completion, row.document.text, dropped, row.reference, config.quality, fields)
+    left_out = summary.prompt.left_out if config.output.sources else None
+    return assess(summary.completion, row.document.text, dropped, row.reference, config.quality, fields, left_out)
 
 
 def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
@@ -238,6 +242,7 @@ def finished_row(
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,
+        max_new_tokens=None if summary.tasks else max_new_tokens_of(config, row),
         content_sha256=row.content_sha256,
         queue_s=max(0.0, ended - received - total_s),
         started_at=time.time() - (time.monotonic() - ended) - total_s,
@@ -255,7 +260,7 @@ def _joined(summary: Summary, qualities: Sequence[Quality]) -> tuple[Completion,
     each = [one for _, one in summary.tasks]
     reasons = [one.completion.finish_reason for one in each]
     scored = tuple(choice for one in each for choice in one.completion.scored)
-    reason = next((reason for reason in reasons if reason != "stop"), "stop")
+    reason: FinishReason = next((reason for reason in reasons if reason != "stop"), "stop")
     prompt = replace(
         summary.prompt,
         num_dropped_tokens=sum(one.prompt.num_dropped_tokens for one in each),
@@ -377,7 +382,9 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    advice = "set decoding.repetition_penalty" if is_loop else "raise decoding.max_new_tokens in a run of its own"
+    advice = (
+        "set decoding.repetition_penalty" if is_loop else "do it again with --retry-errors=all --retry-truncated LIMIT"
+    )
     raise DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "

@@ -59,15 +59,16 @@ def run(
     settings: ReadOnly | None = None,
     run_date: date | None = None,
     retry_errors: Retry = "none",
+    retry_truncated: int | None = None,
     cancel: threading.Event | None = None,
     progress: bool = True,
 ) -> RunResult:
     """Run or resume a job, in this process and any of its threads.
 
     config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or a list of these,
-    such as a pair and a task. input, output, settings (`{"job.workers": 2}`), run_date, retry_errors: as on the command
-    line. cancel: once it is set, finished work is
-    committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr.
+    such as a pair and a task. input, output, settings (`{"job.workers": 2}`), run_date, retry_errors, retry_truncated:
+    as on the command line. cancel: once it is set, finished work is committed and the run ends with exit code 75, as it
+    does on Ctrl-C. progress: show it on stderr.
     Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
     """
     paths = {"input.path": input, "output.path": output}
@@ -80,7 +81,7 @@ def run(
 
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:
-                code = run_job(loaded, display, interrupt, retry_errors=retry_errors)
+                code = run_job(loaded, display, interrupt, retry_errors=retry_errors, retry_truncated=retry_truncated)
             except InterruptedRunError:
                 code = EXIT_INTERRUPTED
     return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
-from specextend.attention.trials import Trial
 from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import ALIGNMENT, aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -83,7 +83,7 @@ def load_engine(config: Configs) -> Engine:
         adaptive = None if costs is None else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
-        load_tokenizer(config.target.model, config.target.revision),
+        load_tokenizer(config.target.model),
         target,
         drafter,
         eos_token_ids=frozenset(facts.eos_token_ids),
@@ -136,7 +136,7 @@ def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     return Subject(
         device=str(device),
         dtype=config.target.dtype,
-        model=read_json(find_folder(config.target.model, config.target.revision, weights=False) / "config.json"),
+        model=read_json(find_folder(config.target.model, weights=False) / "config.json"),
         num_nodes=config.tree.most_nodes,
         depth=config.num_tree_levels,
         batch=_power_of_two(config.decoding.batch_size),

@@ -10,12 +10,16 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
@@ -29,7 +33,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 
-from specextend.core import Values, first_line
+from specextend.core import Values, counted, first_line
 from specextend.shipped import DEFAULT_TARGET, models_folder
 
 if TYPE_CHECKING:
@@ -75,10 +79,9 @@ class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks
-    GGUF."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub; unset: the default branch. A run keeps its commit."""
+    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks GGUF.
+    Behind the name may stand a branch, tag or commit (`owner/name@main`), otherwise the default
+    branch is meant; a run keeps its commit."""
     dtype: Dtype = "bfloat16"
     """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
     quantize: Scheme | None = None
@@ -117,7 +120,7 @@ class TensorInfo(NamedTuple):
 # Where a model is
 
 
-def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
+def find_folder(model: str, *, weights: bool) -> Path:
     """Find a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
 
     weights: fetch the weights too. Raises ModelError.
@@ -131,45 +134,55 @@ def find_folder(model: str, revision: str | None, *, weights: bool) -> Path:
         fetch = f"; specextend demo fetches this one into {models_folder()}"
         hint = fetch if Path(model).name == DEFAULT_TARGET else ""
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
-    folder = _fetch(model, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
+    folder = _fetch(model, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
     if weights:  # a repository may hold the same weights in several formats
-        _fetch(model, revision, indexed_names(folder) or [_WEIGHTS])
+        _fetch(model, indexed_names(folder) or [_WEIGHTS])
     return folder
 
 
-def _fetch(model: str, revision: str | None, patterns: list[str]) -> Path:
-    with _said(model, revision), _quiet():
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+def _fetch(model: str, patterns: list[str]) -> Path:
+    name, revision = split_revision(model)
+    with _said(model), _quiet():
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """Return the name of `name@revision` on the Hub, and its revision; None for the default branch."""
+    name, _, revision = model.partition("@")
+    return name, revision or None
 
 
 def looks_like_path(model: str) -> bool:
     """Return True for a name that can only be a place on disk: a Hub id is `name` or `owner/name`."""
-    is_like_one = model.startswith((".", "~")) or model.endswith(".gguf") or model.count("/") > 1
-    return is_like_one or Path(model).is_absolute() or Path(model).exists()
+    is_like_one = model.startswith((".", "~")) or model.endswith(".gguf")
+    has_folders = split_revision(model)[0].count("/") > 1
+    return is_like_one or has_folders or Path(model).is_absolute() or Path(model).exists()
 
 
-def resolve_revision(model: str, revision: str | None) -> str | None:
+def resolve_revision(model: str) -> str | None:
     """Return the commit of a Hub id's revision, from the Hub or else from its cache; None for files on disk."""
     if looks_like_path(model):
         return None
-    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):  # can never come to mean anything else
+    revision = split_revision(model)[1] or ""
+    if re.fullmatch("[0-9a-f]{40}", revision):  # can never come to mean anything else
         return revision
-    return find_folder(model, revision, weights=False).name
+    return find_folder(model, weights=False).name
 
 
 # What its files hold
 
 
-def read_tensors(model: str, revision: str | None = None) -> dict[str, TensorInfo] | None:
+def read_tensors(model: str) -> dict[str, TensorInfo] | None:
     """Read the headers of a model's safetensors files; None if only the Hub has them, which is asked for their names.
 
     Raises ModelError if a file is not whole, or there is none.
     """
-    folder = find_folder(model, revision, weights=False)
+    folder = find_folder(model, weights=False)
     if looks_like_path(model) or all((folder / name).is_file() for name in indexed_names(folder) or [_ONE_FILE]):
         return read_folder(folder, model)
-    with _said(model, revision):
-        files = HfApi().model_info(model, revision=revision, timeout=TIMEOUT_S).siblings or []
+    name, revision = split_revision(model)
+    with _said(model):
+        files = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S).siblings or []
     _choose_files([file.rfilename for file in files], folder, model)
     return None
 
@@ -274,17 +287,60 @@ def _convert_pickles(files: Iterable[Path], to: Path) -> str:
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
 
 
+def copy_weights(model: str, folder: Path) -> None:
+    """Copy config and weights of a model to a folder; a pickle, which a process of its own reads, as safetensors."""
+    commit = resolve_revision(model)
+    pinned = model if commit is None else f"{split_revision(model)[0]}@{commit}"
+    source = find_folder(pinned, weights=True)
+    weights = weight_files(source, model) if any(source.glob(_WEIGHTS)) else []
+    for path in (*(source / name for name in (*_CONFIG_FILES, INDEX)), *weights):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    if not weights:
+        if commit is not None:
+            source = _fetch(pinned, [*_PICKLED])
+        pickled = _pickled_files(source)
+        if len(pickled) != 1:
+            raise ModelError(f"{model} must have safetensors or one pickle; it has {counted(len(pickled), 'pickle')}")
+        _unpickle(pickled[0], folder / _ONE_FILE)
+
+
+def _unpickle(file: Path, to: Path) -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", _CONVERT, to, file], capture_output=True, text=True)
+    if ended.returncode != 0:
+        errors = re.findall(r"^\S*Error: .*", ended.stderr, re.MULTILINE) or [f"exit {ended.returncode}"]
+        raise ModelError(f"{file} cannot be read as nothing but tensors: {errors[-1]}")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder of what is written into the one that this yields, whole or not at all.
+
+    Raises ModelError if it holds something.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{folder} holds something already; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+        whole = Path(temporary, "model")
+        whole.mkdir()
+        yield whole
+        for path in whole.iterdir():
+            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
+        whole.rename(folder)
+
+
 # Which model it is
 
 
-def identify(model: str, revision: str | None = None) -> dict[str, str]:
+def identify(model: str) -> dict[str, str]:
     """Return what tells a model's `weights`, with its config, and its `tokenizer` from any others.
 
     Of a Hub id that is the commit, of a folder the SHA-256 of its files; the folder's place makes no difference.
     """
-    if (commit := resolve_revision(model, revision)) is not None:
+    if (commit := resolve_revision(model)) is not None:
         return {"weights": commit, "tokenizer": commit}
-    folder = find_folder(model, revision, weights=True)
+    folder = find_folder(model, weights=True)
     read_folder(folder, model)
     weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + weight_files(folder, model)
     texts = [*(folder / name for name in _TOKENIZER_FILES), *folder.glob(_NAMED_TEMPLATES)]
@@ -323,17 +379,16 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _said(model: str, revision: str | None) -> Iterator[None]:
+def _said(model: str) -> Iterator[None]:
     """Turn what the library raises into a ModelError of one line."""
     try:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
-        name = f"{model} at revision {revision}" if revision else model
         line = first_line(error)
         if _may_pass(error):
-            what = f"the Hub does not answer for {name}, nor does its cache here: {line}"
+            what = f"the Hub does not answer for {model}, nor does its cache here: {line}"
             raise HubUnreachableError(f"{what}; run again") from error
-        raise ModelError(f"{name} is not a local folder and cannot be fetched from the Hub: {line}") from None
+        raise ModelError(f"{model} is not a local folder and cannot be fetched from the Hub: {line}") from None
 
 
 def _may_pass(error: BaseException | None) -> bool:

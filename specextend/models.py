@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from specextend.model_files import (
     TargetOptions,
     TensorInfo,
     find_folder,
+    new_folder,
     read_folder,
     read_json,
     read_tensors,
@@ -117,9 +117,9 @@ class ModelFacts:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def read_facts(model: str, revision: str | None = None) -> ModelFacts:
+def read_facts(model: str) -> ModelFacts:
     """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot be served."""
-    folder = find_folder(model, revision, weights=False)
+    folder = find_folder(model, weights=False)
     config = _read_config(folder, model)
     return ModelFacts(
         name=model,
@@ -134,46 +134,46 @@ def read_facts(model: str, revision: str | None = None) -> ModelFacts:
     )
 
 
-def check_model(model: str, revision: str | None = None) -> ModelFacts:
+def check_model(model: str) -> ModelFacts:
     """Read the facts of a model, and check that its weights are whole safetensors files with the right shapes.
 
     Only headers are read. Weights that only the Hub has are not fetched: whoever loads them checks them. Raises
     ModelError.
     """
-    facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
-    if (tensors := read_tensors(model, revision)) is not None:
-        _check_tensors(_config_of(model, revision), model, tensors)
+    facts = read_facts(model)  # refuses a model that cannot be served before its weights are examined
+    if (tensors := read_tensors(model)) is not None:
+        _check_tensors(_config_of(model), model, tensors)
     return facts
 
 
-def num_parameters(model: str, revision: str | None = None) -> int:
+def num_parameters(model: str) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
-    return sum(parameter.numel() for parameter in _without_weights(_config_of(model, revision)).parameters())
+    return sum(parameter.numel() for parameter in _without_weights(_config_of(model)).parameters())
 
 
 def target_bytes(options: TargetOptions) -> int:
     """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises ModelError."""
-    model, dtype = _without_weights(_config_of(options.model, options.revision)), DTYPES[options.dtype]
+    model, dtype = _without_weights(_config_of(options.model)), DTYPES[options.dtype]
     in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
 
 def check_target(options: TargetOptions) -> ModelFacts:
     """Check the target as `check_model` does, and that its layers can be quantized as the options say."""
-    facts = check_model(options.model, options.revision)
+    facts = check_model(options.model)
     if options.quantize is not None:
-        check_quantizable(_without_weights(_config_of(options.model, options.revision)), options.quantize)
+        check_quantizable(_without_weights(_config_of(options.model)), options.quantize)
     return facts
 
 
 def load_target(options: TargetOptions) -> PreTrainedModel:
     """Load the target for inference, in 16 or 32 bits."""
-    return load_causal_lm(options.model, options.revision, options.dtype, options.device)
+    return load_causal_lm(options.model, options.dtype, options.device)
 
 
-def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) -> PreTrainedModel:
+def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
-    folder = find_folder(model, revision, weights=True)
+    folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
     _check_tensors(config, model, read_folder(folder, model))
     # Without it transformers takes model.safetensors, whether an index names it or not, and no file of another name.
@@ -194,9 +194,9 @@ def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) 
     return loaded
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is none."""
-    folder = find_folder(model, revision, weights=False)
+    folder = find_folder(model, weights=False)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
@@ -256,8 +256,8 @@ def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.T
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def _config_of(model: str, revision: str | None) -> PreTrainedConfig:
-    return _read_config(find_folder(model, revision, weights=False), model)
+def _config_of(model: str) -> PreTrainedConfig:
+    return _read_config(find_folder(model, weights=False), model)
 
 
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:
@@ -376,15 +376,8 @@ def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
     """
     if not file.is_file():
         raise ModelError(f"{file} does not exist")
-    if folder.exists() and any(folder.iterdir()):
-        raise ModelError(f"{folder} holds something already; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
-        whole = Path(temporary, "model")
+    with new_folder(folder) as whole:
         _unpack(file, whole, dtype)
-        for path in whole.iterdir():
-            path.chmod(0o644)  # safetensors lets nobody but the owner read its files
-        whole.rename(folder)
 
 
 def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:

@@ -6,7 +6,6 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,10 +21,10 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import FLOATS, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.model_files import INDEX, ModelError, hash_files, identify
+from specextend.model_files import ModelError, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -48,7 +47,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
     checked = check_target(target)
-    tokenizer = load_tokenizer(target.model, target.revision)
+    tokenizer = load_tokenizer(target.model)
     facts = _with_tokenizer(checked, tokenizer)
     if draft is not None and draft.kind == "eagle":
         _check_eagle(draft, facts, tokenizer)
@@ -78,13 +77,10 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
     """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of a Hub id."""
-    found = identify(target.model, target.revision)
+    found = identify(target.model)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
-    if draft is not None and draft.kind == "eagle":
-        folder = Path(draft.model)
-        named["draft"] = hash_files([folder / "config.json", folder / INDEX, *head_files(folder)])
-    elif draft is not None and draft.kind == "model":
-        named["draft"] = identify(draft.model, draft.revision)["weights"]
+    if draft is not None and draft.model:
+        named["draft"] = identify(draft.model)["weights"]
     return named
 
 
@@ -153,8 +149,8 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
         return DraftSize(0, 0)
     if draft.kind == "eagle":
         return _size_eagle(draft)
-    draft_facts = read_facts(draft.model, draft.revision)
-    return DraftSize(num_parameters(draft.model, draft.revision), draft_facts.kv_numbers_per_token)
+    draft_facts = read_facts(draft.model)
+    return DraftSize(num_parameters(draft.model), draft_facts.kv_numbers_per_token)
 
 
 class DraftSize(NamedTuple):
@@ -182,8 +178,8 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
-    num_rows = min(check_model(draft.model, draft.revision).vocab_size, facts.vocab_size)
-    theirs = load_tokenizer(draft.model, draft.revision)
+    num_rows = min(check_model(draft.model).vocab_size, facts.vocab_size)
+    theirs = load_tokenizer(draft.model)
     for name in _SPECIAL_TOKENS:
         _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
     _check_shared_tokens(draft.model, theirs.get_vocab(), facts.name, ours.get_vocab(), num_rows)
@@ -227,9 +223,9 @@ def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows:
 def _load_model(
     draft: DraftOptions, options: TargetOptions, target: CachedModel, rows: tuple[int, int], prefill_window: int
 ) -> ModelNetwork:
-    model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device))
+    model = load_causal_lm(draft.model, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, rows[1], target.kernels)
-    facts, chunk = read_facts(draft.model, draft.revision), traits_of(target.device).prefill_chunk
+    facts, chunk = read_facts(draft.model), traits_of(target.device).prefill_chunk
     if facts.vocab_size == target.config.vocab_size:
         return ModelNetwork(cached, rows[0], prefill_window, chunk)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.

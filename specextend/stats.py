@@ -42,8 +42,8 @@ class DecodingStats:
     retrieval_coverage_sum: float = 0.0
     """Sum over retrievals of the share of the target's attention on visible rows."""
     retrieval_churn_sum: float = 0.0
-    """Sum over retrievals from the second on of 1 - |A and B| / |A or B|, where A and B are the chunks that it and the
-    retrieval before it chose by score."""
+    """Sum over retrievals from the second on of `1 - |A and B| / |A or B|`, where A and B are the chunks that it and
+    the retrieval before it chose by score."""
     num_fallbacks: int = 0
     """Times that its draft was given up for a while."""
     num_hybrid_steps: int = 0

@@ -73,8 +73,6 @@ def test_local_paths_become_absolute_and_others_stay(config_file, tmp_path):
     assert config.target.model == str(tmp_path / "t")
     assert config.draft.model == str(tmp_path / "owner" / "draft"), "a folder of that name is there, so it is meant"
     assert RunConfig.load(config_file).target.model == "owner/target", "no such folder: a Hub id"
-    head = RunConfig.load(config_file, ["draft.kind=eagle", "draft.model=models/x"]).draft
-    assert head.model == str(tmp_path / "models" / "x"), "a head is never one"
 
 
 def test_a_path_may_hold_signs_like_those_of_variables(config_file, monkeypatch):

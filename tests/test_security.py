@@ -354,7 +354,8 @@ def pinned():
 
 def declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
+    extras = project["optional-dependencies"]
+    return [Requirement(line) for line in [*project["dependencies"], *extras["dev"], *extras["docs"]]]
 
 
 def installed(requirements):

@@ -32,7 +32,7 @@ COMMANDS = {
     "bench": ["jobs/bench.py", "figures.json"],
     "status": ["jobs/summarize.py", "--status", f"no{HOSTILE}"],
     "summarize": ["jobs/summarize.py", "--help"],
-    "prepare": ["jobs/prepare.py", "text", f"no{HOSTILE}", "--output", "a.parquet"],
+    "prepare": ["jobs/prepare.py", "documents", f"no{HOSTILE}", "--output", "a.parquet"],
     "train_draft": ["jobs/train_draft.py", "--config", f"no{HOSTILE}", "--text", "a", "--output", "b"],
     "arguments": ["jobs/report.py", "out", HOSTILE],
 }

@@ -10,8 +10,11 @@ Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` qu
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +28,47 @@ from specextend.attention.torch_kernels import (
     attend_with,
     find_flash_attn,
 )
-from specextend.attention.trials import Call, Heads, what_is_wrong
 from specextend.core import how_to_install
 
 BACKENDS = ("reference", "sdpa", "compiled", "flash", "triton")
-_FAULT_ROWS = 512
+_SUMS, _LSE = 5e-5, 2e-4
+"""Errors that any kernel may have in fp32, whose sums have another order: of a result, in its length, and of an LSE."""
 _ENOUGH_S = 0.2
 """Seconds of runs after which none is repeated."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A kernel, or another change of how a model computes, and what came of trying it."""
+
+    name: str
+    taken: bool
+    why: str
+    """Why it was left out, or what it gains."""
+    ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds with it, by what was timed."""
+    base_ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds with what it would replace."""
+    floor_ms: Mapping[str, float] = field(default_factory=dict)
+    """The least that memory and matrix units allow."""
+    is_wrong: bool = False
+    """True if it can run here and is not right."""
+    is_late: bool = False
+    """True if time or memory ran out, or the device failed, so that another try may find something else."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
+
+    def times(self) -> str:
+        """Return a line with all milliseconds, an empty text if nothing was timed."""
+        return ", ".join(f"{name} {ms:.3g}{self._beside(name)}" for name, ms in self.ms.items())
+
+    def _beside(self, name: str) -> str:
+        sides = {"before": self.base_ms, "least": self.floor_ms}
+        found = [f"{side} {ms[name]:.3g}" for side, ms in sides.items() if name in ms]
+        return f" ({', '.join(found)})" if found else ""
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
@@ -56,8 +91,12 @@ def load_backend(name: str, device: torch.device) -> Attend:
         return attend_with(kernel, attend_cuda)
     if name == "triton":
         return load_triton(device)
+    if device.type == "cpu" and name == "compiled":
+        if compiled() is None:
+            raise ValueError(f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}")
+        return attend_on_cpu
     if device.type == "cpu":
-        return load_compiled() if name == "compiled" else attend_by_head
+        return attend_by_head
     if name == "sdpa":
         return attend_cuda
     raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa, flash or triton")
@@ -66,44 +105,38 @@ def load_backend(name: str, device: torch.device) -> Attend:
 @cache
 def compiled_is_right(dtype: torch.dtype) -> bool:
     """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it is right here."""
-    try:
-        from specextend.attention.compiled.attend import ELEMENTS, attend_compiled, can_compile
-    except ImportError:
+    if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS:
         return False
-    if dtype not in ELEMENTS or not can_compile(dtype):
+    if not kernel.can_make(kernel.items.kernel, kernel.ELEMENTS[dtype]):
         return False
-    heads = Heads(4, 2, 64, dtype, torch.device("cpu"))
-    calls = Call("plain", 1, (130,)), Call("tree", 5, (65, 0)), Call("causal", 70, (65,))
-    wrong = next(filter(None, (what_is_wrong(attend_compiled, call, heads, _FAULT_ROWS) for call in calls)), "")
-    if wrong:
-        _log.warning("the compiled attention kernel is not used, because it is wrong on this processor: %s", wrong)
-    return not wrong
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in ((1, 70, 4, 64), *[(2, 200, 64)] * 2))
+    mask = torch.eye(70, dtype=torch.bool) | (torch.arange(70) == 0)
+    for span in (KeySpan([3], [130]), KeySpan([3], [135], mask.unsqueeze(0)), KeySpan([3], [135], causal=True)):
+        out, lse = kernel.attend_compiled(q, k, v, span, 0.125)
+        exact, exact_lse = attend_reference(q.float(), k, v, span, 0.125)
+        errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
+        is_right = errors.max() <= 2 * max(torch.finfo(dtype).eps, _SUMS) and (lse - exact_lse).abs().max() <= _LSE
+        if not is_right:
+            _log.warning("the compiled attention kernel is not used, because it is wrong on this processor")
+            return False
+    return True
 
 
 def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by our compiled kernel where it is right and takes such tensors, else by torch's flash kernel."""
-    if not compiled_is_right(q.dtype):
-        return attend_by_head(q, k, v, span, scale)
-    return load_compiled()(q, k, v, span, scale)
+    """Attend by our compiled kernel where it is right and takes such heads, else by torch's flash kernel."""
+    kernel = compiled() if compiled_is_right(q.dtype) else None
+    attend = kernel.attend_compiled if kernel and kernel.serves(q.shape[3], q.dtype) else attend_by_head
+    return attend(q, k, v, span, scale)
 
 
 @cache
-def load_compiled() -> Attend:
-    """Import the compiled kernel, with `sdpa` for calls that it does not take: a draft's heads may have another size.
-
-    Raises:
-        ValueError: numba is not installed.
-    """
+def compiled() -> Any:
+    """Return the module of the compiled calls, or None where numba is not installed."""
     try:
-        from specextend.attention.compiled.attend import attend_compiled, serves
-    except ImportError as error:
-        raise ValueError(f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}") from error
-
-    def compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        kernel = attend_compiled if serves(q.shape[3], q.dtype) else attend_by_head
-        return kernel(q, k, v, span, scale)
-
-    return compiled
+        return import_module("specextend.attention.compiled.calls")
+    except ImportError:
+        return None
 
 
 def load_triton(device: torch.device) -> Attend:

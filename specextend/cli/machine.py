@@ -93,7 +93,7 @@ def _worker(config: RunConfig) -> Values:
     has = (of_gpu or machine_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
-    name = load_tokenizer(config.target.model, config.target.revision).convert_ids_to_tokens
+    name = load_tokenizer(config.target.model).convert_ids_to_tokens
     ends = [f"{token_id} {name(token_id)} ({place})" for place, ids in facts.ends.items() for token_id in ids]
     return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "ends": ends, "problem": problem}
 

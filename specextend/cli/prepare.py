@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.document_set import Failure
     from specextend.data.documents import Prepared
 
-_ONE_KIND = {"text": ("*.txt",), "pdf": ("*.[pP][dD][fF]",), "jsonl": ("*.jsonl",)}
-"""Commands that read the files of a folder as one kind, with the names that they look for."""
 _MOST_NAMED = 5
 _PROGRESS_S = 10
 _OUTPUT = click.option("--output", required=True, metavar="FOLDER", help="the folder to write")
@@ -50,6 +48,7 @@ def prepare() -> None:
     specextend prepare openai requests.jsonl --output data/requests.parquet
     specextend prepare repartition large.parquet --output data/smaller/
     specextend prepare model file.gguf --output models/mine
+    specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
 
     The same command again reads the files that are new, that have changed or that have failed. Exit 3: some could not
     be read; _errors.jsonl in the data set names each, with the reason.
@@ -75,9 +74,6 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
     from specextend.data.document_kinds import DocumentOptions
     from specextend.data.documents import prepare_documents
 
-    kind = click.get_current_context().command.name
-    if kind in _ONE_KIND:
-        given |= {"kind": kind, "patterns": given["patterns"] or _ONE_KIND[kind]}
     since = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -88,11 +84,6 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
 
     options = DocumentOptions(**{name: value for name, value in given.items() if value})
     return _conclude(prepare_documents(sources, output, options, tell), output, skip_unreadable)
-
-
-for one_kind in _ONE_KIND:
-    summary = f"Read files and folders, each file as {one_kind}."
-    prepare.add_command(click.Command(one_kind, None, documents.callback, documents.params, summary))
 
 
 @prepare.command()
@@ -171,4 +162,17 @@ def model(source: Path, dtype: Literal["bfloat16", "float16", "float32"], output
 
     convert_gguf(source, Path(output), dtype)
     show(printable(f"model in {output}; give specextend run: --set target.model={output}"))
+    return 0
+
+
+@prepare.command()
+@click.argument("source", metavar="NAME")
+@_OUTPUT
+@in_one_line
+def draft(source: str, output: str) -> int:
+    """Fetch an EAGLE head of the Hub, or of a folder, with its weights as safetensors."""
+    from specextend.drafters.formats import convert_head
+
+    kind = convert_head(source, Path(output))
+    show(printable(f"{kind} head in {output}; give specextend run: --set draft.kind=eagle --set draft.model={output}"))
     return 0

@@ -40,6 +40,7 @@ class Arguments:
     input: str | None = None
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
+    retry_truncated: int | None = None
     log: Literal["text", "json"] = "text"
     json: str | None = None
     calibrate: int | None = None
@@ -59,7 +60,8 @@ class Arguments:
 
         allow_relative = not is_submitted(os.environ)
         try:
-            config = [*self.config, {"tasks": [*self.task]}] if self.task else self.config
+            tasks: list[Any] = [{"tasks": [*self.task]}] if self.task else []
+            config = [*self.config, *tasks]
             return RunConfig.load(config, self.overrides, allow_relative=allow_relative, run_date=self.run_date)
         except ConfigError as error:
             raise RefusedError(str(error)) from error
@@ -100,6 +102,12 @@ _WHERE = takes(
         flag_value="retryable",
         type=click.Choice(["retryable", "all"]),
         help="do those error rows again that another try may mend, and nothing else; =all: every error row",
+    ),
+    click.option(
+        "--retry-truncated",
+        type=click.IntRange(min=1),
+        metavar="LIMIT",
+        help="of a finished run, do texts again that were cut, with up to LIMIT new tokens",
     ),
     click.option("--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"),
 )
@@ -201,7 +209,9 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
-        code = run_job(config, display, interrupt, retry_errors=arguments.retry_errors or "none", ray=ray)
+        retry = arguments.retry_errors or "none"
+        limit = arguments.retry_truncated
+        code = run_job(config, display, interrupt, retry_errors=retry, retry_truncated=limit, ray=ray)
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
         conclude(config.output.path)
@@ -229,7 +239,9 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
         told = partial(_say, event="calibration", arguments=arguments)
         measure = partial(calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told)
     retry = arguments.retry_errors or "none"
-    found = dry_run(prepare(config), retry_errors=retry, by=by, calibrate=measure)
+    found = dry_run(
+        prepare(config, retry_truncated=arguments.retry_truncated), retry_errors=retry, by=by, calibrate=measure
+    )
     show(describe_dry_run(found))
     if arguments.json:
         write_json(arguments.json, found)

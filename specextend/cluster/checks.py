@@ -27,12 +27,12 @@ from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.loading import GIB, longest_request, rows_per_sequence
-from specextend.model_files import HubUnreachableError, resolve_revision
+from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, pair_hashes
 
 Models = dict[str, dict[str, str | None]]
-"""`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this names on the Hub."""
+"""`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the Hub."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Prepared:
     models: Models
     notes: tuple[str, ...]
     """Lines for the user about the models' revisions, and about tasks that read documents again."""
+    retry_truncated: int | None = None
+    """The limit of this start, at which it does those texts again that were cut at a lower one."""
 
     @property
     def prompts(self) -> Prompts:
@@ -58,13 +60,17 @@ class Prepared:
         return self.tasks[0].prompts
 
 
-def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepared:
+def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_truncated: int | None = None) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
-    checkpoint: called between the steps of long operations; may raise.
+    checkpoint: called between the steps of long operations; may raise. retry_truncated: of the result, whose `config`
+    has this limit; the manifest has the run's own.
     """
     check_device(config.target, config.job)
+    limit = config.decoding.max_new_tokens
+    if retry_truncated is not None:
+        config = _with_limit(config, retry_truncated)
     with _refusals():
         output = resolve(config.output.path)
         check_kinds(output)
@@ -80,7 +86,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         draft = config.active_draft
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
-        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        tokenizer = load_tokenizer(config.target.model)
         known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
         config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
         tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
@@ -88,6 +94,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         for task in tasks:
             _check_task(task, tokenizer, facts)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
+        values["decoding"]["max_new_tokens"] = limit
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -102,7 +109,7 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None) -> Prepare
         for task in tasks[1:]
         if task.prompts.opening != tasks[0].prompts.opening
     )
-    return Prepared(config, output, source, facts, tasks, manifest, models, notes)
+    return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_truncated)
 
 
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
@@ -114,6 +121,18 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
             _check_room_for_an_answer(task.config, tokenizer)
     except ValueError as error:
         raise ValueError(f"task {task.name}: {error}" if task.name else str(error)) from error
+
+
+def _with_limit(config: RunConfig, limit: int) -> RunConfig:
+    if config.tasks:
+        raise RefusedError("--retry-truncated: each of several tasks has a limit of its own")
+    if config.input.has_limits:
+        raise RefusedError("--retry-truncated: the rows have limits of their own; raise those in a run of its own")
+    if limit <= config.decoding.max_new_tokens:
+        raise RefusedError(
+            f"--retry-truncated must be above decoding.max_new_tokens, which is {config.decoding.max_new_tokens}"
+        )
+    return config.model_copy(update={"decoding": replace(config.decoding, max_new_tokens=limit)})
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
@@ -186,15 +205,15 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
     for name, options in (("target", config.target), ("draft", config.active_draft)):
         if options is None or not options.model:
             continue
-        asked = {"model": options.model, "revision": options.revision}
         known = recorded.get(name, {})
-        is_known = bool(known.get("commit")) and known.items() >= asked.items()
-        commit = known["commit"] if is_known else resolve_revision(options.model, options.revision)
-        models[name] = asked | {"commit": commit}
-        if commit is not None and commit != options.revision:
-            changed[name] = replace(options, revision=commit)
+        is_known = bool(known.get("commit")) and known["model"] == options.model
+        commit = known["commit"] if is_known else resolve_revision(options.model)
+        models[name] = {"model": options.model, "commit": commit}
+        on_hub, revision = split_revision(options.model)
+        if commit is not None and commit != revision:
+            changed[name] = replace(options, model=f"{on_hub}@{commit}")
             begun = ", with which this run began" if is_known else ""
-            notes.append(f"{name} {options.model} ({options.revision or 'default branch'}) is commit {commit}{begun}")
+            notes.append(f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}")
     return config.model_copy(update=changed), models, tuple(notes)
 
 
@@ -272,7 +291,10 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     with input_errors():
-        progress = read_commits(prepared.output, prepared.manifest["fingerprint"])
+        progress = read_commits(prepared.output, prepared.manifest["fingerprint"], prepared.retry_truncated)
+    num_results = len(progress.done) + len(progress.errors) + progress.num_cut
+    if prepared.retry_truncated is not None and num_results < source.num_rows:
+        raise RefusedError("--retry-truncated: some rows have no result yet; finish the run without it first")
     wanted = (source.rows(file.number) for file in source.files)
     keys = pending(wanted, progress, retry_errors=retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
@@ -280,10 +302,9 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
 
 def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:
     """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
-    if retry_errors != "none" and not is_begun:
-        raise RefusedError(
-            f"--retry-errors: {prepared.output.path} holds no run with error rows; leave it out to begin one"
-        )
+    if (retry_errors != "none" or prepared.retry_truncated is not None) and not is_begun:
+        flag = "--retry-errors" if prepared.retry_truncated is None else "--retry-truncated"
+        raise RefusedError(f"{flag}: {prepared.output.path} holds no run; leave it out to begin one")
 
 
 def say_left_out(num_final: int) -> str:

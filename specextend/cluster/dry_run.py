@@ -442,9 +442,8 @@ def _by(outlook: Outlook, by: datetime) -> Values:
 def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
-    is_read = prepared.source.options.num_tokens_column is None
     text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
-    found = [(check, counts[name] if is_read else None, "error rows") for check, name in text.items()]
+    found: list[tuple[str, int | None, str]] = [(check, counts[name], "error rows") for check, name in text.items()]
     found += [
         ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
         ("no room for a document", counts["PromptTooLong"], "error rows"),

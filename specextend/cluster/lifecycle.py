@@ -79,6 +79,7 @@ def run_job(
     interrupt: Interrupt,
     *,
     retry_errors: Retry = "none",
+    retry_truncated: int | None = None,
     report: Callable[..., object] = write_report,
     factory: EngineFactory = load_engine,
     ray: AbstractContextManager[list[Any]] | None = None,
@@ -93,11 +94,11 @@ def run_job(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
     )
     check_machine(config)
-    prepared = prepare(config, interrupt.check)
+    prepared = prepare(config, interrupt.check, retry_truncated)
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
-        if retry_errors == "none" and (counts := counts_of_ended(prepared)) is not None:
+        if retry_errors == "none" and retry_truncated is None and (counts := counts_of_ended(prepared)) is not None:
             display.note(f"complete already, {_say(counts)}; files from which it chose its rows have changed since")
             interrupt.disarm()
             return EXIT_DONE

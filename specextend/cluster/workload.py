@@ -32,8 +32,6 @@ SAMPLE_SIZE = 200
 """Rows whose texts are tokenized to estimate tokens per byte."""
 SAMPLE_BYTES = 64 << 10
 """Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
-UNKNOWN = -1
-"""Stands for the tokens of a row that no column gives."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
@@ -78,7 +76,7 @@ def make_plan(
     raise. others: further tasks.
     """
     lengths, refused, rejected = array("q"), array("q"), Counter[str]()
-    """Five numbers for each row, as `_estimate` takes them: ten million rows must fit."""
+    """Four numbers for each row, as `_estimate` takes them: ten million rows must fit."""
     sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
     num_rows = num_tokens = num_bytes = 0
     for row in source.scan():
@@ -91,27 +89,27 @@ def make_plan(
             rejected[error_class] += 1
             refused.extend(row.key)
             continue
-        if row.text is not None and (num_rows in sample or not num_bytes):
+        assert row.text is not None, "a null text is an error"
+        if num_rows in sample or not num_bytes:
             beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # cut between characters
             num_tokens += len(prompts.encode_document(beginning))
             num_bytes += len(beginning.encode())
         num_rows += 1
-        tokens = UNKNOWN if row.num_tokens is None else row.num_tokens
-        lengths.extend((*row.key, row.num_bytes or 0, tokens, own))
+        lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte, others)
+    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 4), prompts, per_byte, others)
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
 def _estimate(lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]) -> tuple[Estimates, int]:
     """Estimate template and document, cut or in parts as the policy says.
 
-    lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens. per_byte: tokens. Returns the
-    estimates, of all tasks together, and how many rows have to be cut. What prompts begin with alike is read once.
+    lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
+    estimates, of all tasks together, and how many rows have to be cut. What prompts begin with
+    alike is read once.
     """
-    files, rows, num_bytes, counts, limits = lengths.T
-    measured = np.round(num_bytes * per_byte).astype(np.int64)
-    uncut = prompts.num_template_tokens + np.where(counts == UNKNOWN, measured, counts)
+    files, rows, num_bytes, limits = lengths.T
+    uncut = prompts.num_template_tokens + np.round(num_bytes * per_byte).astype(np.int64)
     most, longest = prompts.limit - limits, prompts.options.max_prompt_tokens
     if longest is not None:
         most = np.minimum(most, longest)
@@ -126,7 +124,7 @@ def _estimate(lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence
         openings.add(task.prompts.opening)
         kept += of_first if is_new else task.prompts.num_template_tokens * (of_first > 0)
         outputs += limits if task.config.input.has_limits else task.config.decoding.max_new_tokens
-    rows = rows.copy()  # a view would keep all five columns
+    rows = rows.copy()  # a view would keep all four columns
     return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 
 

@@ -75,7 +75,7 @@ def check_input(
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
-    found = [*in_order(partial(_check_file, listing, reader), range(len(listing.relative_paths)))]
+    found = [*in_order(partial(_check_file, listing, reader), range(len(listing.sizes)))]
     if problems := [each for each in found if isinstance(each, str)]:
         more = len(problems) - MOST_PROBLEMS
         said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
@@ -86,7 +86,9 @@ def check_input(
 
 def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, pa.Schema] | str:
     """Check one file; return it with its schema, or what is wrong with it. Raises InputUnreachableError."""
-    options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
+    options = reader.options
+    name = listing.relative_paths[number]
+    size = listing.sizes[name]
     location = listing.root.child(name)
 
     def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
@@ -141,39 +143,24 @@ def _is_count(kind: pa.DataType) -> bool:
 
 def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
-    column, passthrough = {output.column}, options.passthrough
     fields = [field.name for field in answer_fields(output.json_schema)]
+    passthrough = options.passthrough
     taken = {*COMMIT_SCHEMA.names} - {"summary", "tasks"}
-    in_lower_case = {name.lower() for name in taken | column}
+    in_lower_case = {name.lower() for name in (*taken, output.column)}
     ours = {field.name for field in summary_fields(TextColumns(output.column, output.json_schema))}
-    clashes = [
-        (column & taken, "output.column {} is another column of the results; give another name"),
-        (
-            column.intersection(fields),
-            "output.schema and output.column both name {}; give one of them another name: output.column holds the "
-            "whole answer as text",
-        ),
-        (
-            [name for name in fields if name.lower() in in_lower_case],
-            "output.schema names {}, which results have already; rename the field",
-        ),
-        (
-            column.intersection(passthrough),
-            "output.column and input.passthrough both name {}; give output.column another name, or leave it out of "
-            "input.passthrough",
-        ),
-        (
-            [name for name in passthrough if name in fields],
-            "input.passthrough and output.schema both name {}; rename the field of the schema",
-        ),
-        (
-            [name for name in passthrough if name in ours],
-            "input.passthrough names {}, which summaries have already; rename it",
-        ),
-    ]
-    for names, what in clashes:
+    clashes = {
+        "output.schema and output.column both name {}; rename the field": {output.column} & {*fields},
+        "output.column and input.passthrough both name {}; rename one": {output.column} & {*passthrough},
+        "input.passthrough and output.schema both name {}; rename the field": {*passthrough} & {*fields},
+        "output.column names {}, which results have already; rename it": {output.column} & taken,
+        "output.schema names {}, which results have already; rename the field": [
+            name for name in fields if name.lower() in in_lower_case
+        ],
+        "input.passthrough names {}, which summaries have already; rename it": ours & {*passthrough},
+    }
+    for what, names in clashes.items():
         if names:
-            raise InputError(what.format(", ".join(names)))
+            raise InputError(what.format(", ".join(sorted(names))))
 
 
 def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
@@ -198,7 +185,6 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
         ("input.text_column", options.text_column, is_text, "a string column"),
         ("input.id_column", options.id_column, is_id, "a string, integer or UUID column"),
         ("input.max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
-        ("input.num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
         ("input.reference_column", options.reference_column, is_text, "a string column"),
         ("input.instruction_column", options.instruction_column, is_text, "a string column"),
         ("input.options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),
@@ -330,13 +316,13 @@ def repartition(path: str, output: str) -> int:
     """
     listing = list_input(path)
     folder = check_apart(listing, output)
-    for name, size in zip(listing.relative_paths, listing.sizes, strict=True):
+    for name, size in listing.sizes.items():
         source, damaged = listing.root.child(name), partial(unreadable, name)
         schema: pa.Schema = read_file(source, lambda file: open_parquet(file).schema_arrow, damaged, size)
         tables = read_stream(source, partial(stream, columns=schema.names), damaged, size)
         with atomic_output(folder.child(name)) as written:
             write_groups(written, schema, tables)
-    return len(listing.relative_paths)
+    return len(listing.sizes)
 
 
 # Which columns hold the text and the id: a guess with its reason, to begin a configuration with
@@ -378,7 +364,7 @@ def guess_columns(path: str) -> Guess:
         schema = parquet.schema_arrow
         return schema, _first_rows(parquet)
 
-    schema, batch = read_file(listing.root.child(name), read, partial(unreadable, name), listing.sizes[0])
+    schema, batch = read_file(listing.root.child(name), read, partial(unreadable, name), listing.sizes[name])
     columns = dict(zip(schema.names, batch.columns, strict=True))
     values = {name: _comparable(column) for name, column in columns.items() if is_id(column.type)}
     lengths = {name: _mean_length(column) for name, column in columns.items()}
@@ -419,7 +405,7 @@ def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
     """Say how the columns of the first file that differs do; empty if none does. Raises InputError if it is damaged."""
-    for name, size in [*zip(listing.relative_paths, listing.sizes, strict=True)][1:_MOST_FILES]:
+    for name, size in [*listing.sizes.items()][1:_MOST_FILES]:
         found: pa.Schema = read_file(listing.root.child(name), pq.read_schema, partial(unreadable, name), size)
         theirs, ours = _only(found, schema), _only(schema, found)
         if theirs or ours:

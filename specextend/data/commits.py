@@ -149,32 +149,42 @@ class Progress:
     """Attempts of `errors`: key -> attempts of the latest result."""
     work: DecodingStats = field(default_factory=DecodingStats)
     """Tokens and seconds of phases, summed over `done`."""
+    num_cut: int = 0
+    """Rows that have a text, and do not count as done because it was cut too early."""
 
 
-def read_commits(output: Location, fingerprint: str = "") -> Progress:
+def read_commits(output: Location, fingerprint: str = "", cut_below: int | None = None) -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
     All columns are read, so that damage is found before a worker starts, not when the summaries are written.
-    fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest.
+    fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest. cut_below:
+    a row whose text was cut at a lower limit of new tokens does not count as done.
     """
     done: set[DocumentKey] = set()
+    num_cut = 0
     errors: dict[DocumentKey, str] = {}
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
     work = DecodingStats()
     for table in read_results(output, COMMIT_SCHEMA.names, fingerprint):
-        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
         if table["error_class"].null_count:
-            done.update(keys)
+            if cut_below is not None:
+                num_rows = len(table)
+                table = table.filter(
+                    (pc.field("finish_reason") != "length") | (pc.field("max_new_tokens") >= cut_below)
+                )
+                num_cut += num_rows - len(table)
+            done.update(map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist()))
             for name in _WORK_COLUMNS:
                 setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
+        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
         for key, row in zip(keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True):
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
                 final.add(key)
-    return Progress(frozenset(done), errors, frozenset(final), attempts, work)
+    return Progress(frozenset(done), errors, frozenset(final), attempts, work, num_cut)
 
 
 def pending(

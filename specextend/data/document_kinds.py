@@ -128,8 +128,6 @@ class DocumentOptions:
 
     patterns: Sequence[str] = ()
     """Ends of paths, of which a file must match one (`*.md`, `notes/*.txt`); none: all kinds that are read."""
-    kind: str | None = None
-    """Read every file as this kind, whatever its name."""
     encoding: str | None = None
     """Of what is not UTF-8 and names no encoding; None refuses that."""
     keep_lines: bool = False

@@ -418,7 +418,7 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
     is_wanted = is_named or any(PurePath(relative).match(pattern) for pattern in options.patterns)
     if options.patterns and not is_wanted:
         return Failure(path, None, LEFT_OUT, "has a name that no pattern matches")
-    kind = options.kind or kind_of(relative) or ("text" if is_wanted else None)
+    kind = kind_of(relative) or ("text" if is_wanted else None)
     return kind or Failure(path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it")
 
 

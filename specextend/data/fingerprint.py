@@ -17,7 +17,6 @@ VERSION = 1
 
 _FREE = (
     "input.path",
-    "input.num_tokens_column",
     "input.on_bad_id",
     "input.except_done_in",
     "output.path",
@@ -30,7 +29,7 @@ _FREE = (
 )
 """Options that may change from one start to the next: the places of files, the order and the machines in which
 documents are done, and what reports show."""
-_HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
+_HASHED = ("target.model", "draft.model")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
 _PASSED_OVER = ("input.filter", "input.sample", "input.limit", "input.passthrough", f"prompt.template_options.{CLOCK}")
 """Options that only say which rows a run makes and what is copied beside them, and the time that prompts name."""

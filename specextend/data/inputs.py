@@ -96,9 +96,6 @@ class InputOptions:
     `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
-    num_tokens_column: str | None = None
-    """An integer column with the documents' lengths in tokens, so that planning need not read the
-    text. Where it is null, below 1 or above 2^40, a length is estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
@@ -172,10 +169,15 @@ class OutputOptions:
     budget, date: "string?"}`. One of values alone is scored."""
     evidence: bool = False
     """Look each string of an answer up in its document (column `evidence`), choices excepted."""
+    sources: bool = False
+    """Find for each sentence of a text the passages of its document that it rests on (column
+    `sources`)."""
 
     def __post_init__(self) -> None:
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
+            if self.sources:
+                raise ValueError("output.sources looks up sentences: with output.schema, set output.evidence instead")
         elif self.evidence:
             raise ValueError("output.evidence looks up the strings of answers, so it needs output.schema")
         if not self.column:

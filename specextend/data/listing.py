@@ -42,18 +42,21 @@ class Listing:
     """The folder, the glob before its first component with a wildcard, or the file's folder."""
     pattern: tuple[str, ...]
     """The components of the file or of the glob below the root; empty for a folder."""
-    relative_paths: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """Bytes of each file."""
+    sizes: Mapping[str, int]
+    """Bytes of each file, by its path below the root."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
     num_repeated: int = 0
-    """Paths that symbolic links give to files which are in `relative_paths` already."""
+    """Paths that symbolic links give to files which are in `sizes` already."""
+
+    @property
+    def relative_paths(self) -> tuple[str, ...]:
+        """Return the paths below the root."""
+        return tuple(self.sizes)
 
     def only(self, wanted: Collection[str]) -> Listing:
         """Return the listing without the files that are not wanted."""
-        kept = [(name, size) for name, size in zip(self.relative_paths, self.sizes, strict=True) if name in wanted]
-        return replace(self, relative_paths=tuple(name for name, _ in kept), sizes=tuple(size for _, size in kept))
+        return replace(self, sizes={name: size for name, size in self.sizes.items() if name in wanted})
 
 
 def list_input(path: str) -> Listing:
@@ -94,8 +97,8 @@ def list_input(path: str) -> Listing:
             f"export it and give what that writes: {_EXPORTS[kind].format(table)}"
         )
     kept = each_once(wanted)
-    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
-    return Listing(root, pattern, names, sizes, skipped, len(wanted) - len(kept))
+    sizes = {file.relative_path: file.size for file in kept}
+    return Listing(root, pattern, sizes, skipped, len(wanted) - len(kept))
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:

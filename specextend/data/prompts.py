@@ -133,6 +133,8 @@ class Prompt:
     length_policy: LengthPolicy
     coverage: float = field(default=1.0, compare=False)
     """Share of the document's tokens that it holds."""
+    left_out: range = field(default=range(0), compare=False)
+    """Characters of the document that it does not hold."""
 
 
 class PromptTooLongError(DocumentError):
@@ -197,10 +199,11 @@ class Prompts:
             raise PromptTooLongError("PromptTooLong", message, stage="prompt")
         starts = self.token_starts(text)
         while room > 0:
-            kept, num_kept = cut(text, starts, room, policy)
+            left_out, num_kept = cut(text, starts, room, policy)
+            kept = text[: left_out.start] + text[left_out.stop :]
             token_ids, size = self._encode(kept, instruction, limit)
             if size <= limit and num_kept:
-                return Prompt(token_ids, len(starts) - num_kept, policy, num_kept / len(starts))
+                return Prompt(token_ids, len(starts) - num_kept, policy, num_kept / len(starts), left_out)
             room = min(room - 1, room * limit // size)
         raise _no_room(limit, max_new_tokens, limit)
 
@@ -351,14 +354,16 @@ def _no_room(num_template: int, max_new_tokens: int, limit: int) -> DocumentErro
     )
 
 
-def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -> tuple[str, int]:
-    """Keep at most `room` tokens of a text, as the policy says: whole characters. Return it, and how many they are.
+def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -> tuple[range, int]:
+    """Keep at most `room` tokens of a text, as the policy says: whole characters.
+
+    Returns the characters that are left out, and how many tokens are kept.
 
     starts: the character at which each token starts [N], rising.
     """
     num_tokens = len(starts)
     if num_tokens <= room:
-        return text, num_tokens
+        return range(0), num_tokens
     num_tail = {"tail": room, "middle": room // 2}.get(policy, 0)
     ends = np.append(starts, len(text))
     head_end = ends[room - num_tail] if room > num_tail else 0
@@ -366,7 +371,7 @@ def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -
     if first and ends[first - 1] == ends[first]:  # a character of several tokens
         first = int(ends.searchsorted(ends[first], "right"))
     num_head = int(starts.searchsorted(head_end))
-    return text[:head_end] + text[ends[first] :], num_head + num_tokens - first
+    return range(head_end, ends[first]), num_head + num_tokens - first
 
 
 def _places(text: str, end: int) -> Iterator[int]:

@@ -4,11 +4,15 @@ Words are lower-case runs of letters, marks and digits; each character of a scri
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nlargest
 from importlib.util import find_spec
+from math import log
+from operator import itemgetter
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import regex
 from rapidfuzz.distance import LCSseq
@@ -66,6 +70,8 @@ class Quality(NamedTuple):
     rougeL: float | None = None  # noqa: N815 (the name of the column)
     evidence: list[Values] | None = None
     """Where an answer's strings stand in the document (`find_evidence`)."""
+    sources: list[Values] | None = None
+    """The passages that the sentences rest on (`find_sources`)."""
 
 
 def assess(
@@ -75,11 +81,13 @@ def assess(
     reference: str | None,
     options: QualityOptions,
     evidence_for: Collection[str] | None = None,
+    sources_without: range | None = None,
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
     num_dropped_tokens: of the document, which were not read. reference: another summary to compare with, if any.
     evidence_for: fields of the answer whose strings are looked for in the document, if that is wanted.
+    sources_without: characters of the document that were not read, if sources of the sentences are wanted.
     """
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
@@ -97,7 +105,8 @@ def assess(
     }
     one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
-    return Quality([name for name, raised in flags.items() if raised], copied, one, two, longest, evidence)
+    sources = None if sources_without is None else find_sources(text, document, sources_without)
+    return Quality([name for name, raised in flags.items() if raised], copied, one, two, longest, evidence, sources)
 
 
 def split_words(text: str) -> list[str]:
@@ -285,3 +294,87 @@ def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
         case dict():
             for name, each in value.items():
                 yield from _strings(each, f"{field}.{name}" if field else name)
+
+
+# What the sentences of a text rest on
+
+
+MOST_PASSAGES = 3
+"""Passages of a sentence, at most."""
+LEAST_LIKENESS = 0.15
+"""BM25 from which a passage is a source: few of other passages have more, and few of those that are one have less."""
+_RUN = 4
+"""Letters of the runs that sentence and passage share: words with other endings share most of them."""
+_SENTENCE_END = regex.compile(
+    # Space after the signs that end a sentence, unless a lower-case word follows an initial or an abbreviation,
+    r"(?<=[.!?\u2026\u061f\u06d4\u0964\u0965\u1362]['\"\u201d\u2019\xbb)\]]{0,3})"
+    r"(?<!\b(?:\p{Lu}|Mr|Mrs|Ms|Dr|Prof|St|No|vs)\.)\s++(?!\p{Ll})"
+    # the place behind signs of scripts without spaces,
+    r"|(?<=[\u3002\uff01\uff1f\uff61][\u201d\u2019\u300d\u300f\uff09]{0,3})"
+    r"(?![\u201d\u2019\u300d\u300f\uff09\u3002\uff01\uff1f])"
+    # and the end of a line before an empty one or an item of a list.
+    r"|\R(?=[^\S\r\n]*+(?:\R|[-*\u2022#]|\d{1,3}[.)]\s))\s*+"
+)
+_STRETCH = regex.compile(r"\S(?:.{0,499}(?<=\S)(?=\s|\Z)|.{0,499}\p{M}*+)", regex.DOTALL)
+"""At most 500 characters, up to the end of a word if one ends there; the marks of the last one belong to it."""
+
+
+def find_sources(text: str, document: str, left_out: range = range(0)) -> list[Values]:
+    """Find for each sentence of a text the passages of its document that it rests on: those with its rarest words.
+
+    Returns up to three for each `sentence`, the best first: `begin` and `end` in characters of the document, `score`
+    and the `passage` itself, a sentence or 500 characters of one. The score is the percentage of the sentence's runs of
+    letters, each counted by its rarity, that the passage has; in their order short passages come before long ones. The
+    four are null if none is near enough. left_out: characters that were not read.
+    """
+    sentences = dict.fromkeys(text[begin:end] for begin, end in _passages(text, 0, len(text)))
+    runs_of = {sentence: runs for sentence in sentences if (runs := _runs_of_letters(sentence))}
+    wanted = {run for runs in runs_of.values() for run in runs}
+    read = ((0, left_out.start), (left_out.stop, len(document)))
+    spans = [span for begin, end in read for span in _passages(document, begin, end)]
+    held = list[tuple[int, set[str]]]()
+    for begin, end in spans:
+        runs = _runs_of_letters(document[begin:end])
+        held.append((len(runs), wanted.intersection(runs)))
+    counts = Counter(run for _, runs in held for run in runs)
+    found = list[Values]()
+    for sentence, runs in runs_of.items():
+        weights = {run: log(1 + (len(spans) + 0.5) / (counts[run] + 0.5)) for run in runs}
+        best: list[tuple[int | None, int | None, float | None]]
+        best = [(*spans[number], score) for number, score in _best_passages(weights, held)]
+        for first, last, score in best or [(None, None, None)]:
+            passage = document[first:last] if best else None
+            found.append({"sentence": sentence, "begin": first, "end": last, "score": score, "passage": passage})
+    return found
+
+
+def _best_passages(weights: Mapping[str, float], held: Sequence[tuple[int, set[str]]]) -> list[tuple[int, float]]:
+    """Return number and score of the best passages by BM25, the first of equals.
+
+    held: the number of runs of each passage, and those that are wanted.
+    """
+    usual = max(1.0, sum(length for length, _ in held) / max(1, len(held)))
+    total = sum(weights.values())
+    found = list[tuple[float, int, float]]()
+    for number, (length, runs) in enumerate(held):
+        # In the order of the sentence: sums of a set would be rounded as it happens to be ordered.
+        share = sum(weight for run, weight in weights.items() if run in runs) / total
+        likeness = share * 2.2 / (1.3 + 0.9 * length / usual)  # k1 is 1.2, b 0.75
+        if likeness >= LEAST_LIKENESS:
+            found.append((likeness, number, 100 * share))
+    return [(number, score) for _, number, score in nlargest(MOST_PASSAGES, found, key=itemgetter(0))]
+
+
+def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield where the sentences in a part of a text begin and end, those that are long in stretches."""
+    cuts = [found.span() for found in _SENTENCE_END.finditer(text, begin, end)]
+    for stop, following in [*cuts, (end, end)]:
+        for found in _STRETCH.finditer(text, begin, stop):
+            yield found.span()
+        begin = following
+
+
+def _runs_of_letters(text: str) -> list[str]:
+    """Return the runs of letters in a text's words, in which characters with marks are written in one way."""
+    words = [f" {word} " for word in split_words(normalize("NFKC", text))]
+    return [word[begin : begin + _RUN] for word in words for begin in range(max(1, len(word) - _RUN + 1))]

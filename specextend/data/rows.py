@@ -65,8 +65,7 @@ class RowReader:
         try:
             text = decode_text(values[options.text_column])
             own = own_options(values[options.options_column] if options.options_column else None)
-            limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
-            max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", limit))
+            max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", self.limit(values)))
             instruction, *others = self._instructions(values)
         except DocumentError as error:
             error.doc_id, error.content_sha256 = doc_id, self.content(values)
@@ -84,18 +83,22 @@ class RowReader:
         """
         options = self.options
         own = values[options.options_column] if options.options_column else None
-        limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
         asked = (values[options.instruction_column] if options.instruction_column else None) or b""
         if not asked.decode(errors="replace").strip():
             asked, used = b"", {name: values[name] for name in self.template_columns}
         else:
             used = {}
         told = {name: value for name, value in (own or {}).items() if value is not None} | used
-        others = json.dumps([limit, told], sort_keys=True, default=repr).encode()
+        others = json.dumps([self.limit(values), told], sort_keys=True, default=repr).encode()
         digest = hashlib.sha256()
         for part in (values[options.text_column] or b"", asked, others):
             digest.update(f"{len(part)}:".encode() + part)
         return digest.hexdigest()
+
+    def limit(self, values: ReadOnly) -> int | None:
+        """Return the value of `input.max_new_tokens_column`."""
+        column = self.options.max_new_tokens_column
+        return values[column] if column else None
 
     def _instructions(self, values: ReadOnly) -> list[Around | None]:
         """Return the row's own instruction, or each of the run's with its values. Raises DocumentError if not UTF-8."""

@@ -23,6 +23,17 @@ EVIDENCE = pa.struct(
 )
 """A string of an answer, and where it stands in the document."""
 
+SOURCE = pa.struct(
+    [
+        ("sentence", "string"),
+        ("begin", "int64"),
+        ("end", "int64"),
+        ("score", "float64"),
+        ("passage", "string"),
+    ]
+)
+"""A sentence of a text, and a passage of the document that it rests on."""
+
 PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")])
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
 
@@ -74,6 +85,8 @@ SUMMARY_SCHEMA = pa.schema(
         ("reasoning", "string"),
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
+        ("sources", pa.list_(SOURCE)),
+        ("max_new_tokens", "int32"),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -119,6 +132,7 @@ def result_row(
     num_requests: int = 1,
     reasoning: str | None = None,
     tasks: list[Values] | None = None,
+    max_new_tokens: int | None = None,
 ) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
@@ -128,6 +142,7 @@ def result_row(
         "doc_id": doc_id,
         "summary": completion.text,
         "finish_reason": completion.finish_reason,
+        "max_new_tokens": max_new_tokens,
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,

@@ -20,7 +20,6 @@ from specextend.data.check import ask, check_input, partition_column, partition_
 from specextend.data.document_set import id_column_of
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
-    MOST_TOKENS,
     DocumentError,
     InputChangedError,
     InputError,
@@ -67,13 +66,8 @@ class ScannedRow(NamedTuple):
 
     key: DocumentKey
     text: bytes | None
-    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
-    num_bytes: int | None
-    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
-    num_tokens: int | None
-    """Value of `num_tokens_column`; None without that column, and if it cannot be a document's length."""
     max_new_tokens: int | None
-    """None, too, if it is not a limit."""
+    """The row's own; None, too, if it is not a limit."""
     error_class: str | None
     """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
 
@@ -301,40 +295,32 @@ class Source:
         if unread:
             for batch in self.batches(file.number, list(unread)):
                 self.passthrough(batch, file.number)
-        batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
+        batches = self.chosen_batches(file.number, self._scanned_columns)
         return list(batches) if file.is_small else batches
 
-    def _scanned_columns(self, number: int) -> list[str]:
-        """Choose the columns to scan: without the text in a file where every document has a token count."""
-        options, column = self.options, self.options.num_tokens_column
-        counts = [column, options.max_new_tokens_column, options.options_column]
-        reads_text = column is None or any(
-            _usable(count) is None
-            for batch in self.chosen_batches(number, [column])
-            for count in batch[column].to_pylist()
-        )
-        wanted = [*counts, options.text_column] if reads_text else counts
-        return list(dict.fromkeys(name for name in wanted if name is not None))
+    @property
+    def _scanned_columns(self) -> list[str]:
+        options = self.options
+        wanted = (options.text_column, options.max_new_tokens_column, options.options_column)
+        return list(dict.fromkeys(filter(None, wanted)))
 
     def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
-        """Collect what the plan needs of a row; its text was not read if its number of tokens is known."""
-        options, error_class = self.options, None
-        num_tokens = _usable(values[options.num_tokens_column]) if options.num_tokens_column else None
-        text = values[options.text_column] if num_tokens is None else None
+        """Collect what the plan needs of a row."""
+        options = self.options
+        error_class = None
+        text = values[options.text_column]
+        limit = self.reader.limit(values)
         if options.options_column:
             limit = (values[options.options_column] or {}).get("max_new_tokens")
-        else:
-            limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
         try:
-            if num_tokens is None:
-                decode_text(text)
-            if limit is not None:
-                check_max_new_tokens(limit)
+            decode_text(text)
+            check_max_new_tokens(limit)
         except DocumentError as error:
             error_class = error.error_class
+            limit = None
         if self.bad_ids and self._has_bad_id(key):
             error_class = "BadId"
-        return ScannedRow(key, text, None if num_tokens else len(text or b""), num_tokens, _usable(limit), error_class)
+        return ScannedRow(key, text, limit, error_class)
 
     def _compact(self, number: int, columns: list[str]) -> list[str]:
         """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a million times."""
@@ -422,8 +408,3 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     if pa.types.is_dictionary(own):
         return _typed(values.cast(own.value_type), kind)
     return values.cast(kind, safe=not is_text(own))
-
-
-def _usable(num_tokens: int | None) -> int | None:
-    """Return a row's own number of tokens; None if it has none or an impossible one."""
-    return None if num_tokens is None or not 1 <= num_tokens <= MOST_TOKENS else num_tokens

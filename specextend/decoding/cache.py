@@ -194,11 +194,9 @@ class DraftCache:
 
     def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
         """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
-        first = self.of[slot].working.start + offset
-        rows = slice(first, first + count)
-        back = -torch.arange(position, position + count, device=self._inv_freq.device)
-        keys, values = (stored[:, :, rows].transpose(1, 2) for stored in (self.working.keys, self.working.values))
-        self.store(slot, rotate(keys, back, self._inv_freq), values)
+        held, numbers = self.of[slot], torch.arange(count, device=self._inv_freq.device)
+        self.write_back(held.working.start + offset + numbers, position + numbers, held.full_end + numbers)
+        held.length += count
 
     def keep_last(self, slot: int, offset: int, count: int) -> None:
         """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""

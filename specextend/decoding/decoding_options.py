@@ -179,10 +179,8 @@ class DraftOptions:
     target's tokens, of which either may lack some; `ngram` proposes what followed the same
     tokens earlier, and needs no model."""
     model: str = ""
-    """For `eagle` a local folder, in this project's format or a published one; for `model` a name
-    as in `target.model`; empty for `ngram`."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub; unset: the default branch. A run keeps its commit."""
+    """A name as in `target.model`; empty for `ngram`. `specextend prepare draft` converts heads
+    that are published as pickles."""
     ngram: bool = False
     """Merge n-gram drafts into the trees of another draft where they are likelier to be
     accepted."""
@@ -194,8 +192,6 @@ class DraftOptions:
             self._check_no_model()
         elif not self.model:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
-        if self.kind == "eagle" and self.revision is not None:
-            raise ValueError("draft.revision must not be set with draft.kind eagle, whose model is a local folder")
 
     @property
     def has_ngrams(self) -> bool:
@@ -203,7 +199,7 @@ class DraftOptions:
         return self.kind == "ngram" or self.ngram
 
     def _check_no_model(self) -> None:
-        empty = {"model": "'\"\"'", "revision": "null", "ngram": "false"}
+        empty = {"model": "'\"\"'", "ngram": "false"}
         if given := [name for name in empty if getattr(self, name)]:
             settings = " ".join(f"--set draft.{name}={empty[name]}" for name in given)
             names = " and ".join(f"draft.{name}" for name in given)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
-from specextend.attention.trials import Trial
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.choices import ChoiceScorer
@@ -244,11 +244,12 @@ class Engine:
 
         It takes it where prompts begin alike, the rows suffice, and the draft, if it will propose, has read along.
         """
-        [request] = sequence.request.chain[1:2] or [None]
-        if request is None or not self._can_follow(sequence, request):
+        following = sequence.request.chain[1:2]
+        if not following or not self._can_follow(sequence, following[0]):
             self._leave(sequence)
-            queue.give_back(sequence.request.chain[1:2])
+            queue.give_back(following)
             return
+        [request] = following
         try:
             self._start(request, sequence)
         except ValueError as error:

@@ -13,42 +13,41 @@ size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
-from specextend.attention.plain import HeadNorms, LayerKernels
+from specextend.attention.backends import compiled
+from specextend.attention.plain import HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
+from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
+
+PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
+"""The linear layers of a layer."""
 
 
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
-    """Replace the decoder layers of a causal LM and its norms in place, by those of `FusedLayer` and `Norm`.
+    """Replace the decoder layers of a causal LM and its norms in place, by `FusedLayer` and `norm`.
 
     For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys. Layers go
     to the model's device one after the other, and what `finish` makes of each stays there.
     """
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
-    model.model.norm = Norm(model.model.norm)
+    model.model.norm = norm(model.model.norm)
 
 
-class Norm(nn.Module):
-    """RMSNorm in one operator, in fp32 inside, rounded once."""
-
-    def __init__(self, norm: Any):
-        """Take the stock norm's weight and epsilon."""
-        super().__init__()
-        self.weight: Tensor = norm.weight
-        self.eps: float = norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., C] normalised over its last dimension."""
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+def norm(stock: Any) -> Any:
+    """Make a norm of one operator, in fp32 inside, rounded once, with a stock norm's weight and epsilon."""
+    made = nn.RMSNorm(len(stock.weight), stock.variance_epsilon, device="meta")
+    made.weight = nn.Parameter(stock.weight, requires_grad=False)
+    return made
 
 
 @dataclass(slots=True)
@@ -80,14 +79,14 @@ class FusedLayer(nn.Module):
         self._index: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
-        self.input_norm, self.post_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.input_norm, self.post_norm = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o_proj: nn.Module = attention.o_proj
         self.gate_up = join([mlp.gate_proj, mlp.up_proj])
         self.down_proj: nn.Module = mlp.down_proj
         self.head_norms: HeadNorms | None = None
-        if (norm := getattr(attention, "q_norm", None)) is not None:
-            self.head_norms = HeadNorms(norm.weight, attention.k_norm.weight, norm.variance_epsilon)
+        if (of_query := getattr(attention, "q_norm", None)) is not None:
+            self.head_norms = HeadNorms(of_query.weight, attention.k_norm.weight, of_query.variance_epsilon)
 
     def forward(self, x: Tensor, run: Forward) -> Tensor:
         """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says."""
@@ -104,15 +103,14 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.decoder.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
-    products = [each for layer in layers for each in (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)]
-    if not are_compiled(products):
+    """Return a `compiled.calls.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
+    if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
     if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places
         return None
-    from specextend.attention.compiled.decoder import Decoder, can_compile
+    from specextend.attention.compiled.calls import Decoder, serves
 
-    return Decoder(layers, scale) if can_compile(layers[0].head_dim) else None
+    return Decoder(layers, scale) if serves(layers[0].head_dim, torch.bfloat16) else None
 
 
 def are_compiled(linears: Iterable[nn.Module]) -> bool:
@@ -139,19 +137,21 @@ class CompiledLinear(nn.Module):
     """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of `attention.compiled.products`."""
 
     def __init__(self, linear: nn.Linear, kernel: Any):
-        """Take a layer that the kernel takes. kernel: the module."""
+        """Take a layer that the kernel takes. kernel: the module `attention.compiled.calls`."""
         super().__init__()
         self._multiply = kernel.multiply
         weight: Any = linear.weight.detach()
         is_plain = type(weight) is Tensor
-        self.packed = kernel.lay_out(weight if is_plain else weight.qdata)
+        self.packed = kernel.products.lay_out(weight if is_plain else weight.qdata)
         self.scales = torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
         bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
+        self.product = kernel.product_of(self.packed, self.scales, self.bias)
+        """Where they are, for calls of several products."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return self._multiply(x, self.packed, self.scales, self.bias)
+        return self._multiply(x, self.product)
 
 
 def pack(module: nn.Module) -> None:
@@ -161,7 +161,7 @@ def pack(module: nn.Module) -> None:
     if kernel is None and linears and not multiplies_bf16():
         warn_of_slow_bf16()
     for name, linear in linears.items():
-        if kernel is not None and kernel.takes(linear.weight):
+        if kernel is not None and kernel.products.takes(linear.weight):
             module.set_submodule(name, CompiledLinear(linear, kernel))
 
 
@@ -174,9 +174,39 @@ def _is_plain_bf16(module: nn.Module) -> bool:
 
 @cache
 def compiled_kernel() -> Any:
-    """Return the module of the compiled kernel of products, or None if it does not run here."""
-    try:
-        from specextend.attention.compiled import products
-    except ImportError:
+    """Return the module of the compiled calls, or None where they cannot be made, or a layer of them is wrong."""
+    calls = compiled()
+    if calls is None or not {"avx2", "fma"} <= calls.tiles.processor_features():
         return None
-    return products if products.can_multiply() else None
+    return calls if calls.can_make(calls.phases.kernel) and _computes_a_layer(calls) else None
+
+
+@torch.inference_mode()
+def _computes_a_layer(kernel: Any) -> bool:
+    """Return True if a compiled layer of random weights, and a product in int8, give what plain torch gives in fp32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).bfloat16()
+
+    def product(num_outputs: int) -> nn.Linear:
+        return linear(draw(num_outputs, 128) / 8, draw(num_outputs))
+
+    attention = SimpleNamespace(layer_idx=0, head_dim=32, scaling=0.2, o_proj=product(128))
+    attention.q_proj, attention.k_proj, attention.v_proj = product(128), product(64), product(64)
+    mlp = SimpleNamespace(gate_proj=product(128), up_proj=product(128), down_proj=product(128))
+    stock = SimpleNamespace(weight=draw(128), variance_epsilon=1e-5)
+    both = {"self_attn": attention, "mlp": mlp, "input_layernorm": stock, "post_attention_layernorm": stock}
+    layer, plan, stored = FusedLayer(SimpleNamespace(**both)), AttentionPlan([0], [9], 9), draw(1, 2, 2, 16, 32)
+    inputs = draw(9, 128), draw(9, 32), draw(9, 32)
+    x, *angles = (each.float() for each in inputs)
+    run = Forward(TORCH, attend_reference, plan, stored.float(), torch.arange(9), *angles)
+    exact = deepcopy(layer).float()(x, run)
+    for name in PRODUCTS:
+        setattr(layer, name, CompiledLinear(getattr(layer, name), kernel))
+    found = kernel.Decoder([layer], attention.scaling).run(*inputs, plan, stored, ())[0]
+    weight, scales = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator), torch.rand(64)
+    laid_out = kernel.products.lay_out(weight)
+    of_int8 = kernel.multiply(inputs[0], kernel.product_of(laid_out, scales, scales))
+    pairs = (found, exact), (of_int8, x @ weight.float().T * scales + scales)
+    return all((one.float() - other).norm() <= 4 * torch.finfo(one.dtype).eps * other.norm() for one, other in pairs)

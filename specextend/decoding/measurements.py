@@ -249,17 +249,24 @@ def choose_sizes(num_nodes: int, max_batch_size: int, most: int) -> list[int]:
 
 
 def measure(
-    target: CachedModel, kind: TreeAttention, sizes: Sequence[int], lengths: Sequence[int], graphs: Graphs
+    target: CachedModel,
+    kind: TreeAttention,
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    graphs: Graphs,
+    fastest: defaultdict[int, dict[int, float]] | None = None,
 ) -> CostTable:
     """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
     One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the cache allows. It
-    writes to the front of the target's cache, so no request may be running.
+    writes to the front of the target's cache, so no request may be running. fastest: size -> tokens of prefix ->
+    seconds, of earlier measurements that something disturbed; of two times the shorter one counts, because other work
+    only ever adds to it.
     """
     begin, num_free = time.perf_counter(), target.cache.rows.num_free
     num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
     target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
-    points: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    points = defaultdict(dict) if fastest is None else fastest
     for number, length in enumerate(lengths):
         if number > 1 and time.perf_counter() - begin > BUDGET_S:  # one length would say nothing of longer ones
             break
@@ -271,8 +278,9 @@ def measure(
                 for _ in range(graphs.num_warm_ups):
                     step()
             first_s = step()
-            points[size].append((batch * each, first_s if first_s > _LONG_S else min(first_s, step())))
-    return CostTable({size: fit_line(points[size]) for size in sizes})
+            seconds = first_s if first_s > _LONG_S else min(first_s, step())
+            points[size][batch * each] = min(seconds, points[size].get(batch * each, seconds))
+    return CostTable({size: fit_line([*points[size].items()]) for size in sizes})
 
 
 def make_step(
@@ -323,7 +331,8 @@ def load_step_costs(
     lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
     key |= {"kind": kind, "sizes": sizes, "lengths": lengths}
-    kept = kept_or_measured("step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs).lines)
+    fastest: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    kept = kept_or_measured("step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs, fastest).lines)
     graphs.clear()
     lines = {int(size): tuple(line) for size, line in kept.items()}  # in JSON, keys are strings and tuples lists
     return StepCosts(CostTable(lines))

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import compiled_is_right
+from specextend.attention.backends import Trial, compiled_is_right
 from specextend.attention.plain import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.torch_kernels import TORCH
-from specextend.attention.trials import Trial, what_differs
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import CompiledLinear, Forward, fuse, joined_in_one_call, pack
 from specextend.decoding.measurements import count_work, head_size
 from specextend.decoding.quantized import Scheme, quantized
-
-_TRIED_ROWS = (1, 16, 256)
-"""Rows of a plain step, a tree and a chunk with which the first layer is checked."""
 
 
 class CachedModel:
@@ -77,32 +73,22 @@ class CachedModel:
 
         Without layers the features are the hidden states themselves. Nothing is kept.
         """
-        decoder = self.model.model
-        inputs = self._with_angles(decoder.embed_tokens(token_ids), positions)
-        x, outputs = self._run_layers(self._decoder, decoder.layers, inputs, plan, layers)
-        hidden = decoder.norm(x).unflatten(0, token_ids.shape)
-        return hidden, torch.cat(outputs, -1).unflatten(0, token_ids.shape) if layers else hidden
-
-    def _with_angles(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what layers are given for the rows of [B, T]: x [R, C], cos and sin [R, D]."""
-        cos, sin = self.model.model.rotary_emb(embedded, positions)
+        model = self.model.model
+        embedded = model.embed_tokens(token_ids)
+        cos, sin = model.rotary_emb(embedded, positions)
         sin[..., : self.head_dim // 2].neg_()
-        return embedded.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1)
-
-    def _run_layers(
-        self, decoder: Any, layers: Any, inputs: tuple[Tensor, ...], plan: AttentionPlan, kept: tuple[int, ...]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run layers in one call of `decoder`, if there is one; return the output, and those of the layers `kept`."""
-        x, *angles = inputs
-        if decoder is not None and len(plan.spans) == 1:
-            return decoder.run(x, *angles, plan, self.cache.stored, kept)
-        rows = plan.new_rows(self.device).flatten()
-        run, outputs = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, *angles), []
-        for index, layer in enumerate(layers):
-            x = layer(x, run)
-            if index in kept:
-                outputs.append(x)
-        return x, outputs
+        x, cos, sin = (each.flatten(0, 1) for each in (embedded, cos, sin))
+        if self._decoder is not None and len(plan.spans) == 1:
+            x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, layers)
+        else:
+            rows = plan.new_rows(self.device).flatten()
+            run, outputs = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin), []
+            for index, layer in enumerate(model.layers):
+                x = layer(x, run)
+                if index in layers:
+                    outputs.append(x)
+        hidden = model.norm(x).unflatten(0, token_ids.shape)
+        return hidden, torch.cat(outputs, -1).unflatten(0, token_ids.shape) if layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -123,48 +109,14 @@ class CachedModel:
             **{name: value for name, value in self.config.to_dict().items() if type(value) is int},
         }
 
-    @torch.inference_mode()
     def join_layers(self) -> None:
-        """Run all layers in one compiled call from now on, if that can be made here and its first layer is right.
-
-        The check writes to the cache, so no request may be running.
-        """
-        layers, fault, why = self.model.model.layers, "", "torch runs this model, type or processor"
-        decoder = joined_in_one_call(layers, self.scale)
-        if decoder is not None:
-            fault = self._fault(joined_in_one_call(layers[:1], self.scale))
-            why = fault or f"by {decoder.instructions}"
-        if decoder is not None and not fault:
-            self._decoder = decoder
-        attends = compiled_is_right(self.dtype)
+        """Run all layers in one compiled call from now on, if that can be made here."""
+        attends, why = compiled_is_right(self.dtype), "torch runs this model, type or processor"
+        self._decoder = joined_in_one_call(self.model.model.layers, self.scale) if attends else None
+        if self._decoder is not None:
+            why = f"by {self._decoder.instructions}"
         why_attention = "compiled for this processor" if attends else "torch's own kernel attends"
         self.trials += (
             Trial(name="compiled attention", taken=attends, why=why_attention),
-            Trial(name="compiled layers", taken=self.runs_in_one_call, why=why, is_wrong=bool(fault)),
+            Trial(name="compiled layers", taken=self.runs_in_one_call, why=why),
         )
-
-    def _plan(self, num_rows: int) -> AttentionPlan:
-        """Plan a call for a check: a tree where a step has one, else a causal chunk."""
-        mask = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril() if 1 < num_rows < _TRIED_ROWS[-1] else None
-        return AttentionPlan([0], [num_rows], num_rows, mask, tree="dense")
-
-    def _drawn(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random inputs of layers at the first positions."""
-        generator = torch.Generator().manual_seed(num_rows)
-        x = torch.randn(1, num_rows, self.config.hidden_size, generator=generator).to(self.dtype)
-        return self._with_angles(x, torch.arange(num_rows).unsqueeze(0))
-
-    def _fault(self, decoder: Any) -> str:
-        """Return what is wrong with a decoder of the first layer."""
-        stored = self.cache.stored[0]
-        for rows in _TRIED_ROWS:
-            if rows > self.cache.rows.num_free:
-                break
-            results = []
-            for each in (None, decoder):
-                plan = self._plan(rows)
-                x = self._run_layers(each, self.model.model.layers[:1], self._drawn(rows), plan, ())[0]
-                results.append((x, stored[..., :rows, :].clone()))
-            if wrong := next(filter(None, map(what_differs, results[1], results[0])), ""):
-                return f"{wrong} at R = {rows}"
-        return ""

@@ -81,7 +81,7 @@ def quantized(layer: FusedLayer, scheme: Scheme | None) -> FusedLayer:
     quantize_(layer, _config(scheme, device))
     for name, linear in products.items():
         assert hasattr(linear.weight, "qdata"), f"torchao left {name} as it was"
-        if kernel is not None and traits_of(device).packs_linears and kernel.takes(linear.weight):
+        if kernel is not None and traits_of(device).packs_linears and kernel.products.takes(linear.weight):
             setattr(layer, name, CompiledLinear(linear, kernel))
     return layer
 

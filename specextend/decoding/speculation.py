@@ -63,6 +63,9 @@ _HANDICAP = 0.2
 """Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the draft."""
 _WORTH_A_THOUGHT = 0.5
 """Share of its cost that a node must promise to be proposed in a pause: sizes are chosen among those that are."""
+LOOK_AROUND = 16
+"""Steps after which a tree of the next size, larger or smaller in turn, is verified: costs of sizes that are never
+taken were measured once, at the start, perhaps beside other work."""
 _WARM_UP = 4
 """Number of first measurements of a cost, of which the smallest is taken."""
 _QUICKLY, _SLOWLY = 0.1, 0.05
@@ -392,6 +395,7 @@ class Adaptive:
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
         self._size = self._sizes[-1]
         """Rows to which the last trees with drafts were cut."""
+        self._num_cut = 0
 
     @property
     def most_nodes(self) -> int:
@@ -441,7 +445,15 @@ class Adaptive:
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
         self._size = size if num_drafting else self._size
-        return prune(trees, size)
+        return prune(trees, self._or_the_next(size))
+
+    def _or_the_next(self, size: int) -> int:
+        """Return the size, or now and then one beside it, so that the cost of that is known, too."""
+        self._num_cut += 1
+        if self._num_cut % LOOK_AROUND:
+            return size
+        step = 1 if self._num_cut % (2 * LOOK_AROUND) else -1
+        return self._sizes[max(0, min(self._sizes.index(size) + step, len(self._sizes) - 1))]
 
     def _read_promises(self) -> None:
         """Give each sequence the path probabilities of its last whole tree, unless it has them."""

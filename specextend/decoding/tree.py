@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,10 @@ from specextend.decoding.device import upload
 
 _NEVER = -1e4
 """Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted before the root."""
+
+
+_PADDING = (0, -1, 0, -inf)
+"""Of token ids, parents, depths and log probabilities."""
 
 
 class TreeNode(NamedTuple):
@@ -63,16 +67,12 @@ class DraftTrees:
 
     def padded(self, num_nodes: int) -> DraftTrees:
         """Return the trees padded to `num_nodes`, if they have fewer."""
-        missing = 0, num_nodes - self.num_nodes
         if num_nodes <= self.num_nodes:
             return self
-        return replace(
-            self,
-            token_ids=pad(self.token_ids, missing),
-            parents=pad(self.parents, missing, value=-1),
-            depths=pad(self.depths, missing),
-            log_probs=pad(self.log_probs, missing, value=-inf),
-        )
+        missing = 0, num_nodes - self.num_nodes
+        pairs = zip(self.tensors, _PADDING, strict=True)
+        token_ids, parents, depths, log_probs = (pad(each, missing, value=value) for each, value in pairs)
+        return DraftTrees(token_ids, parents, depths, log_probs, self.sizes)
 
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
@@ -116,16 +116,16 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
     uploaded = upload(torch.tensor([*places, *token_ids]), trees.token_ids.device)
     index, roots = uploaded.split([len(places), len(token_ids)])
 
-    def placed(values: Tensor, padding: float) -> Tensor:
-        return values.new_full((len(roots), trees.num_nodes), padding).index_copy_(0, index, values)
-
-    token_ids_placed, log_probs = placed(trees.token_ids, 0), placed(trees.log_probs, -inf)
+    pairs, shape = zip(trees.tensors, _PADDING, strict=True), (len(roots), trees.num_nodes)
+    token_ids_placed, parents, depths, log_probs = (
+        each.new_full(shape, value).index_copy_(0, index, each) for each, value in pairs
+    )
     token_ids_placed[:, 0] = roots
     log_probs[:, 0] = 0
     sizes = [1] * len(token_ids)
     for place, size in zip(places, trees.sizes, strict=True):
         sizes[place] = size
-    return DraftTrees(token_ids_placed, placed(trees.parents, -1), placed(trees.depths, 0), log_probs, sizes)
+    return DraftTrees(token_ids_placed, parents, depths, log_probs, sizes)
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import Norm, are_compiled, joined_in_one_call, linear, pack
+from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, norm, pack
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees, prune
 from specextend.drafters.causal import HISTORY, histories, last_tokens
@@ -313,7 +313,7 @@ class EagleNetwork:
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            Norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
+            norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(
@@ -329,16 +329,12 @@ class EagleNetwork:
         joined = joined_in_one_call([layer], self._scale)
         if joined is None or not are_compiled(linears.values()):
             return None
-        from specextend.attention.compiled.attend import can_make
-        from specextend.attention.compiled.growth import Head, kernel
+        from specextend.attention.compiled.calls import Head
 
-        if not can_make(kernel):
-            return None
         angles = torch.arange(self.cache.working.stored.shape[3])[:, None].float() * self._inv_freq
         both = torch.stack([angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)])
         return Head(
             joined,
-            self._scale,
             linears,
             {name: self._norms[f"{name}.weight"] for name in ("embedding_norm", "feature_norm", "norm")},
             self._embedding.detach(),
@@ -346,7 +342,6 @@ class EagleNetwork:
             both.to(target.dtype),
             eps=self._head.head_eps,
             num_copied=self._head.copy_heads,
-            group=self._head.num_heads // self._head.num_kv_heads,
         )
 
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:

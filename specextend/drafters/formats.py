@@ -11,6 +11,7 @@ Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers,
 head may hold an embedding and an LM head of its own; if it lacks one, the target's is used.
 """
 
+import shlex
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -24,6 +25,9 @@ from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
     VOCABULARY,
     ModelError,
+    copy_weights,
+    find_folder,
+    new_folder,
     read_json,
     read_safetensors_header,
     read_token_ids,
@@ -167,17 +171,33 @@ class PublishedConfig(_Published):
         return tuple(nested) if nested else None
 
 
-def read_head(folder: str | Path) -> HeadShape:
-    """Describe a head by its files, without loading a weight.
+def read_head(model: str | Path) -> HeadShape:
+    """Describe a head in a folder, or of the Hub, by its files, without loading a weight.
 
     Raises ModelError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
     tensors that the config does not describe.
     """
-    folder = Path(folder)
+    folder = find_folder(str(model), weights=True)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"EAGLE draft {folder} has no config.json")
+        raise ModelError(f"EAGLE draft {model} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        command = f"specextend prepare draft {shlex.quote(str(model))} --output FOLDER"
+        raise ModelError(f"EAGLE draft {model} must have weights as safetensors; convert a pickle with: {command}")
     raw = read_json(folder / "config.json")
     return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
+
+
+def convert_head(model: str, folder: Path) -> str:
+    """Write a published head to a new folder, its weights as safetensors, and return its format.
+
+    Raises ModelError, and leaves no folder, for what `read_head` refuses and for a pickle of anything but tensors.
+    """
+    with new_folder(folder) as whole:
+        copy_weights(model, whole)
+        try:
+            return read_head(whole).format
+        except ModelError as error:
+            raise ModelError(str(error).replace(str(whole), model)) from None
 
 
 def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
@@ -223,11 +243,6 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     return token_ids
 
 
-def head_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a head that are loaded. Raises ModelError if one is missing, or not told."""
-    return weight_files(folder, f"EAGLE draft {folder}")
-
-
 def _read_own(folder: Path, raw: Values) -> HeadShape:
     config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
@@ -246,7 +261,7 @@ def _read_published(folder: Path, raw: Values) -> HeadShape:
 def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
     """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file not whole."""
     found: Found = {}
-    for file in head_files(folder):
+    for file in weight_files(folder, f"EAGLE draft {folder}"):
         for name, info in read_safetensors_header(file).items():
             if name.endswith(_LEFT_OVER):
                 continue

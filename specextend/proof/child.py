@@ -14,7 +14,6 @@ import torch
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plain import MAX_QUERIES
 from specextend.attention.plan import AttentionPlan
-from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 from specextend.core import Request, Values, counted
 from specextend.decoding.device import (
     CALLS_BEFORE_CAPTURE,
@@ -31,6 +30,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.quantized import saved_bytes
 from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
+from specextend.proof.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 
 Times = dict[str, float]
 """Seconds of forwards of layers of the target's size: as many as it has read a `prompt`, or take a `plain` step or one

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from specextend.attention.trials import Trial
+from specextend.attention.backends import Trial
 from specextend.core import ReadOnly, Values
 from specextend.decoding.device import device_name
 from specextend.decoding.measurements import cache_folder, kept_or_measured

@@ -10,10 +10,10 @@ from torch import Tensor
 from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plain import MAX_QUERIES, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.trials import Heads
 from specextend.core import ReadOnly
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import Scheme
+from specextend.proof.trials import Heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from specextend.report.wall_clock import clock_sections
 
 SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is added."""
+_RAISED = "SELECT count(*) AS raised_limits FROM done WHERE max_new_tokens > ?"
 
 
 def write_report(
@@ -89,7 +90,9 @@ def build_report(
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
         **document_figures(figures),
+        **figures.select(_RAISED, manifest and manifest["config"]["decoding"]["max_new_tokens"])[0],
         "evidence": figures.evidence,
+        "sources": figures.sources,
         "choices": figures.choices,
         "errors": errors,
         "texts": figures.texts,

@@ -105,8 +105,8 @@ def follow(
 
     Each commit becomes a file, whole or not at all, which is also the record that it was written: another call goes on
     from there, and each document has one row. kind: the format. is_running: asked for a driver. columns: all if empty.
-    is_safe: for spreadsheets. Raises ValueError if there is no run, for a folder with other files, or for a column that
-    commits do not have.
+    is_safe: for spreadsheets. Raises ValueError if there is no run, for a folder with other files, for a column that
+    commits do not have, and for documents that were done again, whose first texts may be written.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
@@ -120,13 +120,17 @@ def follow(
     named = output_columns(output)
     full, settled, seen = pa.schema(summary_fields(named)), Settled(), set[str]()
     schema = _narrowed(full, columns)
+    limits = set[int]()
     is_last = False
     while not is_last:
         is_last, sizes = not is_running(), commit_sizes(output)
         for name in sorted((name for name in sizes if name not in seen), key=lambda name: name not in written):
-            needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
+            needed = (*KEY_COLUMNS, "max_new_tokens") if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             done, _ = settled.settle(commit, name)
+            limits.update(commit["max_new_tokens"].drop_null().to_pylist())
+            if len(limits) > 1 and commit["error_class"].null_count > len(done):  # not only handed in twice
+                raise ValueError(f"{name} has documents that were done again; export the ended run, without --follow")
             answers = commit.take(done)
             if len(answers) and name not in written:
                 table = pa.table(summary_columns(answers, named), schema=full)

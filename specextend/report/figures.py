@@ -6,14 +6,13 @@ from dataclasses import fields
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
-from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart
+from specextend.report.result_rows import RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
 SMALLEST = 512
@@ -23,6 +22,9 @@ NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
 NUM_TEXTS, TEXT_CHARACTERS = 3, 2000
 """Texts that are shown, drawn at random, and so many more that have a flag; the characters of each, at most."""
+_SHOWN = f"left(summary, {TEXT_CHARACTERS}) AS summary, sources[:200] AS sources"
+_MOST_WAITING = 16 << 20
+"""Bytes of rows that wait until they are counted."""
 _LIMITED = """
     SELECT worker, count(*) AS documents, sum(prefill_s) AS prefill_s, sum(verify_s) AS verify_s,
         sum(num_forwards) AS num_forwards, sum(num_requests) AS num_prompts,
@@ -77,8 +79,10 @@ _ONLY_READ = (
     "num_requests",
     "quality_flags",
     "evidence",
+    "sources",
     "choices",
     "summary",
+    "max_new_tokens",
 )
 DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
 """Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds of bytes of each."""
@@ -89,10 +93,11 @@ _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.ty
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """JSON has neither NaN nor infinity, and one such row would spoil every sum."""
 _TABLES = (
-    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, choices, summary) FROM given",
-    "CREATE TABLE texts AS SELECT doc_id, quality_flags, summary FROM given",
+    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, sources, choices, summary) FROM given",
+    f"CREATE TABLE texts AS SELECT doc_id, quality_flags, {_SHOWN} FROM given",
     "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL)",
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
+    "CREATE TABLE sources (sentences INT, found INT)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
     f"""CREATE VIEW work AS SELECT * REPLACE (coalesce(worker, '') AS worker),
         epoch_ms(started_at) / 1000 AS began, began + total_s AS ended,
@@ -100,14 +105,17 @@ _TABLES = (
     FROM done""",
 )
 _ADD_DONE = (
-    f"INSERT INTO done SELECT * EXCLUDE (evidence, choices, summary) REPLACE ({_FINITE}) FROM given",
-    "INSERT INTO texts SELECT doc_id, quality_flags, summary FROM given",
+    f"INSERT INTO done SELECT * EXCLUDE (evidence, sources, choices, summary) REPLACE ({_FINITE}) FROM given",
+    f"INSERT INTO texts SELECT doc_id, quality_flags, {_SHOWN} FROM given",
     f"""CREATE OR REPLACE TABLE texts AS FROM texts
     WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
     QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
         OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
     """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
     FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given) GROUP BY each.field""",
+    """INSERT INTO sources SELECT count(DISTINCT (place, each.sentence)),
+        count(DISTINCT (place, each.sentence)) FILTER (each."begin" IS NOT NULL)
+    FROM (SELECT row_number() OVER () AS place, unnest(sources) AS each FROM given)""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
     FROM (
         SELECT each.field, arg_max(each.value, each.log_prob) AS value, max(each.log_prob) AS log_prob
@@ -127,6 +135,9 @@ _ERRORS = f"""
 _EVIDENCE = """
     SELECT field, sum(documents)::BIGINT AS documents, sum(strings)::BIGINT AS strings, sum(found)::BIGINT AS found
     FROM evidence GROUP BY field ORDER BY min(rowid)
+"""
+_SOURCES = """
+    SELECT coalesce(sum(sentences), 0)::BIGINT AS sentences, coalesce(sum(found), 0)::BIGINT AS found FROM sources
 """
 _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum
@@ -155,6 +166,7 @@ class RunFigures:
         self._database = Database()
         self._database.add(_DONE_SCHEMA.empty_table(), *_TABLES)
         self._waiting: list[pa.Table] = []
+        self._num_bytes = 0
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
@@ -165,9 +177,9 @@ class RunFigures:
         if not is_done:
             self._database.add(rows, _ADD_ERRORS)
             return
-        cut = pc.utf8_slice_codeunits(rows["summary"], 0, TEXT_CHARACTERS)  # or whole texts would wait
-        self._waiting.append(rows.set_column(rows.schema.get_field_index("summary"), "summary", cut))
-        if sum(map(len, self._waiting)) >= BATCH_ROWS:
+        self._waiting.append(rows)
+        self._num_bytes += rows.nbytes
+        if self._num_bytes >= _MOST_WAITING:
             self._insert()
 
     def create(self, name: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -191,6 +203,12 @@ class RunFigures:
     def evidence(self) -> dict[str, Values]:
         """Return by field of an answer: documents with a string there, the strings, and those that documents hold."""
         return {row.pop("field"): row for row in self.select(_EVIDENCE)}
+
+    @property
+    def sources(self) -> Values:
+        """Return how many sentences were looked up, and of how many a passage was found."""
+        [row] = self.select(_SOURCES)
+        return row
 
     @property
     def choices(self) -> dict[str, dict[str, Values]]:
@@ -217,6 +235,7 @@ class RunFigures:
         if self._waiting:
             self._database.add(pa.concat_tables(self._waiting), *_ADD_DONE)
             self._waiting = []
+            self._num_bytes = 0
 
 
 def _of_phases(form: str) -> str:

@@ -124,6 +124,7 @@ RUN: Figures = {
     "rows failed": ("rows.errors", number),
     "rows to do": ("rows.pending", number),
     "rows that took several attempts": ("retries.documents", number),
+    "rows with a larger limit than decoding.max_new_tokens": ("raised_limits", number),
     "times that a row began again for want of memory": ("retries.memory", number),
     "prompt tokens": ("tokens.prompt", number),
     "prompt tokens that were read for another prompt": ("tokens.cached", number),

@@ -124,7 +124,7 @@ class _Rounds:
         self._config, self._options, self._output, self._show = config, options, output.absolute(), show
         start = DraftOptions(kind="eagle", model=options.start_from) if options.start_from else None
         limit = config.max_tokens(check_pair(config.target, start).context_length)
-        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        tokenizer = load_tokenizer(config.target.model)
         try:
             prompts = Prompts(tokenizer, config.prompt, limit)
             self._maker = PromptMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)

@@ -335,7 +335,7 @@ def _new_config(task: Task) -> EagleConfig:
         dtype="bfloat16",
         draft_vocab_size=len(task.vocabulary),
         copy_heads=task.options.copy_heads or None,
-        tokens_sha256=tokens_sha256(load_tokenizer(task.target.model, task.target.revision)),
+        tokens_sha256=tokens_sha256(load_tokenizer(task.target.model)),
     )
 
 

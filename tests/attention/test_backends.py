@@ -9,7 +9,7 @@ from numba.core.errors import NumbaError
 
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
-from specextend.attention.compiled import attend as compiled
+from specextend.attention.compiled import calls as compiled
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan, merge_states
 from tests.attention.calls import random_mask, regions, tensors
@@ -122,18 +122,19 @@ def answer_the_question(q, k, v, span, scale):
 def test_where_the_compiled_kernel_fails_torch_attends(failure, monkeypatch):
     """It is made for the machine at hand, so it must prove itself there; a run starts without it."""
     backends.compiled_is_right.cache_clear()
-    backends.load_compiled.cache_clear()
+    backends.compiled.cache_clear()
     if failure == "numba cannot":
-        monkeypatch.setattr(compiled, "kernel", fail_to_compile)
+        monkeypatch.setattr(compiled.items, "kernel", fail_to_compile)
     elif failure == "wrong":
         monkeypatch.setattr(compiled, "attend_compiled", answer_the_question)
     else:
-        monkeypatch.setitem(sys.modules, "specextend.attention.compiled.attend", None)
+        monkeypatch.setitem(sys.modules, "specextend.attention.compiled.calls", None)
         with pytest.raises(ValueError, match=r"^attention\.backend compiled needs the cpu extra: pip install .*$"):
             load_backend("compiled", torch.device("cpu"))
     q, k, v = tensors(1, 3, (4, 2), 40, HEAD_DIM, torch.float32)
     found, expected = (kernel(q, k, v, KeySpan([0], [40]), SCALE) for kernel in (AUTO, load_backend("sdpa", CPU)))
     backends.compiled_is_right.cache_clear()
+    backends.compiled.cache_clear()
     assert all(map(torch.equal, found, expected))
 
 

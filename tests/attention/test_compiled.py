@@ -17,7 +17,7 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention.compiled.attend import attend_compiled
+from specextend.attention.compiled.calls import attend_compiled
 from specextend.attention.compiled.vectors import processor_features
 
 ROOT = Path(__file__).parents[2]

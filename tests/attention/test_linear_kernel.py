@@ -8,8 +8,9 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention.compiled import products, tiles
-from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, can_multiply, lay_out, multiply
+from specextend.attention.compiled import tiles
+from specextend.attention.compiled.calls import multiply, product_of
+from specextend.attention.compiled.products import BLOCK, DEPTH, MULTIPLE, ROWS, lay_out
 from specextend.attention.compiled.vectors import processor_features
 
 pytestmark = pytest.mark.skipif(not {"avx2", "fma"} <= processor_features(), reason="the kernel needs AVX2")
@@ -29,6 +30,11 @@ def tensors(num_rows, num_inputs, num_outputs, dtype):
     return x.bfloat16(), weight.to(dtype), torch.rand(num_outputs), bias
 
 
+def product(x, *tensors):
+    """Multiply with what a weight, its scales and its bias are made of."""
+    return multiply(x, product_of(*tensors))
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_inputs", "num_blocks", "threads", "dtype"),
     covering(NUM_ROWS, NUM_INPUTS, NUM_BLOCKS, [1, 2], DTYPES),
@@ -38,7 +44,7 @@ def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks
     torch.set_num_threads(threads)
     x, weight, scales, bias = tensors(num_rows, num_inputs, num_blocks * BLOCK, dtype)
     exact = x.double() @ weight.double().T * scales + bias
-    found = multiply(x, lay_out(weight), scales, bias)
+    found = product(x, lay_out(weight), scales, bias)
     assert (found.shape, found.dtype) == (exact.shape, torch.bfloat16)
     size = 1 if dtype == torch.bfloat16 else 40
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * num_inputs * size)
@@ -49,11 +55,11 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, re
     """A document's tokens depend neither on its neighbours in the batch nor on the machine's cores."""
     x, weight, scales, bias = tensors(ROWS + 20, 2 * DEPTH + 64, 3 * BLOCK, dtype)
     laid_out = lay_out(weight)
-    together = multiply(x, laid_out, scales, bias)
+    together = product(x, laid_out, scales, bias)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for rows in (slice(0, 1), slice(3, 10), slice(ROWS - 1, ROWS + 20)):
-            assert torch.equal(multiply(x[rows], laid_out, scales, bias), together[rows])
+            assert torch.equal(product(x[rows], laid_out, scales, bias), together[rows])
 
 
 def test_the_twin_of_matrix_tiles_is_the_product():
@@ -69,19 +75,12 @@ def test_matrix_tiles_do_what_their_twin_does_bit_by_bit(num_rows):
     """For few rows, whose sums stay in tiles, and for many, whose sums wait in memory between two parts."""
     x, weight, _, _ = tensors(num_rows, 2 * DEPTH + 64, BLOCK, torch.bfloat16)
     expected = torch.from_numpy(product_of_tiles(x.float().numpy(), weight.float().numpy()))
-    found = multiply(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
+    found = product(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
     assert torch.equal(found, expected.bfloat16())
 
 
-def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
-    """It is tried on the machine before anything is multiplied with it."""
-    assert can_multiply()
-    with monkeypatch.context() as patch:
-        patch.setattr(products, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
-        assert not can_multiply()
-
-    def fail():
-        raise RuntimeError("no compiler for this processor")
-
-    monkeypatch.setattr(products, "kernel", fail)
-    assert not can_multiply()
+@pytest.fixture
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -53,12 +53,3 @@ def test_a_ratio_divides_two_variants_on_the_same_document(result):
     inverse = cells(result, "decoding of plain")
     assert [*inverse] == ["decoding, plain over", "fast"]
     assert inverse["fast"][:2] == ["0.38", "1.00"]
-
-
-def test_lengths_and_shares_are_means_over_documents(result):
-    """Weighted by the documents that a row stands for."""
-    assert cells(result, "acceptance") == {
-        "acceptance length": ["1K (n=2)", "2K (n=1)", "2K, loops (n=1)", "all (n=3)"],
-        "fast": ["6.00", "2.00", "20.00", "4.67"],
-    }
-    assert cells(result, "equal")["fast"][0] == "0.50"

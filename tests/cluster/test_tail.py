@@ -2,7 +2,6 @@
 
 from specextend.cluster.messages import Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
-from specextend.cluster.workers import Roster
 from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 
@@ -34,16 +33,3 @@ def test_idle_workers_are_let_go_while_the_last_documents_run():
     assert plan.spare(9 * IDLE_S) == []
     assert plan.leave("a", "WorkerDied", "gone") == []
     assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
-
-
-def test_workers_that_are_not_built_yet_are_not_asked_for_any_more():
-    roster = Roster(4)
-    names = roster.due(0, 4)
-    roster.ready(names[0])
-    assert roster.not_needed(4) == []
-    assert set(roster.not_needed(2)) <= set(names[1:])
-    assert len(roster.not_needed(2)) == 2
-    for worker in roster.not_needed(1):
-        roster.let_go(worker)
-    assert roster.due(1, 1) == []
-    assert len(roster.due(1, 3)) == 2, "their seats are free again"

@@ -60,20 +60,13 @@ def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path, tokenizer)
 
 
 def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path, tokenizer):
-    """A column of token counts spares the pass over the text; a column of lengths overrides the run's.
-
-    Without a count a document is measured: as nothing it had the deadline of an empty one, and its turn at the end.
-    """
-    columns = {"tokens": [None, 7, 0, 700], "length": [None, 99, None, None]}
-    numbers = {name: pa.array(values, pa.int32()) for name, values in columns.items()}
+    """A column of lengths overrides the run's."""
     text = "rain on the roof " * 40
-    corpus = source(
-        tmp_path, {"text": [text] * 4} | numbers, num_tokens_column="tokens", max_new_tokens_column="length"
-    )
+    length = pa.array([None, 99], pa.int32())
+    corpus = source(tmp_path, {"text": [text] * 2, "length": length}, max_new_tokens_column="length")
     plan = planned(corpus, tokenizer)
     prompts = Prompts(tokenizer, PromptOptions(), 1000)
     true = pytest.approx(len(prompts.render(text, 10).token_ids), abs=1)
-    template = prompts.num_template_tokens
-    found = [plan.estimates[DocumentKey(0, row)] for row in range(4)]
-    assert [each.num_prompt_tokens for each in found] == [true, 7 + template, true, 700 + template]
-    assert [each.max_new_tokens for each in found] == [10, 99, 10, 10]
+    found = [plan.estimates[DocumentKey(0, row)] for row in range(2)]
+    assert [each.num_prompt_tokens for each in found] == [true, true]
+    assert [each.max_new_tokens for each in found] == [10, 99]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pyarrow as pa
 
 STRING = pa.string()
+PLACE = {"begin": pa.int64(), "end": pa.int64(), "score": pa.float64()}
 TYPES = {
     "doc_id summary finish_reason length_policy worker content_sha256 reasoning": pa.string(),
     "num_prompt_tokens num_output_tokens num_dropped_tokens num_cached_tokens num_requests": pa.int32(),
+    "max_new_tokens": pa.int32(),
     "num_spec_steps num_plain_steps num_draft_tokens num_accepted_tokens num_hybrid_steps num_fallbacks": pa.int32(),
     "num_retrievals num_memory_retries attempts": pa.int32(),
     "mean_acceptance_length draft_acceptance_rate retrieval_coverage retrieval_churn": pa.float64(),
@@ -16,9 +18,8 @@ TYPES = {
     "copied_fraction rouge1 rouge2 rougeL coverage": pa.float64(),
     "acceptance_histogram": pa.list_(pa.int32()),
     "quality_flags": pa.list_(pa.string()),
-    "evidence": pa.list_(
-        pa.struct({"field": STRING, "value": STRING, "begin": pa.int64(), "end": pa.int64(), "score": pa.float64()})
-    ),
+    "evidence": pa.list_(pa.struct({"field": STRING, "value": STRING} | PLACE)),
+    "sources": pa.list_(pa.struct({"sentence": STRING} | PLACE | {"passage": STRING})),
     "choices": pa.list_(pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])),
     "started_at": pa.timestamp("ms", tz="UTC"),
 }

@@ -153,6 +153,11 @@ def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     assert "\n" not in str(refused.value)
 
 
+def test_sources_are_of_sentences_and_not_of_data():
+    with pytest.raises(ValueError, match=r"output\.sources .* set output\.evidence instead"):
+        RunConfig.load(CONFIG, ["output.path=unused", "output.schema={a: string}", "output.sources=true"])
+
+
 def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path):
     """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])

@@ -17,15 +17,15 @@ TARGET = Path(RunConfig.load(CONFIG, ["output.path=unused"]).target.model)
 ALL = {"documents": 5, "equal": 5, "near_ties": 0, "different": 0, "failed": 0}
 
 
-def decoded(folder: Path, *settings: str) -> Path:
+def decoded(folder: Path, *settings: str, flags: tuple[str, ...] = ()) -> Path:
     """The output of a run of six rows, the third of which is an error, with a target of its own."""
-    shutil.copytree(TARGET, folder / "target")
+    shutil.copytree(TARGET, folder / "target", dirs_exist_ok=True)
     texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
     corpus = write_corpus(folder / "in" / "a.parquet", texts, doc=[*"abcdef"])
     own = ("input.id_column=doc", f"target.model={folder / 'target'}", "job.max_error_fraction=0.5", *settings)
     given = [part for setting in own for part in ("--set", setting)]
     places = ["--input", str(corpus), "--output", str(folder / "out")]
-    ended = in_process("summarize.py", "--config", str(CONFIG), *places, *given)
+    ended = in_process("summarize.py", "--config", str(CONFIG), *places, *given, *flags)
     assert ended.code == 0, ended.stderr
     return folder / "out"
 
@@ -66,6 +66,24 @@ def test_a_sample_is_as_small_as_it_is_asked_for(finished):
     found = json.loads(ended.stdout)
     assert (ended.code, found["documents"], found["batch_size"]) == (0, found["equal"], found["documents"])
     assert found["documents"] <= 2
+
+
+def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tmp_path, kept_kernels, local_ray):
+    """A run of its own for them is a second table. The audit decodes each row again by the limit that it has."""
+    short = ("decoding.max_new_tokens=8", "decoding.stop=[Cut, provid]")  # b ends before the first limit, d and f then
+    output = decoded(tmp_path, *short)
+    for _ in range(2):  # what is cut at the new limit, too, is not tried at it again
+        decoded(tmp_path, *short, flags=("--retry-truncated", "24"))
+    found = pq.read_table(output / "summaries").to_pylist()
+    limits = [row["max_new_tokens"] for row in found]
+    assert limits == [24, 8, 24, 24, 24]
+    assert [row["finish_reason"] for row in found] == ["length", "stop", "stop", "length", "stop"]
+    assert json.loads((output / "report.json").read_text())["raised_limits"] == 4
+    assert len([*(output / "_run" / "attempts").iterdir()]) == 2
+    ended = specextend("audit", str(output), "--json", "-")
+    assert json.loads(ended.stdout).items() >= ALL.items()
+    ended = specextend("export", str(output), "--follow", "--to", str(tmp_path / "live"))
+    assert (ended.code, "documents that were done again" in ended.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ LEAST = {
     "draft": {"kind": "model", "model": "owner/draft"},
 }
 KEYS = {
-    "input": "path text_column id_column on_bad_id passthrough max_new_tokens_column num_tokens_column "
+    "input": "path text_column id_column on_bad_id passthrough max_new_tokens_column "
     "reference_column instruction_column options_column filter sample except_done_in limit",
-    "output": "path column schema evidence",
+    "output": "path column schema evidence sources",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
-    "target": "model revision dtype quantize device",
-    "draft": "kind model revision ngram",
+    "target": "model dtype quantize device",
+    "draft": "kind model ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
     "no_repeat_ngram_size max_batch_size cache_gib",
     "attention": "backend tree",

@@ -65,7 +65,7 @@ def assert_refused(ended, said, output):
             ["output.column=same", "input.passthrough=[same]"],
             "output.column and input.passthrough both name same",
         ),
-        (["input.num_tokens_column=doc"], "doc"),
+        (["input.max_new_tokens_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
         (["prompt.instruction='{{ document }} and {{ document }}'"], "prompt.instruction"),

@@ -52,6 +52,21 @@ def test_a_value_that_does_not_fit_is_the_error_of_its_row(answers):
     assert [row["error_class"] for row in rows] == [None, "BadInstruction"]
 
 
+@pytest.mark.parametrize("policy", ["middle", "parts"])
+def test_sources_are_places_in_what_was_read_of_the_document(answers, policy):
+    """A source in text that the model was never given is an invention of ours; of parts all is read."""
+    words = [f"t{token_id}" for token_id in random_prompt(600)]
+    text = "\r\n\r\n".join(" ".join(words[begin : begin + 30]) for begin in range(0, 600, 30))
+    [row] = answers({"text": [text]}, prompt__length_policy=policy, prompt__max_prompt_tokens=200, output__sources=True)
+    half = int(len(text) * row["coverage"]) // 2
+    left_out = range(half + 20, len(text) - half - 20)
+    found = [each for each in row["sources"] if each["begin"] is not None]
+    assert found
+    for each in found:
+        assert each["passage"] == text[each["begin"] : each["end"]]
+        assert each["begin"] not in left_out
+
+
 def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
     """Two workers sent different prompts, in which methods and classes had their places in memory."""
     names = ("namespace", "dict", "range", "lipsum", "cycler", "joiner", "loop", "super", "caller")

@@ -292,7 +292,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     for name in ("x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
-    arguments = ["text", str(folder), "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
+    arguments = ["documents", str(folder), "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
     assert in_process("prepare.py", *arguments).code == 0
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
@@ -339,7 +339,7 @@ def test_an_object_store_is_read_and_written(monkeypatch, prepare):
         (["documents", "nowhere"], "nowhere does not exist; give a file, a folder or a glob"),
         (["documents", "empty"], "there is no file to read in empty"),
         (
-            ["pdf", "texts"],
+            ["documents", "texts", "--pattern", "*.pdf"],
             "there is no file to read in texts; 1 file of other kinds; --pattern names those to read as text",
         ),
         (["documents", "texts", "--encoding", "klingon"], "unknown encoding 'klingon'; give one such as cp1252"),

@@ -30,7 +30,7 @@ def peak():
 before = peak()
 output = resolve(sys.argv[2])
 source = open_source(InputOptions(path=sys.argv[1], text_column="a.text", passthrough=("a.text",)))
-assert sum(row.num_bytes for row in source.scan()) >= int(sys.argv[3])
+assert sum(len(row.text) for row in source.scan()) >= int(sys.argv[3])
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::40]:
     assert source.read(key).document.text.startswith(f"{key.row:09d}")

@@ -213,7 +213,7 @@ def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path):
     pq.write_table(table, folder / "a#1%20 b.pq", row_group_size=2)
     pq.write_table(table.slice(0, 0), folder / "empty.parquet")
     pq.ParquetWriter(folder / "no groups.parquet", table.schema).close()
-    settings = ['text_column="the text #1"', 'id_column="id.a#b"', 'num_tokens_column="n.tok"', "passthrough=[n.tok]"]
+    settings = ['text_column="the text #1"', 'id_column="id.a#b"', "passthrough=[n.tok]"]
     output = tmp_path / "out%20#1"
     arguments = [part for setting in settings for part in ("--set", f"input.{setting}")]
     ended = summarize("--input", str(folder), "--output", str(output), *arguments)

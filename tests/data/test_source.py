@@ -61,7 +61,7 @@ def test_every_type_of_text_is_text(write, kind):
     assert source.read(DocumentKey(0, 2)).document == Document(DocumentKey(0, 2), "z", "two")
     with pytest.raises(DocumentError, match="NullText"):
         source.read(DocumentKey(0, 1))
-    assert [row.num_bytes for row in source.scan()] == [3, 0, 3]
+    assert [row.text for row in source.scan()] == [b"one", None, b"two"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
     assert run_error(path, text_column="boddy").endswith("it has body, n; did you mean body?")
-    for option in ("id_column", "max_new_tokens_column", "num_tokens_column", "reference_column"):
+    for option in ("id_column", "max_new_tokens_column", "reference_column"):
         assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
 
@@ -132,7 +132,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
         ("id_column", "fixed", 'hex("fixed")'),
         ("id_column", "price", 'CAST("price" AS VARCHAR)'),
         ("max_new_tokens_column", "limit", 'CAST("limit" AS BIGINT)'),
-        ("num_tokens_column", "ratio", 'CAST("ratio" AS BIGINT)'),
+        ("max_new_tokens_column", "ratio", 'CAST("ratio" AS BIGINT)'),
         ("reference_column", "bytes", 'decode("bytes")'),
         ("reference_column", "wide", 'decode("wide")'),
     ],
@@ -247,31 +247,14 @@ def test_a_row_may_have_a_reference(write, kind):
     assert opened(path).read(DocumentKey(0, 0)).reference is None
 
 
-def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write):
+def test_a_limit_beyond_every_length_is_an_error_row(write):
     """An unsigned column holds what no signed one takes."""
     path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
-    source = opened(path, max_new_tokens_column="n", num_tokens_column="n")
-    rows = [(row.num_bytes, row.num_tokens, row.max_new_tokens, row.error_class) for row in source.scan()]
-    assert rows == [(3, None, None, "BadMaxNewTokens"), (None, 7, 7, None)]
+    source = opened(path, max_new_tokens_column="n")
+    rows = [(row.max_new_tokens, row.error_class) for row in source.scan()]
+    assert rows == [(None, "BadMaxNewTokens"), (7, None)]
     with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
         source.read(DocumentKey(0, 0))
-
-
-def test_known_lengths_spare_reading_the_text(write):
-    """Of every file that has them all; a null or a count that no document has is no length."""
-    write("in/a.parquet", {"text": ["x", None], "n": [100, 200]})
-    write("in/b.parquet", {"text": ["four", None, "five5", "six"], "n": [None, None, -1, 300]}, group_rows=4)
-    folder = write("in/c.parquet", {"text": ["y"], "n": [9]}).parent
-    source = opened(folder, num_tokens_column="n")
-    assert [(row.num_tokens, row.text, row.num_bytes, row.error_class) for row in source.scan()] == [
-        (100, None, None, None),
-        (200, None, None, None),
-        (None, b"four", 4, None),
-        (None, None, 0, "NullText"),
-        (None, b"five5", 5, None),
-        (300, None, None, None),
-        (9, None, None, None),
-    ]
 
 
 def test_a_source_ships_without_its_data(write):

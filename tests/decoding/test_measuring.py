@@ -104,6 +104,21 @@ def test_a_second_start_measures_nothing(folder, engine):
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
+def test_of_disturbed_measurements_the_shortest_times_count(monkeypatch, engine):
+    """The last one counted alone: trees were cut for a whole run by what another process took of it."""
+    passes = iter([0.02, 0.5])
+
+    def twice(measure):
+        for slowdown in passes:
+            monkeypatch.setattr(measurements, "time_step", lambda *_, seconds=slowdown: seconds)
+            value = measure()
+        return value, False
+
+    monkeypatch.setattr(measurements, "measure_undisturbed", twice)
+    costs = load_step_costs(engine.target, *CHOICES)
+    assert costs.verify_s(1, [1000]) == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 3', '{"code": "0", "value": []}'])
 def test_a_file_that_is_damaged_or_of_other_code_is_measured_again(text, folder, engine):
     """It is a cache: whatever a crash, a full disk or another release left costs seconds, never a run."""

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.backends import load_backend
-from specextend.attention.compiled.decoder import Decoder
+from specextend.attention.compiled import phases
+from specextend.attention.compiled.calls import Decoder
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.decoding_options import TreeOptions
@@ -94,16 +95,23 @@ def test_a_node_of_a_tree_has_the_bits_of_a_plain_step(models):
         assert torch.equal(tree[0, node], run(token_ids[:, 70 + node : 71 + node], 71)[0, 0])
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.1])
-def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch):
-    """It is tried on the model's own first layer at the start."""
+@pytest.mark.parametrize("fault", ["it cannot be made", "it is wrong"])
+def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monkeypatch):
+    """It is made for the machine at hand, and a layer of it is tried there before any model runs on it."""
     run = Decoder.run
-    monkeypatch.setattr(Decoder, "run", lambda *call: (factor * run(*call)[0], run(*call)[1]))
-    model = models[1]
-    model.join_layers()
-    trial = model.trials[-1]
-    assert (trial.name, trial.taken, trial.is_wrong) == ("compiled layers", factor == 1.0, factor != 1.0)
-    assert model.runs_in_one_call == trial.taken
+
+    def fail():
+        raise RuntimeError("no compiler for this processor")
+
+    models[1].join_layers()
+    assert models[1].runs_in_one_call
+    if fault == "it is wrong":
+        monkeypatch.setattr(Decoder, "run", lambda *call: (1.1 * run(*call)[0], []))
+    else:
+        monkeypatch.setattr(phases, "kernel", fail)
+    compiled_kernel.cache_clear()
+    assert compiled_kernel() is None
+    compiled_kernel.cache_clear()
 
 
 def head_of(dtype, in_one_call, without=()):

@@ -161,7 +161,7 @@ class Case:
     """A drafter and its twin, on one random text."""
 
     def __init__(self, pair, variant):
-        model = load_causal_lm(pair.target, None, "float32", "cpu")
+        model = load_causal_lm(pair.target, "float32", "cpu")
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
         self.target = CachedModel(model, attend_reference, 256)
         head = read_head(pair.drafts[variant])

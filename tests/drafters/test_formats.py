@@ -1,17 +1,17 @@
 """What the folder of a head is told, before a tensor is loaded or a document touched."""
 
 import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specextend.cli.command import call
+from specextend.cli.prepare import prepare
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.drafters.formats import read_head
+from specextend.drafters.formats import convert_head, read_head
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
@@ -161,20 +161,56 @@ def test_missing_files_are_named(write, target):
     """A folder copied in part."""
     folder = write("eagle3")
     (folder / "model.safetensors").unlink()
-    assert "must have weights as safetensors; it has none" in refusal(target, folder)
+    assert "must have weights as safetensors; convert a pickle with: specextend prepare draft" in refusal(
+        target, folder
+    )
     (folder / "config.json").unlink()
     assert "has no config.json" in refusal(target, folder)
 
 
-def test_a_pickled_head_is_refused_with_the_conversion_that_works(write, target):
-    """Most of SafeAILab's heads are published as pytorch_model.bin alone."""
-    folder = write("eagle3")
+def pickled(folder, content=None):
+    """A head as most of SafeAILab's are published: as pytorch_model.bin alone."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    message = refusal(target, folder)
-    assert "has only a pickle (pytorch_model.bin), which can run code and is refused; convert it with: " in message
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(message.partition("convert it with: ")[2], shell=True, check=True, env=os.environ | {"PATH": path})
-    assert set(load_file(folder / "model.safetensors")) == set(weights)
-    assert read_head(folder).format == "EAGLE-3"
+    torch.save(content or weights, folder / "pytorch_model.bin")
+    return weights
+
+
+def test_a_pickled_head_is_refused_with_the_conversion_that_works(write, target, monkeypatch, capsys):
+    """In a folder, and by its name on the Hub."""
+    folder = write("eagle3")
+    weights = pickled(folder)
+    monkeypatch.chdir(folder.parent)
+    command = refusal(target, folder).partition("convert a pickle with: specextend prepare ")[2]
+    assert call(prepare, shlex.split(command), "prepare") == 0
+    assert capsys.readouterr().out.startswith("EAGLE-3 head in FOLDER; give specextend run: --set draft.kind=eagle")
+    assert set(load_file("FOLDER/model.safetensors")) == set(weights)
+    assert Path("FOLDER/config.json").read_bytes() == (folder / "config.json").read_bytes()
+    check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model="FOLDER"))
+    with pytest.raises(ModelError, match="FOLDER holds something already"):
+        convert_head(str(folder), Path("FOLDER"))
+
+
+def test_a_head_of_the_hub_is_taken_by_its_name(write, target, hub, tmp_path):
+    """As a target is: resolved to a commit, which identifies it; as pickles it is converted from there, too."""
+    folder = write("eagle3")
+    commit = hub.push("owner/head", folder)
+    draft = DraftOptions(kind="eagle", model=f"owner/head@{commit}")
+    check_pair(TargetOptions(model=target), draft)
+    assert pair_hashes(TargetOptions(model=target), draft)["draft"] == commit
+    pickled(folder)
+    hub.push("owner/pickled", folder)
+    assert "prepare draft owner/pickled --output FOLDER" in refusal(target, "owner/pickled")
+    assert "pytorch_model.bin" not in hub.fetched
+    assert convert_head("owner/pickled@main", tmp_path / "made") == "EAGLE-3"
+
+
+@pytest.mark.parametrize("content", [Path("code"), {"fc.weight": torch.ones(1)}])
+def test_what_is_no_head_becomes_no_folder(content, write, tmp_path):
+    """Code in a pickle is not run, and a folder that is there is whole."""
+    folder = write("eagle3")
+    pickled(folder, content)
+    with pytest.raises(ModelError, match=r"cannot be read as nothing but tensors|is in no known format") as refused:
+        convert_head(str(folder), tmp_path / "made")
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]

@@ -24,7 +24,7 @@ def pair(request, pairs):
 
 
 def network_of(pair, window, max_chunk=512, attend=attend_by_head):
-    model = load_causal_lm(pair.target, None, "float32", "cpu")
+    model = load_causal_lm(pair.target, "float32", "cpu")
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
 
@@ -88,7 +88,7 @@ def assert_visible(cache, expected_keys, expected_values):
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
-    model = CachedModel(load_causal_lm(pair.drafts[draft], None, "float32", "cpu"), attend_by_head, 1024)
+    model = CachedModel(load_causal_lm(pair.drafts[draft], "float32", "cpu"), attend_by_head, 1024)
     network = ModelNetwork(model, 1024, 512, 512, min(num_rows, VOCABULARY), EOS_TOKEN_ID)
     drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
     text = random_prompt(60)

@@ -73,12 +73,12 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_m
     """Workers start over hours, and `main` moves in between: each would load what it finds."""
     folder = write_model()
     first = hub.push(NAME, folder)
-    commit = resolve_revision(NAME, None)
-    assert commit == resolve_revision(NAME, "main") == first
-    before = pair_hashes(TargetOptions(model=NAME, revision=commit), None)
+    commit = resolve_revision(NAME)
+    assert commit == resolve_revision(f"{NAME}@main") == first
+    before = pair_hashes(TargetOptions(model=f"{NAME}@{commit}"), None)
     change(folder)
-    assert hub.push(NAME, folder) == resolve_revision(NAME, "main") != commit
-    options = TargetOptions(model=NAME, revision=commit, dtype="float32", device="cpu")
+    assert hub.push(NAME, folder) == resolve_revision(f"{NAME}@main") != commit
+    options = TargetOptions(model=f"{NAME}@{commit}", dtype="float32", device="cpu")
     check_files(options, None, before)
     loaded = load_target(options).state_dict()["model.norm.weight"]
     assert loaded.max() == 1.0, "a norm before the change"
@@ -92,9 +92,9 @@ def test_without_the_hub_its_cache_answers(way, hub, write_model, monkeypatch):
     commit = hub.push(NAME, write_model())
     load_target(TargetOptions(model=NAME))
     cut_off(hub, way, monkeypatch)
-    assert resolve_revision(NAME, None) == commit
-    assert identify(NAME, "main")["weights"] == commit
-    assert check_model(NAME, commit).num_layers == 2
+    assert resolve_revision(NAME) == commit
+    assert identify(f"{NAME}@main")["weights"] == commit
+    assert check_model(f"{NAME}@{commit}").num_layers == 2
     load_target(TargetOptions(model=NAME))
 
 
@@ -103,13 +103,13 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(way, hub, write_mode
     """The next try may succeed; a model that is not there is a mistake in the configuration."""
     hub.push(NAME, write_model())
     with pytest.raises(ModelError) as refused:
-        resolve_revision("owner/none", None)
+        resolve_revision("owner/none")
     assert not isinstance(refused.value, HubUnreachableError)
-    with pytest.raises(ModelError, match=r"owner/target at revision none .* cannot be fetched from the Hub"):
-        resolve_revision(NAME, "none")
+    with pytest.raises(ModelError, match=r"owner/target@none .* cannot be fetched from the Hub"):
+        resolve_revision(f"{NAME}@none")
     cut_off(hub, way, monkeypatch)
     with pytest.raises(HubUnreachableError) as away:
-        resolve_revision(NAME, None)
+        resolve_revision(NAME)
     assert str(away.value).startswith("the Hub does not answer for owner/target, nor does its cache here: ")
     assert "\n" not in str(away.value)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specextend import loading
+from specextend.attention.backends import Trial
 from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
-from specextend.attention.trials import Trial
 from specextend.decoding.device import Graphs
 from specextend.loading import choose_kernels, confirm
 from specextend.pairing import check_pair

@@ -6,7 +6,7 @@ from threading import Barrier
 
 import pytest
 
-from specextend.attention.trials import Trial
+from specextend.attention.backends import Trial
 from specextend.decoding import measurements
 from specextend.proof import ladder as ladder_module
 from specextend.proof.child import compare_tokens, find_fault

@@ -1,6 +1,5 @@
-"""The documents that wait, against a list that is searched anew for every question."""
+"""The order in which documents that wait are handed out."""
 
-from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given
@@ -10,10 +9,6 @@ from specextend.cluster.backlog import LENGTH_STEP, Backlog
 from specextend.core import DocumentKey
 from tests.cluster.lengths import of_length, rows_of_length
 
-FILES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3)
-STEP = st.sampled_from(["take", "take", "put", "leave"])
-STEPS = st.lists(st.tuples(st.sampled_from("abc"), STEP))
-
 
 def group_of(key, files):
     row = 0
@@ -22,42 +17,6 @@ def group_of(key, files):
         if key.row < row:
             return key.file, number
     raise AssertionError(key)
-
-
-@given(st.data(), FILES, STEPS)
-def test_a_worker_stays_in_a_row_group_until_it_is_empty(data, files, steps):
-    """Whatever others take or leave, but what came back goes first; nothing is lost or doubled."""
-    every = [DocumentKey(file, row) for file, sizes in enumerate(files) for row in range(sum(sizes))]
-    lengths = {key: data.draw(st.integers(1, 50)) for key in every if data.draw(st.booleans()) or key == every[0]}
-    apart = [key for key in lengths if data.draw(st.integers(0, 5)) == 0]
-    backlog = Backlog(of_length(lengths), files, apart)
-    waiting, taken, used, returned = set(lengths) - set(apart), list(apart), {}, set()
-    for worker, step in steps:
-        if step == "take":
-            key = backlog.take(worker)
-            assert (key is None) == (not waiting)
-            if key is None:
-                continue
-            if returned:
-                assert key in returned
-            elif any(group_of(each, files) == used.get(worker) for each in waiting):
-                assert group_of(key, files) == used[worker]
-            if not returned:
-                used[worker] = group_of(key, files)
-            assert key in waiting
-            returned.discard(key)
-            waiting.remove(key)
-            taken.append(key)
-        elif step == "put" and taken:
-            waiting.add(key := taken.pop(0))
-            returned.add(key)
-            backlog.put(key)
-        elif step == "leave":
-            backlog.leave(worker)
-            used.pop(worker, None)
-        assert len(backlog) == len(waiting)
-        assert Counter(backlog.first(100)) == Counter(waiting)
-        assert len(backlog.first(2)) == min(2, len(waiting))
 
 
 def reads(num_workers, group_rows):

@@ -142,9 +142,9 @@ def some_stats(draw):
 def done_row(row, stats, worker, started_at, draw, doc_id=""):
     reason = draw.choice(["stop", "stop", "stop", "length"])
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
-    text = "" if draw.random() < 0.05 else f"text {row}"
+    text = "" if draw.random() < 0.05 else f"text {row}. No."
     completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
-    quality = assess(completion, "another text", 0, None, QualityOptions())
+    quality = assess(completion, "Another text. A text.", 0, None, QualityOptions(), None, range(0))
     return result_row(
         DocumentKey(0, row),
         doc_id or f"doc-{row:04d}",
@@ -178,7 +178,7 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     file = {"rows": num_rows, "size": 1, "footer_sha256": "0" * 64}
     values = config.model_dump(mode="json")
     identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
-    model = {"target": {"model": "/models/target", "revision": None, "commit": "c0ffee"}}
+    model = {"target": {"model": "/models/target", "commit": "c0ffee"}}
     manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
     Path(output.path, "_run").mkdir(parents=True, exist_ok=True)
     Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))

@@ -1,12 +1,15 @@
-"""The page in a real browser: on a screen and on a telephone, with the network watched."""
+"""The report's page and the site in a real browser: on a screen and on a telephone, with the network watched."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specextend.report import write_report
+from tests.job.conftest import ROOT
 from tests.report.made_up import HOSTILE, PRICE, write_run
 
 CHROMIUM = shutil.which("chromium")
@@ -77,3 +80,16 @@ def test_markup_in_an_id_is_shown_and_does_nothing(visit):
     assert visit.page.locator("img, script, iframe, b").count() == 0
     assert visit.page.get_by_text(HOSTILE).first.is_visible()
     assert visit.page.get_by_text("<b>Bad</b>", exact=True).is_visible()
+
+
+def test_the_site_is_read_and_searched_without_a_network(browser, tmp_path):
+    """It is read where nothing may leave the house, from a folder; a link that leads nowhere ends its build."""
+    sphinx = (sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet")
+    subprocess.run((*sphinx, "-c", "docs/site", "-d", tmp_path / "kept", ".", tmp_path / "site"), cwd=ROOT, check=True)
+    visit = Visit(browser, tmp_path / "site" / "index.html", "telephone")
+    visit.page.wait_for_url("**/README.html")
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    visit.page.goto((tmp_path / "site" / "search.html").as_uri() + "?q=load_engine")
+    visit.page.locator("#search-results a", has_text="specextend.load_engine").first.click()
+    visit.page.get_by_text("Load the models of a configuration").first.wait_for()
+    assert {url.partition(":")[0] for url in visit.requests} == {"file"}

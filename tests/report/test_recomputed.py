@@ -1,5 +1,8 @@
 """Every figure of a report, computed a second time from the Parquet by queries that share no code with it."""
 
+from functools import reduce
+from operator import getitem
+
 import duckdb
 import pytest
 
@@ -47,49 +50,92 @@ def close(value):
     return pytest.approx(value, rel=1e-9)
 
 
-def test_rows_tokens_and_reasons(rows, report):
-    """Counts are exact."""
-    done, errors = one(rows, "count(*) from results where done"), one(rows, "count(*) from results where not done")
-    counts = {"done": done, "errors": errors, "pending": 0}
-    assert report["rows"] == {"input": NUM_DOCUMENTS, **counts}
-    for name in ("prompt", "cached", "output", "dropped"):
-        assert report["tokens"][name] == one(rows, f"sum(num_{name}_tokens) from done")
-    reasons = "select finish_reason, count(*) from results where done group by 1"
-    assert report["finish_reasons"] == counted(rows, reasons)
-    flags = "select flag, count(*) from (select unnest(quality_flags) as flag from results) group by 1"
-    assert report["quality_flags"] == counted(rows, flags)
-    ids = "select flag, list(doc_id order by doc_id)[:10] from (select unnest(quality_flags) as flag, doc_id from done)"
-    assert report["flagged"] == counted(rows, f"{ids} group by 1")
-    assert report["workers"] == counted(rows, "select worker, count(*) from done group by 1")
-    assert report["retries"] == {
-        "documents": one(rows, "count(*) from done where attempts > 1"),
-        "memory": one(rows, "sum(num_memory_retries) from done"),
-    }
+CHURNED = "filter (retrieval_churn is not null)"
+PAID_S = 2 * (118 - 2) + 2 * (420 - 5)
+CLOCK_S = 118 + 430
+"""By the records: until the last heartbeat of the driver that was killed, and the second start."""
+FIGURES = {
+    **{f"tokens.{name}": f"sum(num_{name}_tokens)" for name in ("prompt", "cached", "output", "dropped")},
+    "rows.done": "count(*)",
+    "retries.documents": "count(*) filter (attempts > 1)",
+    "retries.memory": "sum(num_memory_retries)",
+    "sources.sentences": "2 * count(*) filter (summary <> '')",
+    "sources.found": "count(*) filter (summary <> '')",
+    "flagged_texts": "count(*) filter (len(quality_flags) > 0)",
+    "acceptance.num_spec_steps": "sum(num_spec_steps)",
+    "acceptance.num_plain_steps": "sum(num_plain_steps)",
+    "acceptance.num_draft_tokens": "sum(num_draft_tokens)",
+    "acceptance.num_accepted_tokens": "sum(num_accepted_tokens)",
+    "acceptance.num_fallbacks": "sum(num_fallbacks)",
+    "acceptance.mean_acceptance_length": "1 + sum(num_accepted_tokens) / sum(num_spec_steps)",
+    "acceptance.draft_acceptance_rate": "sum(num_accepted_tokens) / sum(num_draft_tokens)",
+    "acceptance.speculative_share": "sum(num_spec_steps) / (sum(num_spec_steps) + sum(num_plain_steps))",
+    "acceptance.mean_tree_size": "sum(num_draft_tokens) / sum(num_spec_steps)",
+    "retrieval.num_retrievals": "sum(num_retrievals)",
+    "retrieval.coverage": "sum(retrieval_coverage * num_retrievals) / sum(num_retrievals)",
+    "retrieval.churn": f"sum(retrieval_churn * (num_retrievals - 1)) / (sum(num_retrievals - 1) {CHURNED})",
+    "time.busy_s": f"sum({BUSY})",
+    **{f"time.shares.{phase}": f"sum({phase}_s) / sum({BUSY})" for phase in PHASES},
+    "speed.decode_tokens_per_s": "(sum(num_output_tokens) - count(*)) / sum(decode_s)",
+    "speed.end_to_end_tokens_per_s": "sum(num_output_tokens) / sum(total_s)",
+    "speed.tokens_per_busy_s": f"sum(num_output_tokens) / sum({BUSY})",
+    "wall_clock.seconds": f"{CLOCK_S}",
+    "wall_clock.documents_per_hour": f"3600 * count(*) / {CLOCK_S}",
+    "wall_clock.prompt_tokens_per_s": f"sum(num_prompt_tokens) / {CLOCK_S}",
+    "wall_clock.output_tokens_per_s": f"sum(num_output_tokens) / {CLOCK_S}",
+    "wall_clock.worker_hours": f"{PAID_S} / 3600",
+    "wall_clock.gpu_hours": f"{PAID_S} / 7200",
+    "wall_clock.cost.price_per_worker_hour": f"{PRICE}",
+    "wall_clock.cost.total": f"{PRICE * PAID_S} / 3600",
+    "wall_clock.cost.per_thousand_documents": f"{PRICE * PAID_S} / 3.6 / count(*)",
+    "wall_clock.cost.per_million_output_tokens": f"{PRICE * PAID_S} / 0.0036 / sum(num_output_tokens)",
+    "wall_clock.paid_s.prefill": "sum(prefill_s + draft_prefill_s)",
+    "wall_clock.paid_s.decode": "sum(draft_s + verify_s + retrieval_s)",
+    "wall_clock.paid_s.other": "sum(other_s)",
+}
+"""Figures that follow from all rows that are done."""
+OF_BUCKET = {
+    "documents": "count(*)",
+    "mean_acceptance_length": "1 + sum(num_accepted_tokens) / nullif(sum(num_spec_steps), 0)",
+    **{f"seconds_per_document.{phase}": f"sum({phase}_s) / count(*)" for phase in PHASES},
+    **{f"time_shares.{phase}": f"sum({phase}_s) / sum({BUSY})" for phase in PHASES},
+    "decode_tokens_per_s": "(sum(num_output_tokens) - count(*)) / sum(decode_s)",
+}
+COUNTS = {
+    "finish_reasons": "select finish_reason, count(*) from done group by 1",
+    "quality_flags": "select flag, count(*) from (select unnest(quality_flags) as flag from done) group by 1",
+    "flagged": """select flag, list(doc_id order by doc_id)[:10]
+        from (select unnest(quality_flags) as flag, doc_id from done) group by 1""",
+    "workers": "select worker, count(*) from done group by 1",
+}
 
 
-def test_speculation(rows, report):
-    """Ratios of sums, and the histogram as shares of at least so many."""
-    acceptance = report["acceptance"]
-    for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks"):
-        assert acceptance[name] == one(rows, f"sum({name}) from done")
-    assert acceptance["mean_acceptance_length"] == close(
-        one(rows, "1 + sum(num_accepted_tokens) / sum(num_spec_steps) from done")
-    )
-    assert acceptance["draft_acceptance_rate"] == close(
-        one(rows, "sum(num_accepted_tokens) / sum(num_draft_tokens) from done")
-    )
-    steps = "sum(num_spec_steps) + sum(num_plain_steps)"
-    assert acceptance["speculative_share"] == close(one(rows, f"sum(num_spec_steps) / ({steps}) from done"))
-    assert acceptance["mean_tree_size"] == close(one(rows, "sum(num_draft_tokens) / sum(num_spec_steps) from done"))
+def differing(rows, figures, found, where=""):
+    """The figures of a report, or of a part of it, that are not those of its rows."""
+    wanted = {path: one(rows, f"({query})::double from done {where}") for path, query in figures.items()}
+    values = {path: reduce(getitem, path.split("."), found) for path in figures}
+    return {path: (values[path], value) for path, value in wanted.items() if values[path] != (value and close(value))}
+
+
+def test_sums_and_ratios_of_sums(rows, report):
+    """Of the whole run, and of each bucket, which is a report of its own."""
+    assert not differing(rows, FIGURES, report)
+    for bucket in report["buckets"]:
+        assert not differing(rows, OF_BUCKET, bucket, f"where bucket = {bucket['max_prompt_tokens']}")
+    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"]
+
+
+def test_counts_are_exact(rows, report):
+    """Rows, reasons, flags, workers; and the histogram, as shares of at least so many."""
+    done, errors = (one(rows, f"count(*) from results where {which}") for which in ("done", "not done"))
+    assert report["rows"] == {"input": NUM_DOCUMENTS, "done": done, "errors": errors, "pending": 0}
+    assert {name: report[name] for name in COUNTS} == {name: counted(rows, query) for name, query in COUNTS.items()}
     histogram = [one(rows, f"sum(acceptance_histogram[{depth + 1}]) from done") for depth in range(5)]
-    assert acceptance["histogram"] == histogram
-    assert acceptance["at_least"] == [close(sum(histogram[depth:]) / sum(histogram)) for depth in range(5)]
-    churns = "from done where retrieval_churn is not null"
-    assert report["retrieval"] == {
-        "num_retrievals": one(rows, "sum(num_retrievals) from done"),
-        "coverage": close(one(rows, "sum(retrieval_coverage * num_retrievals) / sum(num_retrievals) from done")),
-        "churn": close(one(rows, f"sum(retrieval_churn * (num_retrievals - 1)) / sum(num_retrievals - 1) {churns}")),
-    }
+    assert report["acceptance"]["histogram"] == histogram
+    assert report["acceptance"]["at_least"] == [close(sum(histogram[depth:]) / sum(histogram)) for depth in range(5)]
+    assert not report["wall_clock"]["is_exact"]
+    for start, run_id in zip(report["starts"], (FIRST, SECOND), strict=True):
+        assert start["documents"] == one(rows, f"count(*) from done where run_id = '{run_id}'")
 
 
 def test_shares_of_the_limits(rows, report):
@@ -111,16 +157,8 @@ def test_shares_of_the_limits(rows, report):
     assert [device["workers"] for device in limits["devices"]] == [one(rows, f"count(distinct worker) {known}")]
 
 
-def test_speeds_and_phases(rows, report):
-    """Seconds of workers, and what a sequence sees."""
-    assert report["time"]["busy_s"] == close(one(rows, f"sum({BUSY}) from done"))
-    for phase in PHASES:
-        assert report["time"]["shares"][phase] == close(one(rows, f"sum({phase}_s) / sum({BUSY}) from done"))
-    assert report["speed"] == {
-        "decode_tokens_per_s": close(one(rows, "(sum(num_output_tokens) - count(*)) / sum(decode_s) from done")),
-        "end_to_end_tokens_per_s": close(one(rows, "sum(num_output_tokens) / sum(total_s) from done")),
-        "tokens_per_busy_s": close(one(rows, f"sum(num_output_tokens) / sum({BUSY}) from done")),
-    }
+def test_the_spread_of_documents(rows, report):
+    """Of seconds, and of what a sequence sees."""
     for name in ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length"):
         figures = f"count({name}), median({name}), avg({name}), min({name}), max({name}), stddev_samp({name}) from done"
         wanted = rows.execute(f"select {figures}").fetchone()
@@ -128,60 +166,16 @@ def test_speeds_and_phases(rows, report):
         assert [found[key] for key in ("n", "median", "mean", "min", "max", "sd")] == [close(each) for each in wanted]
 
 
-def test_buckets(rows, report):
-    """Each bucket is a report of its own."""
-    for bucket in report["buckets"]:
-        where = f"from done where bucket = {bucket['max_prompt_tokens']}"
-        assert bucket["documents"] == one(rows, f"count(*) {where}")
-        steps = one(rows, f"sum(num_spec_steps) {where}")
-        length = one(rows, f"1 + sum(num_accepted_tokens) / sum(num_spec_steps) {where}") if steps else None
-        assert bucket["mean_acceptance_length"] == (length and close(length))
-        for phase in PHASES:
-            assert bucket["seconds_per_document"][phase] == close(one(rows, f"sum({phase}_s) / count(*) {where}"))
-            assert bucket["time_shares"][phase] == close(one(rows, f"sum({phase}_s) / sum({BUSY}) {where}"))
-        assert bucket["decode_tokens_per_s"] == close(
-            one(rows, f"(sum(num_output_tokens) - count(*)) / sum(decode_s) {where}")
-        )
-    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"]
-
-
-def test_the_wall_clock(rows, report):
-    """The records have the times: 118 s until the last heartbeat of the driver that was killed, and 430 s."""
-    clock, done = report["wall_clock"], one(rows, "count(*) from done")
-    assert clock["seconds"] == close(118.0 + 430.0)
-    assert not clock["is_exact"]
-    assert clock["documents_per_hour"] == close(3600 * done / 548)
-    assert clock["prompt_tokens_per_s"] == close(one(rows, "sum(num_prompt_tokens) / 548 from done"))
-    assert clock["output_tokens_per_s"] == close(one(rows, "sum(num_output_tokens) / 548 from done"))
-    for start, run_id in zip(report["starts"], (FIRST, SECOND), strict=True):
-        assert start["documents"] == one(rows, f"count(*) from done where run_id = '{run_id}'")
-    paid_s = 2 * (118 - 2) + 2 * (420 - 5)
-    assert clock["worker_hours"] == close(paid_s / 3600)
-    assert clock["gpu_hours"] == close(paid_s / 7200)
-    assert clock["cost"] == {
-        "price_per_worker_hour": PRICE,
-        "total": close(PRICE * paid_s / 3600),
-        "per_thousand_documents": close(1000 * PRICE * paid_s / 3600 / done),
-        "per_million_output_tokens": close(
-            one(rows, f"1e6 * {PRICE * paid_s / 3600} / sum(num_output_tokens) from done")
-        ),
-    }
-
-
 def test_what_the_paid_time_was_spent_on(rows, report):
     """The seven kinds add up to all of it, and are what the rows and the record say."""
     paid = report["wall_clock"]["paid_s"]
-    busy = {"prefill": "prefill_s + draft_prefill_s", "decode": "draft_s + verify_s + retrieval_s", "other": "other_s"}
-    for kind, seconds in busy.items():
-        assert paid[kind] == close(one(rows, f"sum({seconds}) from done"))
     assert paid["loading"] == close((10 - 2) + (20 - 2) + 2 * (20 - 5))
     assert paid["dead"] == close(80 - 60)
     gone = {"host:1": 118, "host:2": 60, "host:3": 118}
     last = counted(rows, f"select worker, max(ended) from done where run_id = '{FIRST}' group by 1")
     assert paid["lost"] == pytest.approx(sum(NIGHT_S + gone[name] - ended for name, ended in last.items()), abs=1e-3)
-    assert sum(paid.values()) == close(3600 * report["wall_clock"]["worker_hours"])
-    shares = report["wall_clock"]["shares"]
-    assert shares == {kind: close(seconds / sum(paid.values())) for kind, seconds in paid.items()}
+    assert sum(paid.values()) == close(PAID_S)
+    assert report["wall_clock"]["shares"] == {kind: close(seconds / PAID_S) for kind, seconds in paid.items()}
 
 
 def test_the_tail(rows, report):
@@ -212,7 +206,6 @@ def test_the_texts_that_are_shown_are_a_sample_of_all(rows, report):
     assert texts == {"random": first, "flagged": others}
     for text in (*report["texts"]["random"], *report["texts"]["flagged"]):
         assert text["summary"] == one(rows, f"summary from done where doc_id = {text['doc_id']!r}")
-    assert report["flagged_texts"] == one(rows, "count(*) from done where len(quality_flags) > 0")
 
 
 def test_the_documents_of_each_part_of_a_start(rows, report):

@@ -21,7 +21,7 @@ HIDDEN = 48
 
 def load_tiny(folder):
     model = tiny_model(FAMILIES["llama"], 0)
-    return CachedModel(load_causal_lm(write_model(model, folder), None, "float32", "cpu"), attend_reference, 64)
+    return CachedModel(load_causal_lm(write_model(model, folder), "float32", "cpu"), attend_reference, 64)
 
 
 def drafted(network, slots):

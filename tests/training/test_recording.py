@@ -45,7 +45,7 @@ def test_pieces_leave_room_in_the_context():
 @torch.inference_mode()
 def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
     """A draft learns from the states that it will see: those behind the whole prompt, each at its own token."""
-    model, other = (load_causal_lm(workshop.target, None, "float32", "cpu") for _ in range(2))
+    model, other = (load_causal_lm(workshop.target, "float32", "cpu") for _ in range(2))
     answer, vocabulary = Answer([*range(1, 40)], [5, 6, 7, 8]), torch.tensor([5, 9, 30])
     recording = Recorder(CachedModel(other, attend_reference, 256), vocabulary).record(answer)
     assert recording.token_ids.tolist() == answer.prompt_token_ids + answer.output_token_ids

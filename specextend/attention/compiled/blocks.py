@@ -18,6 +18,8 @@ weighted sum of the values. That score is its largest so far, or at most `MARGIN
 import math
 from functools import partial
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 
@@ -211,41 +213,43 @@ def emit_pairs(b, first, second, count, target):
     vir.repeat(b, count, [], body)
 
 
-@emitted()
-def place_key(b, element, key, head_dim, keys, column):
+@emitted(types.voidptr)
+def pointer(b, element, where):
+    """Turn an address into a pointer."""
+    return b.inttoptr(where, ir.PointerType())
+
+
+@numba.njit
+def integers(element, where, shape):
+    """Return the int64 array at an address."""
+    return numba.carray(pointer(element, where), shape, np.int64)
+
+
+@numba.njit
+def numbers(element, where, shape):
+    """Return the fp32 array at an address."""
+    return numba.carray(pointer(element, where), shape, np.float32)
+
+
+@numba.njit
+def place_key(element, key, head_dim, keys, column):
     """Copy a row to a column of a block of keys that is laid out."""
-    size = 2 if element == types.uint16 else 4
-    kind = vir.I16 if element == types.uint16 else vir.I32
-
-    def body(i):
-        unit = load(b, address(b, key, times(b, i, size)), kind, 2)
-        if element == types.uint16:
-            unit = b.shl(b.zext(unit, vir.I32), ir.Constant(vir.I32, 16))
-        store(b, unit, address(b, keys, times(b, i, BLOCK * 4), times(b, column, 4)))
-
-    vir.repeat(b, b.udiv(head_dim, number(units_of(element))), [], body)
+    units = head_dim // unit_columns(element)
+    target = numba.carray(pointer(element, keys), (units, BLOCK), np.uint32)
+    source = numba.carray(pointer(element, key), units, np.uint32)
+    halves = numba.carray(pointer(element, key), units, np.uint16)
+    for i in range(units):
+        target[i, column] = np.uint32(halves[i]) << np.uint32(16) if is_widened(element) else source[i]
 
 
-@emitted()
-def place_value(b, element, value, num_vectors, values, row):
+@numba.njit
+def place_value(element, value, head_dim, values, row):
     """Copy a row to a row of a block of values that is laid out, or to half of a row of pairs."""
-    place = address(b, values, b.mul(b.udiv(row, number(units_of(element))), times(b, num_vectors, VECTOR_BYTES)))
-    if units_of(element) == 1:
-        emit_copy(b, element, value, num_vectors, place)
-        return
-    place = address(b, place, times(b, b.urem(row, number(2)), 2))
-
-    def body(i):
-        half = load(b, address(b, value, times(b, i, 2)), vir.I16, 2)
-        store(b, half, address(b, place, times(b, i, 4)), 2)
-
-    vir.repeat(b, times(b, num_vectors, LANES), [], body)
-
-
-@emitted(types.int64)
-def get_byte(b, element, where):
-    """Read a byte."""
-    return b.zext(load(b, where, vir.I8, 1), vir.I64)
+    if unit_columns(element) == 1:
+        copy_row(element, value, head_dim // LANES, values + row * head_dim * 4)
+    else:
+        pairs = numba.carray(pointer(element, values), (BLOCK // 2, head_dim, 2), np.uint16)
+        pairs[row // 2, :, row % 2] = numba.carray(pointer(element, value), head_dim, np.uint16)
 
 
 @emitted()
@@ -475,25 +479,7 @@ def finish(b, element, state, num_vectors, out):
     return weight
 
 
-@emitted(types.float32)
-def reference_score(b, element, state):
-    """Return the score that a row's weights are relative to."""
-    return load(b, state, vir.F32)
-
-
-@emitted()
-def put(b, element, where, value: float):
-    """Write a number."""
-    store(b, value, where)
-
-
 @emitted(types.int64)
 def element_size(b, element):
     """Return the size of a tensor's element."""
     return number(4 if element == types.float32 else 2)
-
-
-@emitted(types.int64)
-def get(b, element, where):
-    """Read an int64."""
-    return load(b, where, vir.I64, 8)

@@ -5,7 +5,6 @@ are added up in order. `element` is an argument that is only a type, as in `bloc
 """
 
 import math
-import struct
 from functools import cache
 from typing import NamedTuple
 
@@ -15,11 +14,15 @@ from numba.core import types
 
 from specextend.attention.compiled import blocks, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import BLOCK, HEADER, MOST_ROWS, WIDTHS
+from specextend.attention.compiled.blocks import BLOCK, HEADER, MOST_ROWS, WIDTHS, integers, numbers
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
 """Keys whose results are added up before those of the next ones; a multiple of BLOCK."""
+BF16 = np.uint32 if vir.HAS_BF16 else np.uint16
+"""What bf16 is as an element."""
+
+LN_2 = math.log(2)
 
 _WIDTHS = np.array(WIDTHS)
 
@@ -32,24 +35,21 @@ class KernelCall(NamedTuple):
     """One call's tensors by address, their strides in bytes, and its sizes."""
 
     q: int
-    q_sequence: int
     q_token: int
-    q_head: int
     k: int
-    k_head: int
-    k_row: int
     v: int
-    v_head: int
-    v_row: int
+    head: int
+    """Of keys and of values, as `row`."""
+    row: int
     out: int
     lse: int
     """0: not wanted."""
     places: int
-    """[3, B] int64: first row, number of rows, and the first masked key."""
+    """[2, B] int64: first row and number of rows."""
     mask: int
     """[B, T, M] bytes, of the last M keys; 0: none."""
     mask_width: int
-    """M"""
+    """M; 0 without a mask."""
     causal: int
     window: int
     """Keys that a causal row sees, its own included."""
@@ -61,18 +61,13 @@ class KernelCall(NamedTuple):
     head_dim: int
     rows: int
     """Rows of an item at most."""
-    num_row_blocks: int
-    num_splits: int
-    """Splits of the longest sequence."""
     num_parts: int
-    """Items that share the keys of some rows: one for each split, or 1."""
+    """Items that share the keys of some rows: one for each split of the longest sequence, or 1."""
     workspace: int
     """Scratch memory of each worker."""
     parts: int
     """The states of each part."""
     scale: float
-    exponent_scale: float
-    """scale * log2(e)"""
     counters: int
     """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are done."""
 
@@ -120,9 +115,7 @@ class Wide(NamedTuple):
     """From one vector of a row to the next."""
 
 
-RECORD = np.dtype([(name, np.float64 if "scale" in name else np.int64) for name in KernelCall._fields])
-LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
-"""A `RECORD`'s bytes."""
+RECORD = np.dtype([(name, np.float64 if name == "scale" else np.int64) for name in KernelCall._fields])
 
 
 def padded_rows(rows):
@@ -196,7 +189,7 @@ def takes_values_as_they_are(element, item, block):
 @numba.njit
 def values_of(call, item, block):
     """Return the address of a block's values."""
-    return call.v + item.key_head * call.v_head + (item.start + block) * call.v_row
+    return call.v + item.key_head * call.head + (item.start + block) * call.row
 
 
 @inlined
@@ -208,10 +201,10 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
     multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0, 0)
     hide(element, call, item, scratch.scores, block, row, num_rows, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
-    blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
+    blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.scale / LN_2, scratch.weights)
     weights, sums = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(first + HEADER, HEADER + head_bytes)
     if takes_values_as_they_are(element, item, block):
-        values = Wide(values_of(call, item, block), call.v_row, VECTOR_BYTES // 2)
+        values = Wide(values_of(call, item, block), call.row, VECTOR_BYTES // 2)
         multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
         values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), blocks.num_units(element, seen)
@@ -226,17 +219,14 @@ def place_own(element, call, item, scratch, block, row):
     many keys of the block the query sees.
     """
     query = item.sequence * call.num_queries + (item.first_row + row) // call.group
-    num_masked = item.length - item.first_masked
-    mask = call.mask + (query + 1) * call.mask_width - num_masked
+    mask = numba.carray(blocks.pointer(element, call.mask + query * call.mask_width), call.mask_width, np.uint8)
     position = item.first_masked
-    for i in range(num_masked):
-        if blocks.get_byte(element, mask + i) != 0:
+    for i in range(item.first_masked, item.length):
+        if mask[call.mask_width - item.length + i] != 0:
             if block <= position < block + BLOCK:
-                here = item.start + item.first_masked + i
-                key = call.k + item.key_head * call.k_head + here * call.k_row
-                value = call.v + item.key_head * call.v_head + here * call.v_row
-                blocks.place_key(element, key, call.head_dim, scratch.keys, position - block)
-                blocks.place_value(element, value, call.head_dim // LANES, scratch.values, position - block)
+                value = values_of(call, item, i)
+                blocks.place_key(element, value - call.v + call.k, call.head_dim, scratch.keys, position - block)
+                blocks.place_value(element, value, call.head_dim, scratch.values, position - block)
             position += 1
     return min(BLOCK, position - block)
 
@@ -251,12 +241,11 @@ def attend_split(element, call, item, scratch, states, first, last):
     for row in range(item.num_rows):
         blocks.clear(element, state_of(call, states, row), vectors)
     for block in range(first, last, BLOCK):
-        where, num_keys = item.start + block, min(BLOCK, item.length - block)
-        keys = call.k + item.key_head * call.k_head + where * call.k_row
-        values = values_of(call, item, block)
-        blocks.lay_keys(element, keys, call.k_row, num_keys, call.head_dim, scratch.keys)
+        values, num_keys = values_of(call, item, block), min(BLOCK, item.length - block)
+        keys = values - call.v + call.k
+        blocks.lay_keys(element, keys, call.row, num_keys, call.head_dim, scratch.keys)
         if not takes_values_as_they_are(element, item, block):
-            blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
+            blocks.lay_values(element, values, call.row, num_keys, vectors, scratch.values)
         row = 0
         while row < item.num_rows:
             num_rows = min(tile_rows, item.num_rows - row)
@@ -267,8 +256,8 @@ def attend_split(element, call, item, scratch, states, first, last):
                 seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
             if not tiles.HAS_TILES:  # with them, rows are asked for one by one: so many at once would be waited for
                 ahead = BLOCK + row // tile_rows * share
-                blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
-                blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
+                blocks.fetch(element, keys + ahead * call.row, call.row, share, lines)
+                blocks.fetch(element, values + ahead * call.row, call.row, share, lines)
             if seen > 0 and num_visible(call, item, row) - call.window < block + BLOCK:
                 attend_tile(element, call, item, scratch, states, block, row, num_rows, seen)
             row += num_rows
@@ -280,8 +269,8 @@ def lay_queries(element, call, item, scratch):
     depth = call.head_dim // blocks.unit_columns(element)
     for row in range(item.num_rows):
         token, head = divmod(item.first_row + row, call.group)
-        source = call.q + item.sequence * call.q_sequence + token * call.q_token
-        source += (item.key_head * call.group + head) * call.q_head
+        source = call.q + (item.sequence * call.num_queries + token) * call.q_token
+        source += (item.key_head * call.group + head) * call.head_dim * blocks.element_size(element)
         blocks.copy_row(element, source, depth // LANES, scratch.queries + row * depth * 4)
 
 
@@ -296,20 +285,20 @@ def write_results(element, call, item, totals):
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
         if call.lse == 0:
             continue
-        lse = -np.inf if weight == 0 else blocks.reference_score(element, state) * call.scale + math.log(weight)
-        blocks.put(element, call.lse + 4 * place, lse)
+        lse = -np.inf if weight == 0 else numbers(element, state, 1)[0] * call.scale + math.log(weight)
+        numbers(element, call.lse + 4 * place, 1)[0] = lse
 
 
 @numba.njit
 def find_item(element, call, number):
     """Return the rows of the item with a number, parts aside."""
-    rest, row_block = divmod(number, call.num_row_blocks)
+    rest, row_block = divmod(number, num_row_blocks(call))
     sequence, key_head = divmod(rest, call.num_key_heads)
     first_row = row_block * call.rows
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
-    place, column = call.places + 8 * sequence, 8 * call.num_sequences
-    start, length = blocks.get(element, place), blocks.get(element, place + column)
-    first_masked = blocks.get(element, place + 2 * column)
+    places = integers(element, call.places, (2, call.num_sequences))
+    start, length = places[0, sequence], places[1, sequence]
+    first_masked = max(0, length - call.mask_width)
     first_own = first_masked // BLOCK * BLOCK if call.mask != 0 else length
     return WorkItem(sequence, key_head, first_row, num_rows, start, length, first_masked, first_own)
 
@@ -324,7 +313,8 @@ def run_item(element, call, scratch, number):
     alone = call.num_parts == 1
     size = state_of(call, 0, memory_rows(call.rows))
     totals = scratch.totals
-    for split in range(0 if alone else part, call.num_splits if alone else part + 1):
+    num_splits = max(1, (item.length + SPLIT - 1) // SPLIT)
+    for split in range(0 if alone else part, num_splits if alone else part + 1):
         states = call.parts + number * size
         if alone:
             states = totals if split == 0 else scratch.states
@@ -345,13 +335,19 @@ def add_up(element, call, item, totals, states):
     """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
         total, state = state_of(call, totals, row), state_of(call, states, row)
-        blocks.fold(element, total, state, call.head_dim // LANES, call.exponent_scale)
+        blocks.fold(element, total, state, call.head_dim // LANES, call.scale / LN_2)
+
+
+@numba.njit
+def num_row_blocks(call):
+    """Return how many items have the rows of a key head, parts aside."""
+    return (call.num_queries * call.group + call.rows - 1) // call.rows
 
 
 @numba.njit
 def num_items(call):
     """Return the number of items of a call."""
-    return call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
+    return call.num_sequences * call.num_key_heads * num_row_blocks(call) * call.num_parts
 
 
 @numba.njit

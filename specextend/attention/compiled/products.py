@@ -13,8 +13,6 @@ numba is the extra `cpu`: import this module only where it is installed.
 Shapes: `T` rows, `I` inputs, `O` outputs.
 """
 
-import struct
-from functools import cache
 from typing import Any, NamedTuple
 
 import numba
@@ -26,8 +24,7 @@ from torch import Tensor
 
 from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.attend import can_make, num_workers, run_on
-from specextend.attention.compiled.blocks import TILE, add_to, copy_row, load_units, times
+from specextend.attention.compiled.blocks import TILE, copy_row, load_units, times
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
 from specextend.attention.compiled.tiles import HAS_TILES
@@ -66,6 +63,7 @@ MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
 WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES + _X_BYTES
+"""Memory of a worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in fp32."""
 
 
 class LinearCall(NamedTuple):
@@ -78,7 +76,6 @@ class LinearCall(NamedTuple):
     bias: int
     """[O] fp32, as the scales."""
     out: int
-    num_rows: int
     num_pairs: int
     """I / 2"""
     num_blocks: int
@@ -86,15 +83,9 @@ class LinearCall(NamedTuple):
     """[T, O] that is added, in bf16; 0: nothing."""
     is_gated: int
     """1: the first half of the outputs is the gate of the second one, and SwiGLU of both is written."""
-    counters: int
-    """int64, 0 at first: workers, items begun."""
-    workspace: int
-    """`WORKER_BYTES` for each worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in fp32."""
 
 
 RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
-LAYOUT = struct.Struct(f"={len(LinearCall._fields)}q")
-"""A `RECORD`'s bytes."""
 
 
 def emit_output(b, i, sums, scales, bias):
@@ -215,21 +206,21 @@ def write_rows(element, call, sums, block, first, num_rows):
 
 
 @numba.njit
-def num_items(call):
+def num_items(call, num_rows):
     """Return the number of items of a call."""
-    return (call.num_blocks >> call.is_gated) * ((call.num_rows + ROWS - 1) // ROWS)
+    return (call.num_blocks >> call.is_gated) * ((num_rows + ROWS - 1) // ROWS)
 
 
 @numba.njit
-def run_item(element, call, sums, number):
-    """Multiply up to ROWS rows with a block, or with a gate's and the one that it belongs to."""
-    block, part = divmod(number, (call.num_rows + ROWS - 1) // ROWS)
+def run_item(element, call, num_all, sums, number):
+    """Multiply up to ROWS of all rows with a block, or with a gate's and the one that it belongs to."""
+    block, part = divmod(number, (num_all + ROWS - 1) // ROWS)
     at_once = ROWS
     if HAS_TILES:  # rows stay in a core's cache while weights pass
         part, block = divmod(number, call.num_blocks >> call.is_gated)
     elif HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
         at_once = TILE  # fewer sums take less of a first cache
-    end, others = min(call.num_rows, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
+    end, others = min(num_all, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
     widened = others + ROWS * _SUM_BYTES
     for first in range(part * ROWS, end, at_once):
         num_rows = min(at_once, end - first)
@@ -237,48 +228,6 @@ def run_item(element, call, sums, number):
         if call.is_gated:
             multiply_rows(element, call, others, widened, block + call.num_blocks // 2, first, num_rows)
         write_rows(element, call, sums, block, first, num_rows)
-
-
-@numba.njit
-def work(element, call):
-    """Take items until none is left. Every worker of a call runs this once."""
-    sums = call.workspace + add_to(element, call.counters, 1) * WORKER_BYTES
-    number = add_to(element, call.counters + 8, 1)
-    tiles.configure(element)
-    while number < num_items(call):
-        run_item(element, call, sums, number)
-        number = add_to(element, call.counters + 8, 1)
-    tiles.release(element)
-
-
-@cache
-def kernel():
-    """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    version = (ELEMENT(0), vir.VERSION)
-
-    @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
-    def entry(call):
-        work(version[0], numba.carray(call, 1)[0])
-
-    return entry
-
-
-def can_multiply():
-    """Compile the kernel, or read it from disk, and try it.
-
-    Returns False if this processor has no AVX2, numba cannot make the kernel, or its products are wrong.
-    """
-    if not ({"avx2", "fma"} <= vir.processor_features() and can_make(kernel)):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 96), (BLOCK, 96), (BLOCK,)))
-    scales = torch.rand(BLOCK, generator=generator)
-    for each in (weight, (20 * weight).to(torch.int8)):
-        exact = x.float() @ each.float().T * scales + bias.float()
-        found = multiply(x, lay_out(each), scales, bias.float())
-        if not torch.allclose(found.float(), exact, atol=0.02, rtol=0.01):
-            return False
-    return True
 
 
 def takes(weight: Tensor) -> bool:
@@ -296,39 +245,3 @@ def lay_out(weight: Tensor) -> Tensor:
     order = (0, 1, 3, 2, 4) if _IN_COLUMNS else (0, 3, 1, 2, 4)
     pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(order)
     return (pairs.transpose(-1, -2) if weight.dtype == torch.int8 else pairs).contiguous()
-
-
-def sizes(weight: Tensor) -> tuple[int, int]:
-    """Return the numbers of blocks and of pairs of inputs of a weight that is laid out."""
-    return len(weight), weight[0].numel() // (2 * BLOCK)
-
-
-def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
-    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be read."""
-    return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
-
-
-def padded(x: Tensor) -> Tensor:
-    """Copy rows [T, I] to where a whole tile of them can be read."""
-    return empty_rows(x, *x.shape).copy_(x)
-
-
-def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
-    """Return x [..., I] times a weight that is laid out, times scales [O] and plus bias [O] in fp32, as [..., O].
-
-    x is bf16. It runs on as many threads as torch.
-    """
-    num_blocks, num_pairs = sizes(weight)
-    shape = x.shape[:-1]
-    num_rows = x.numel() // (2 * num_pairs)
-    x = x.contiguous() if num_rows % tiles.ROWS == 0 or not HAS_TILES else padded(x.reshape(num_rows, -1))
-    out = torch.empty(*shape, num_blocks * BLOCK, dtype=x.dtype)
-    threads = num_workers()
-    counters = torch.zeros(2, dtype=torch.int64)
-    workspace = torch.empty(threads * WORKER_BYTES // 4)
-    record = LAYOUT.pack(
-        x.data_ptr(), weight.data_ptr(), weight.dtype == torch.int8, scales.data_ptr(), bias.data_ptr(),
-        out.data_ptr(), num_rows, num_pairs, num_blocks, 0, False, counters.data_ptr(), workspace.data_ptr(),
-    )  # fmt: skip
-    run_on(threads, kernel(), record)
-    return out

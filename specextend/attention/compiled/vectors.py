@@ -82,7 +82,6 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
             return returns(element, *wanted), generate
 
         definition.__name__ = definition.__qualname__ = emit.__name__
-        definition.__doc__ = emit.__doc__
         parameters = [first, second, *rest]
         definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in parameters]
@@ -222,33 +221,18 @@ def silu(b, x):
 
 
 def transposed(b, rows):
-    """Transpose 8 vectors of 8 units or 16 of 16, in rounds of shuffles that x86 has instructions for."""
-    size, quarters = len(rows), range(0, len(rows), 4)
-    low = [q + lane for q in quarters for lane in (0, size, 1, size + 1)]
-    high = [lane + 2 for lane in low]
-    low_pairs = [q + lane for q in quarters for lane in (0, 1, size, size + 1)]
-    high_pairs = [lane + 2 for lane in low_pairs]
-    even = [q + lane for q in range(0, 2 * size, 8) for lane in range(4)]
-    odd = [lane + 4 for lane in even]
-
-    def both(x, y, first, second):
-        return b.shuffle_vector(x, y, units(first)), b.shuffle_vector(x, y, units(second))
-
-    by_four = []  # by_four[4 * i + c], quarter k: column 4 * k + c of rows 4 * i to 4 * i + 3
-    for i in quarters:
-        (a0, a1), (b0, b1) = both(rows[i], rows[i + 1], low, high), both(rows[i + 2], rows[i + 3], low, high)
-        by_four += [*both(a0, b0, low_pairs, high_pairs), *both(a1, b1, low_pairs, high_pairs)]
-    columns: list[Value] = [None] * size
-    for c in range(4):
-        left = both(by_four[c], by_four[4 + c], even, odd)
-        if size == 8:
-            columns[c], columns[4 + c] = left
-            continue
-        right = both(by_four[8 + c], by_four[12 + c], even, odd)
-        for parity in (0, 1):
-            first, second = both(left[parity], right[parity], even, odd)
-            columns[4 * parity + c], columns[8 + 4 * parity + c] = first, second
-    return columns
+    """Transpose as many vectors of units as each has lanes: in rounds that swap blocks of 1, 2, 4 and 8."""
+    rows, size = [*rows], len(rows)
+    block = 1
+    while block < size:
+        lower = units([lane + (size - block if lane & block else 0) for lane in range(size)])
+        upper = units([lane + (size if lane & block else block) for lane in range(size)])
+        for i in range(size):
+            if not i & block:
+                x, y = rows[i], rows[i + block]
+                rows[i], rows[i + block] = b.shuffle_vector(x, y, lower), b.shuffle_vector(x, y, upper)
+        block *= 2
+    return rows
 
 
 def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):

@@ -8,8 +8,8 @@ Shapes: `B` sequences, `T` queries, `P` queries that are looked at, `S` keys, `R
 heads, `D` head size, `C` hidden size.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -29,38 +29,6 @@ _LSE, _LONG, _LONG_LSE = 2e-4, 1024, 5e-5
 dtype, because all sum in fp32."""
 _FACTOR = 2.0
 """How many times as far away from the exact result as a rounding, or plain torch, a kernel may be."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A kernel, or another change of how a model computes, and what came of trying it."""
-
-    name: str
-    taken: bool
-    why: str
-    """Why it was left out, or what it gains."""
-    ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds with it, by what was timed."""
-    base_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds with what it would replace."""
-    floor_ms: Mapping[str, float] = field(default_factory=dict)
-    """The least that memory and matrix units allow."""
-    is_wrong: bool = False
-    """True if it can run here and is not right."""
-    is_late: bool = False
-    """True if time or memory ran out, or the device failed, so that another try may find something else."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
-
-    def times(self) -> str:
-        """Return a line with all milliseconds, an empty text if nothing was timed."""
-        return ", ".join(f"{name} {ms:.3g}{self._beside(name)}" for name, ms in self.ms.items())
-
-    def _beside(self, name: str) -> str:
-        sides = {"before": self.base_ms, "least": self.floor_ms}
-        found = [f"{side} {ms[name]:.3g}" for side, ms in sides.items() if name in ms]
-        return f" ({', '.join(found)})" if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +161,6 @@ def _mask(call: Call, batch: int, device: torch.device) -> Tensor | None:
 def _looked_at(num_queries: int, device: torch.device) -> Tensor:
     """Return the numbers [P] of the queries that are compared: spread, the first and the last among them."""
     return torch.linspace(0, num_queries - 1, min(num_queries, _LOOKED_AT), device=device).long().unique()
-
-
-def what_differs(found: Tensor, expected: Tensor) -> str:
-    """Compare a layer's results, whose operators may round differently; return what is wrong, or an empty text."""
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
-    allowed = 4 * _least(found.dtype)
-    return "" if error <= allowed else f"a layer differs by {error:.2g} of its norm ({allowed:.2g} is allowed)"
 
 
 def what_is_wrong_in_a_layer(

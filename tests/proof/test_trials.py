@@ -9,7 +9,7 @@ from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
-from specextend.attention.trials import (
+from specextend.proof.trials import (
     Call,
     Heads,
     prompt_calls,

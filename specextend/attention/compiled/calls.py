@@ -1,0 +1,393 @@
+"""The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE head, in a call each.
+
+A call fills records with addresses, strides and counts, and starts the threads of torch's own pool, which take items
+in turn: `items` says what they are of attention, `products` of linear layers, `phases` of all else.
+
+The result for a query, or a row, is bitwise the same whatever others are in the call and however many threads there
+are. That of a node of a tree is the one that its token would have behind its path alone: the mask says which rows those
+are, parents first, and each query has a copy of the last blocks of keys, with its path in the places after the prefix.
+
+numba is the extra `cpu`: import this module only where it is installed.
+
+Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache rows, `L` layers,
+`H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O` outputs.
+"""
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core.errors import NumbaError
+from torch import Tensor
+
+from specextend.attention.compiled import items, phases, products, tiles
+from specextend.attention.compiled.blocks import HEADER
+from specextend.attention.compiled.products import BLOCK
+from specextend.attention.plan import AttentionPlan, KeySpan
+
+ROWS = 192 if tiles.HAS_TILES else 96
+"""Rows of an item of attention at most; a multiple of TILE."""
+ITEMS_PER_WORKER = 4
+"""Items from which threads are busy evenly enough without dividing the keys."""
+ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
+
+
+def can_make(kernel: Callable[..., Any], *element: type) -> bool:
+    """Compile a kernel, or read it from disk; return False if numba cannot make it for this processor."""
+    try:
+        kernel(*element)
+    except (NumbaError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def serves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Return True if the kernel takes heads of `head_dim` elements of `dtype`."""
+    return dtype in ELEMENTS and head_dim % (16 if dtype == torch.float32 else 32) == 0
+
+
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D], which are heads first.
+
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out 0 and lse -inf. With
+    `causal` the rows before the last T are visible to all queries, so a prefill chunk needs one call. It runs on as
+    many threads as torch. The first call of a process reads the kernel from numba's cache on disk or compiles it, which
+    takes seconds.
+    """
+    assert serves(q.shape[3], q.dtype)
+    assert q.dtype == k.dtype == v.dtype
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:3] if span.needs_lse else 0, dtype=torch.float32)
+    call = np.zeros(1, items.RECORD)
+    kept = _describe(call, q, k, v, out, span, scale)
+    if span.needs_lse:
+        _point(call, lse=lse)
+    _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
+    del kept
+    return out, lse
+
+
+def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: KeySpan, scale: float) -> list[Tensor]:
+    """Fill the records of attention in layers, which share their memory; return the tensors that they need.
+
+    Rows of all key heads are divided and, where threads would lack work otherwise, the longest sequence's keys.
+    """
+    num_sequences, num_queries, num_heads, head_dim = q.shape
+    assert q.stride(3) == k.stride(2) == 1
+    assert (q.stride(2), k.stride()) == (head_dim, v.stride())
+    token = q.stride(0) if num_queries == 1 else q.stride(1)
+    assert num_sequences == 1 or q.stride(0) == num_queries * token
+    threads, group, longest = num_workers(), num_heads // len(k), max(span.lengths)
+    rows = min(ROWS, num_queries * group)
+    num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
+    num_splits = max(1, -(-longest // items.SPLIT))
+    num_parts = 1 if threads == 1 or num_groups >= ITEMS_PER_WORKER * threads else num_splits
+    own = items.divide(head_dim, items.padded_rows(rows), 0).end
+    parts = num_parts * items.padded_rows(rows) * (HEADER + 4 * head_dim) if num_parts > 1 else 0
+    workspace = torch.empty(threads * own + num_groups * parts, dtype=torch.uint8)
+    counters = torch.zeros(len(calls), 2 + num_groups, dtype=torch.int64)
+    places = span.places(q.device)
+    size = q.element_size()
+    _point(calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace)
+    fields = {
+        "q_token": token * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
+        "causal": span.causal or span.window is not None, "window": span.window or longest,
+        "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k), "group": group,
+        "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
+        "parts": workspace.data_ptr() + threads * own,
+        "counters": counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
+    }  # fmt: skip
+    for name, value in fields.items():
+        calls[name] = value
+    kept = [workspace, counters, places]
+    if span.mask is not None and span.window is None:
+        kept.append(span.mask.contiguous())
+        _point(calls, mask=kept[-1])
+        calls["mask_width"] = span.mask.shape[2]
+    return kept
+
+
+def _point(record: Any, **tensors: Tensor) -> None:
+    """Fill fields of a record, or of several, with the addresses of tensors."""
+    for name, tensor in tensors.items():
+        record[name] = tensor.data_ptr()
+
+
+def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
+    """Make a record of `products`: a weight that is laid out, its scales and bias [O] in fp32, which are to be kept."""
+    product = np.zeros(1, products.RECORD)[0]
+    _point(product, weight=weight, scales=scales, bias=bias)
+    product["is_int8"] = weight.dtype == torch.int8
+    product["num_blocks"], product["num_pairs"] = len(weight), weight[0].numel() // (2 * BLOCK)
+    return product
+
+
+def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
+    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be read."""
+    return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
+
+
+def multiply(x: Tensor, product: Any) -> Tensor:
+    """Return x [..., I] times a product's weight, with its scales and bias, as [..., O].
+
+    x is bf16. It runs on as many threads as torch.
+    """
+    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    padded = x.contiguous()
+    if len(x) % tiles.ROWS and tiles.HAS_TILES:
+        padded = empty_rows(x, *x.shape).copy_(x)
+    out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
+    call = np.zeros(1, phases.RECORD)
+    call["lm_head"] = product
+    _point(call["lm_head"], x=padded, out=out)
+    call["own"]["num_rows"] = len(x)
+    _run_phases(call, np.zeros(1, phases.LAYER), phases.LOGITS, phases.RANK)
+    return out
+
+
+def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
+    """Run the phases from the kind `first` on and before `end`."""
+    own = call[0]["own"]
+    num_phases = phases.NUM_KINDS + (len(layers) - 1) * phases.NUM_OF_LAYER
+    counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64)
+    workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
+    own["first"], own["end"], own["layers"], own["num_layers"] = first, end, layers.ctypes.data, len(layers)
+    _point(own, workspace=workspace, counters=counters)
+    _run_on_all(phases.kernel(), call)
+
+
+class Decoder:
+    """The layers of a model, with their addresses."""
+
+    instructions = tiles.INSTRUCTIONS
+
+    def __init__(self, layers: Sequence[Any], scale: float):
+        """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
+        self._kept, self._scale = layers, scale
+        calls = np.zeros(len(layers), phases.LAYER)
+        for layer, call in zip(layers, calls, strict=True):
+            own, norms = call["own"], layer.head_norms
+            _point(own, input_norm=layer.input_norm.weight, post_norm=layer.post_norm.weight)
+            own["eps"] = layer.input_norm.eps
+            if norms is not None:
+                _point(own, query_norm=norms.query, key_norm=norms.key)
+            for name in phases.OF_LAYER:
+                call[name] = getattr(layer, name).product
+        calls["gate_up"]["is_gated"] = 1
+        self._calls = calls
+        self._widths = [int(calls[name]["num_blocks"][0]) * BLOCK for name in ("qkv", "gate_up")]
+
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
+        stored: Tensor,
+        kept: Collection[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the cache [L, 2, K, S, D].
+
+        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
+        """
+        call = np.zeros(1, phases.RECORD)
+        own, rows = call[0]["own"], plan.new_rows(x.device).contiguous()
+        positions, out = torch.arange(len(x)), torch.empty_like(x)
+        _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
+        own["num_rows"] = len(x)
+        outputs = [torch.empty_like(x) if index in kept else out for index in range(len(self._calls))]
+        kinds = phases.INPUT_NORM, phases.NORM
+        plan.queries.update(self.launch(call, kinds, x, outputs, plan.spans[0], stored, plan.keep_layers))
+        return outputs[-1], [outputs[index] for index in kept]
+
+    def launch(
+        self,
+        call: Any,
+        kinds: tuple[int, int],
+        x: Tensor,
+        outputs: Sequence[Tensor],
+        span: KeySpan,
+        stored: Tensor,
+        keep: Collection[int] = (),
+    ) -> dict[int, Tensor]:
+        """Run phases of a call, whose layers read x [R, C] and write outputs, for all sequences as many rows.
+
+        Returns the queries [B, T, H, D] of the layers `keep`.
+        """
+        calls, num_rows, (num_keys, _, head_dim) = self._calls.copy(), len(x), stored.shape[2:]
+        group = self._widths[0] // head_dim // (num_keys - int(call[0]["own"]["num_copied"])) - 2
+        widths = {"normed": x.shape[1], "middle": x.shape[1], "qkv": self._widths[0], "gated": self._widths[1] // 2}
+        widths["mixed"] = num_keys * group * head_dim
+        made = {name: empty_rows(x, num_rows, width) for name, width in widths.items()}
+        mixed = made["mixed"].view(len(span.starts), -1, num_keys * group, head_dim)
+        turned = [torch.empty_like(mixed)] * len(calls)
+        for index in keep:
+            turned[index] = torch.empty_like(mixed)
+        needed = _describe(calls["attention"], mixed, stored[0, 0], stored[0, 1], mixed, span, self._scale)
+        calls["attention"]["q"] = [each.data_ptr() for each in turned]
+        for name in ("k", "v"):
+            calls["attention"][name] += np.arange(len(calls)) * stored.stride(0) * stored.element_size()
+        results = [each.data_ptr() for each in outputs]
+        at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
+        chain = {
+            "qkv": (at["normed"], 0, at["qkv"]),
+            "o_proj": (at["mixed"], [x.data_ptr(), *results[:-1]], at["middle"]),
+            "gate_up": (at["normed"], 0, at["gated"]),
+            "down_proj": (at["gated"], at["middle"], results),
+        }
+        for name, places in chain.items():
+            for field, place in zip(("x", "residual", "out"), places, strict=True):
+                calls[name][field] = place
+        _run_phases(call, calls, *kinds)
+        del needed
+        return {index: turned[index] for index in keep}
+
+
+class Head:
+    """An EAGLE head of ours, with its addresses."""
+
+    def __init__(
+        self,
+        layer: Decoder,
+        linears: Mapping[str, Any],
+        norms: Mapping[str, Tensor],
+        embedding: Tensor,
+        vocabulary: Tensor,
+        angles: Tensor,
+        eps: float,
+        num_copied: int,
+    ):
+        """Take its one layer, and what stands around it.
+
+        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
+        norms: weights [C] of the embedding, the features and the output, by names of `phases.Call`. angles [2,
+        positions, D]: cosines, and sines, whose first half is negative.
+        """
+        self._kept = linears, norms, embedding, angles
+        self._layer, self._vocabulary = layer, vocabulary
+        self._call = np.zeros(1, phases.RECORD)
+        [record] = self._call
+        for name, linear in linears.items():
+            record[name] = linear.product
+        own = record["own"]
+        own["num_copied"], own["num_read"], own["eps"] = num_copied, 4 if num_copied else 1, eps
+        _point(own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms)
+
+    def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
+        """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
+
+        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
+        T, C] before each row; positions [B, T].
+        """
+        rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
+        rows[:, phases.SOURCE] = torch.arange(len(rows))
+        rows[:, phases.READ : phases.READ + tokens.shape[2]] = tokens.flatten(0, 1)
+        kept = {"tree_rows": rows, "sources": features.contiguous()}
+        kept |= {"positions": positions.contiguous(), "cache_rows": plan.new_rows(tokens.device).contiguous()}
+        hidden = empty_rows(stored, len(rows), features.shape[2])
+        kinds = phases.EMBED, phases.LOGITS
+        self._run(self._call.copy(), kinds, len(rows), hidden, kept, plan.spans[0], stored)
+        return hidden.view(features.shape)
+
+    def grow(
+        self,
+        roots: Tensor,
+        hidden: Tensor,
+        texts: Tensor,
+        places: Tensor,
+        stored: Tensor,
+        num_nodes: int,
+        num_levels: int,
+        least_gain: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs hidden [B, C].
+
+        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
+        Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
+        """
+        batch, most_rows = len(roots), num_nodes * (num_levels - 1)
+        num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
+        rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
+        pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
+        pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = roots, -1, torch.arange(batch)
+        log_probs = torch.zeros(batch, most_pooled)
+        outputs = empty_rows(stored, len(rows), hidden.shape[1])
+        outputs[:batch] = hidden
+        kept = {
+            "tree_rows": rows,
+            "cache_rows": torch.empty_like(rows[:, 0]),
+            "positions": torch.empty_like(rows[:, 0]),
+            "sequences": torch.cat([places, texts], 1),
+            "sources": outputs,
+            "pool": pool,
+            "log_probs": log_probs,
+            "best": torch.empty(len(rows), num_best),
+            "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
+        }
+        call = self._call.copy()
+        own = call[0]["own"]
+        own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
+        own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
+        mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
+        starts, visible = places.T.tolist()
+        span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
+        self._run(call, (phases.LOGITS, phases.NUM_KINDS), batch, outputs, kept, span, stored)
+        count = int(own["num_pooled"])
+        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
+
+    def _run(
+        self,
+        call: Any,
+        kinds: tuple[int, int],
+        num_rows: int,
+        hidden: Tensor,
+        kept: dict[str, Tensor],
+        span: KeySpan,
+        stored: Tensor,
+    ) -> None:
+        """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first level.
+
+        kept: the tensors of a `phases.Call`.
+        """
+        [record] = call
+        own, size = record["own"], hidden.shape[1]
+        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
+        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
+        made = {name: empty_rows(stored, len(hidden), width) for name, width in widths.items()}
+        _point(own, copied=made["copy"], **kept)
+        own["num_rows"], own["num_sequences"] = num_rows, len(span.starts)
+        _point(record["fuse"], x=made["joined"], out=made["x"])
+        _point(record["copy"], x=made["embedded"], out=made["copy"])
+        _point(record["lm_head"], x=hidden, out=made["lm_head"])
+        self._layer.launch(call, kinds, made["x"], [hidden], span, stored)
+
+
+@cache
+def _thread_pool() -> Any:
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does all.
+
+    A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+
+
+def num_workers() -> int:
+    """Return on how many threads kernels run: as many as torch has."""
+    return torch.get_num_threads() if _thread_pool() else 1
+
+
+def _run_on_all(entry: Any, call: Any) -> None:
+    """Call numba's `entry` with a record on each of `num_workers()` threads."""
+    address = ctypes.c_void_p(call.ctypes.data)
+    if num_workers() == 1:
+        entry.ctypes(address)
+    else:
+        _thread_pool()(ctypes.c_void_p(entry.address), address, num_workers(), 0)

@@ -1,0 +1,562 @@
+"""All phases of a call: layers one after the other, and what stands before and behind those of an EAGLE head.
+
+A *phase*, such as a product or attention, is a number of items. Workers take items of a phase until none is left and
+wait until all are done, so one that is held up delays the others by its item alone. One worker alone prepares what
+follows, and says how many items each phase has. So a call is some phases of many: all layers of a model, one product,
+or what a head does to read what was decided, or to grow the trees of a batch.
+
+A tree grows level by level. The children of a level's nodes are ranked, the likeliest join the pool of all nodes, and
+those of them that are among the best so far are the rows of the next level (`decoding.tree.grow_trees`).
+
+The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
+
+Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head proposes, `D` head
+size, `P` nodes of a pool, `M` nodes so far that were rows.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+
+from specextend.attention.compiled import items, products, tiles
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.blocks import add, add_to, copy_row, integers, load_units, numbers, pointer, times
+from specextend.attention.compiled.vectors import FLOATS, LANES, VECTOR_BYTES, address, emitted, store
+
+PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND = range(8)
+O_PROJ, POST_NORM, GATE_UP, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(8, 16)
+"""Kinds of phases. Those from INPUT_NORM to DOWN_PROJ come once for each layer."""
+NUM_OF_LAYER = NORM - INPUT_NORM
+"""Phases of a layer."""
+LINE = 64
+"""Bytes of a cache line: what threads count in has one of its own."""
+TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
+"""Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
+SOURCE, NODE, CURSOR, READ = range(4)
+"""Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the tokens it reads."""
+START, VISIBLE, TEXT = range(3)
+"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three tokens."""
+NEVER = -1e4
+"""Least log probability of a path; that of NaN, too."""
+ROWS = 4
+"""Rows of an item between products."""
+SPINS = 2000
+"""Looks at a counter, some tens of microseconds, before a worker that waits gives its processor away: beside another
+busy process it may be what the one that is held up waits for."""
+OF_LAYER, OTHERS = ("qkv", "o_proj", "gate_up", "down_proj"), ("fuse", "copy", "lm_head")
+"""The products of a layer, and all others."""
+BITS = np.uint32(0)  # an element that is copied as it is
+ELEMENT = products.ELEMENT(0)
+
+
+class LayerCall(NamedTuple):
+    """Hold the weights of a layer's norms by address."""
+
+    input_norm: int
+    post_norm: int
+    query_norm: int
+    """[D]; 0: heads are not normalised."""
+    key_norm: int
+    eps: float
+
+
+_OF_LAYER = np.dtype([(name, np.float64 if name == "eps" else np.int64) for name in LayerCall._fields])
+LAYER = np.dtype([("own", _OF_LAYER), ("attention", items.RECORD), *((name, products.RECORD) for name in OF_LAYER)])
+
+
+class Call(NamedTuple):
+    """Hold what phases share, and what stands between the products of a head, by address, and sizes."""
+
+    first: int
+    """The first kind of phases that have items."""
+    end: int
+    """The kind behind the last of them."""
+    layers: int
+    """`LAYER` records."""
+    num_layers: int
+    workspace: int
+    """Memory of workers for products."""
+    counters: int
+    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
+    num_rows: int
+    cos: int
+    """[positions, D], as `sin`, whose first half is negative."""
+    sin: int
+    positions: int
+    """[R] int64"""
+    cache_rows: int
+    """[R] int64, to be written."""
+    copied: int
+    """[R, heads, D], queries, keys and values that are copied as they are."""
+    num_copied: int
+    """Key heads among them, the last ones of the cache."""
+    embedding: int
+    embedding_norm: int
+    feature_norm: int
+    norm: int
+    vocabulary: int
+    """[V] int64 token ids."""
+    num_read: int
+    """Tokens that a row reads: its own, and those before it."""
+    tree_rows: int
+    """[R, 8] int64"""
+    sequences: int
+    """[B, 5] int64"""
+    sources: int
+    """Rows of C: the features of the target, or the head's own outputs."""
+    pool: int
+    """[B, P, 6] int64"""
+    log_probs: int
+    """[B, P] fp32, of paths"""
+    best_tokens: int
+    """[R, num_best] int64"""
+    best: int
+    """[R, num_best] fp32, log probabilities after the row."""
+    num_sequences: int
+    num_nodes: int
+    num_best: int
+    num_levels: int
+    """0: no tree grows."""
+    most_pooled: int
+    num_pooled: int
+    num_expanded: int
+    is_done: int
+    least_gain: float
+    """Of a level, in tokens to expect, in the mean of all sequences."""
+    expected: float
+    """Path probabilities of the best nodes so far."""
+    eps: float
+
+
+_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in Call._fields])
+RECORD = np.dtype([("own", _OWN), *((name, products.RECORD) for name in OTHERS)])
+
+
+@emitted(types.CPointer(numba.from_dtype(LAYER)))
+def layers_at(b, element, where):
+    """Turn an address into a pointer to layers."""
+    return b.inttoptr(where, ir.PointerType())
+
+
+def load_wide(b, where):
+    """Read 16 numbers of bf16 as fp32."""
+    return b.bitcast(load_units(b, types.uint16, where), FLOATS)
+
+
+@emitted()
+def normalise(b, element, x, weight, num_vectors, eps: float, out):
+    """Write the RMSNorm of a row of bf16."""
+
+    def at(base, i):
+        return address(b, base, times(b, i, VECTOR_BYTES // 2))
+
+    def add_square(i, total):
+        value = load_wide(b, at(x, i))
+        return [vir.fma(b, value, value, total)]
+
+    [squares] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_square)
+    mean = b.fdiv(vir.across(b, squares, add), b.sitofp(times(b, num_vectors, LANES), vir.F32))
+    root = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.sqrt.f32"), [b.fadd(mean, eps)])
+    factor = vir.splat(b, b.fdiv(ir.Constant(vir.F32, 1.0), root))
+
+    def scale(i):
+        value = b.fmul(b.fmul(load_wide(b, at(x, i)), factor), load_wide(b, at(weight, i)))
+        store(b, vir.to_bf16(b, value), at(out, i), 2)
+
+    vir.repeat(b, num_vectors, [], scale)
+
+
+@emitted()
+def turn(b, element, head, cos, sin, num_vectors, out):
+    """Apply RoPE to a head, whose halves have `num_vectors` each; `out` may be the head."""
+    half = times(b, num_vectors, VECTOR_BYTES // 2)
+
+    def body(i):
+        low = times(b, i, VECTOR_BYTES // 2)
+        high = b.add(low, half)
+        x, y = (load_wide(b, address(b, head, offset)) for offset in (low, high))
+        for value, other, offset in ((x, y, low), (y, x, high)):
+            factors = (load_wide(b, address(b, each, offset)) for each in (cos, sin))
+            turned = vir.fma(b, value, next(factors), b.fmul(other, next(factors)))
+            store(b, vir.to_bf16(b, turned), address(b, out, offset), 2)
+
+    vir.repeat(b, num_vectors, [], body)
+
+
+@emitted(types.int64)
+def look_at(b, element, counter):
+    """Read a counter that other threads add to, after a pause."""
+    b.call(vir.declared(b, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+    return b.load_atomic(b.inttoptr(counter, ir.PointerType()), "acquire", 8, typ=vir.I64)
+
+
+@emitted()
+def give_way(b, element):
+    """Let another thread have the processor."""
+    b.call(vir.declared(b, ir.FunctionType(vir.I32, []), "sched_yield"), [])
+
+
+@numba.njit
+def wait_for(element, counter, count):
+    """Wait until a counter is `count`."""
+    looks = 0
+    while look_at(element, counter) < count:
+        looks += 1
+        if looks > SPINS:
+            give_way(element)
+
+
+@numba.njit
+def normalise_rows(element, source, weight, width, eps, out, num_rows, number):
+    """Write the norm of an item's rows, of `width` numbers each."""
+    for row in range(number * ROWS, min(num_rows, (number + 1) * ROWS)):
+        place = row * width * 2
+        normalise(element, source + place, weight, width // LANES, eps, out + place)
+
+
+@numba.njit
+def rotate_rows(element, own, layer, number):
+    """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those of `own.copied`."""
+    call, norms = layer.attention, layer.own
+    head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
+    num_queries = num_keys * call.group
+    for row in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
+        place = integers(element, own.cache_rows, own.num_rows)[row] * call.row
+        angles = integers(element, own.positions, own.num_rows)[row] * head_bytes
+        first = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
+        queries, keys, values = call.q + row * call.q_token, call.k + place, call.v + place
+        for i in range(num_queries + num_keys):
+            head, out, norm = first + i * head_bytes, queries + i * head_bytes, norms.query_norm
+            if i >= num_queries:
+                out, norm = keys + (i - num_queries) * call.head, norms.key_norm
+            if norm != 0:
+                normalise(element, head, norm, call.head_dim // LANES, norms.eps, head)
+            turn(element, head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out)
+        for i in range(num_keys):
+            value = first + (num_queries + num_keys + i) * head_bytes
+            copy_row(BITS, value, head_bytes // VECTOR_BYTES, values + i * call.head)
+        ready = own.copied + row * own.num_copied * (call.group + 2) * head_bytes
+        for i in range(own.num_copied * (call.group + 2)):
+            out, key = queries + (num_queries + i) * head_bytes, i - own.num_copied * call.group
+            if key >= own.num_copied:
+                out = values + (num_keys + key - own.num_copied) * call.head
+            elif key >= 0:
+                out = keys + (num_keys + key) * call.head
+            copy_row(BITS, ready + i * head_bytes, head_bytes // VECTOR_BYTES, out)
+
+
+@numba.njit
+def rows_of(element, own):
+    """Return the rows [R, 8] of a level."""
+    return integers(element, own.tree_rows, (own.num_rows, 8))
+
+
+@emitted(types.float32)
+def log_sum(b, element, logits, num_vectors):
+    """Return the logarithm of the sum of the exponentials of numbers in bf16, to the base 2."""
+    factor = vir.floats(math.log2(math.e))
+
+    def at(i):
+        return load_wide(b, address(b, logits, times(b, i, VECTOR_BYTES // 2)))
+
+    [peaks] = vir.repeat(b, num_vectors, [vir.floats(-math.inf)], lambda i, peak: [vir.larger(b, at(i), peak)])
+    peak = b.fmul(vir.splat(b, vir.across(b, peaks, vir.larger)), factor)
+
+    def add_power(i, total):
+        return [b.fadd(total, vir.exp2(b, b.fsub(b.fmul(at(i), factor), peak)))]
+
+    [total] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_power)
+    log2 = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"), [vir.across(b, total, add)])
+    return b.fadd(log2, b.extract_element(peak, ir.Constant(vir.I32, 0)))
+
+
+@emitted(types.int64)
+def lanes_above(b, element, logits, least: float):
+    """Return which of 16 numbers in bf16 are above one, a bit for each."""
+    above = b.fcmp_ordered(">", load_wide(b, logits), vir.splat(b, least))
+    return b.zext(b.bitcast(above, vir.I16), vir.I64)
+
+
+@emitted(types.float32)
+def number_at(b, element, logits):
+    """Read a number in bf16."""
+    bits = b.shl(b.zext(vir.load(b, logits, vir.I16, 2), vir.I32), ir.Constant(vir.I32, 16))
+    return b.bitcast(bits, vir.F32)
+
+
+@numba.njit
+def rank_row(element, call, row):
+    """Find the likeliest children of a row, best first, and their log probabilities."""
+    own, num_vectors = call.own, call.lm_head.num_blocks * products.VECTORS
+    logits = call.lm_head.out + row * num_vectors * 2 * LANES
+    tokens = integers(element, own.best_tokens + 8 * row * own.num_best, own.num_best)
+    best = numbers(element, own.best + 4 * row * own.num_best, own.num_best)
+    tokens[:] = 0
+    best[:] = -np.inf
+    for i in range(num_vectors):
+        above = lanes_above(element, logits + i * 2 * LANES, best[-1])
+        lane = 0
+        while above != 0:
+            value = number_at(element, logits + (i * LANES + lane) * 2)
+            if value > best[-1]:
+                place = own.num_best - 1
+                while place > 0 and best[place - 1] < value:
+                    best[place], tokens[place] = best[place - 1], tokens[place - 1]
+                    place -= 1
+                best[place], tokens[place] = value, i * LANES + lane
+            above >>= 1
+            lane += 1
+    total = log_sum(element, logits, num_vectors) * math.log(2)
+    vocabulary = integers(element, own.vocabulary, num_vectors * LANES)
+    for place in range(own.num_best):
+        best[place] = min(best[place] - total, 0.0)  # no child may be likelier than its parent
+        tokens[place] = vocabulary[tokens[place]]
+
+
+@numba.njit
+def add_children(element, own, sequence, pool, log_probs):
+    """Append the likeliest children of a sequence's rows to its pool."""
+    rows, width = rows_of(element, own), own.num_rows // own.num_sequences
+    tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
+    best = numbers(element, own.best, (own.num_rows, own.num_best))
+    for number in range(own.num_pooled, own.num_pooled + min(own.num_nodes, width * own.num_best)):
+        chosen, most = -1, -np.inf
+        for row in range(sequence * width, (sequence + 1) * width):
+            if rows[row, CURSOR] < own.num_best:
+                value = best[row, rows[row, CURSOR]] + log_probs[rows[row, NODE]]
+                if not value > NEVER:
+                    value = NEVER
+                if value > most:
+                    chosen, most = row, value
+        parent = rows[chosen, NODE]
+        pool[number, TOKEN] = tokens[chosen, rows[chosen, CURSOR]]
+        pool[number, PARENT] = parent
+        pool[number, DEPTH] = pool[parent, DEPTH] + 1
+        log_probs[number] = most
+        rows[chosen, CURSOR] += 1
+
+
+@numba.njit
+def mark_best(pool, log_probs, count, most):
+    """Mark the `most` likeliest of `count` nodes, of two equal ones the earlier; return the sum of probabilities."""
+    pool[:count, IS_BEST] = 0
+    total = 0.0
+    for _ in range(min(most, count)):
+        best = -1
+        for number in range(count):
+            if pool[number, IS_BEST] == 0 and (best < 0 or log_probs[number] > log_probs[best]):
+                best = number
+        pool[best, IS_BEST] = 1
+        total += math.exp(log_probs[best])
+    return total
+
+
+@numba.njit
+def pool_of(element, own, sequence):
+    """Return the nodes [P, 6] of a sequence, and their log probabilities [P]."""
+    place = sequence * own.most_pooled
+    pool = integers(element, own.pool + 8 * 6 * place, (own.most_pooled, 6))
+    return pool, numbers(element, own.log_probs + 4 * place, own.most_pooled)
+
+
+@numba.njit
+def choose_rows(element, own, first, width):
+    """Let the best of the newest nodes, those from `first` on, be the rows of the next level."""
+    own.num_rows = own.num_sequences * width
+    rows, row = rows_of(element, own), 0
+    for sequence in range(own.num_sequences):
+        pool = pool_of(element, own, sequence)[0]
+        for wanted in (1, 0):  # where a sequence has fewer, others make up the number
+            for number in range(first, own.num_pooled):
+                if pool[number, IS_BEST] == wanted and row < (sequence + 1) * width:
+                    rows[row, NODE] = number
+                    row += 1
+
+
+@numba.njit
+def describe_rows(element, own, attention, width):
+    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places, mask."""
+    before, rows = own.num_expanded, rows_of(element, own)
+    own.num_expanded += width
+    sequences = integers(element, own.sequences, (own.num_sequences, 5))
+    cache_rows = integers(element, own.cache_rows, own.num_rows)
+    positions = integers(element, own.positions, own.num_rows)
+    spans = integers(element, attention.places, (2, own.num_sequences))
+    mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
+    mask[:] = 0
+    for number in range(own.num_rows):
+        sequence, place = divmod(number, width)
+        row, known, pool = rows[number], sequences[sequence], pool_of(element, own, sequence)[0]
+        node = pool[row[NODE]]
+        node[ROW], node[PLACE] = number, before + place
+        row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
+        positions[number] = known[VISIBLE] + node[DEPTH] - 1
+        cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
+        spans[1, sequence] = known[VISIBLE] + own.num_expanded
+        each = row[NODE]
+        for i in range(max(own.num_read, node[DEPTH])):
+            back = i - node[DEPTH]  # tokens behind the root
+            if i < own.num_read:
+                row[READ + i] = pool[each, TOKEN] if back <= 0 else known[TEXT + 2 - back]
+            if back < 0:
+                mask[number, pool[each, PLACE]] = 1
+                each = pool[each, PARENT]
+
+
+@numba.njit
+def add_level(element, own, level):
+    """Append the children of the last level; return how many rows of each sequence the next one has."""
+    first, width, expected = own.num_pooled, 0, 0.0
+    added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
+    for sequence in range(own.num_sequences):
+        pool, log_probs = pool_of(element, own, sequence)
+        add_children(element, own, sequence, pool, log_probs)
+        expected += mark_best(pool, log_probs, first + added, own.num_nodes + 1)
+        width = max(width, pool[first : first + added, IS_BEST].sum())
+    own.num_pooled += added
+    is_enough = expected - own.expected < own.least_gain * own.num_sequences
+    own.expected = expected
+    if level == own.num_levels or (level > 1 and is_enough):
+        return 0
+    choose_rows(element, own, first, width)
+    return width
+
+
+@numba.njit
+def product_of(call, layer, kind):
+    """Return the product of a kind of phase that is one."""
+    if kind == FUSE:
+        return call.fuse
+    if kind == COPY:
+        return call.copy
+    if kind == QKV:
+        return layer.qkv
+    if kind == O_PROJ:
+        return layer.o_proj
+    if kind == GATE_UP:
+        return layer.gate_up
+    return layer.down_proj if kind == DOWN_PROJ else call.lm_head
+
+
+@numba.njit
+def place_of(own, phase):
+    """Return the kind of a phase, and its layer."""
+    layer = min(max(0, (phase - INPUT_NORM) // NUM_OF_LAYER), own.num_layers - 1)
+    return phase - layer * NUM_OF_LAYER, layer
+
+
+@numba.njit
+def count_items(call, layer, kind):
+    """Return the number of items of a phase."""
+    num_rows = call.own.num_rows
+    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+        return products.num_items(product_of(call, layer, kind), num_rows)
+    if kind == ATTEND:
+        return items.num_items(layer.attention)
+    return num_rows if kind == RANK else (num_rows + ROWS - 1) // ROWS
+
+
+@numba.njit
+def prepare(element, call, layers, counter, level):
+    """Prepare a level, of which one worker does this alone; `counter` is that of its first phase."""
+    own = call.own
+    if level > 0:
+        width = add_level(element, own, level)
+        if width == 0:
+            own.is_done = 1
+            return
+        attention = layers[0].attention
+        describe_rows(element, own, attention, width)
+        own.first = EMBED
+        attention.num_queries = width
+        attention.mask_width = own.num_expanded
+        integers(element, attention.counters, 2 + items.num_items(attention) // attention.num_parts)[:] = 0
+    for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
+        kind, layer = place_of(own, phase)
+        is_asked = own.first <= kind < own.end
+        integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, layers[layer], kind) if is_asked else 0
+
+
+@numba.njit
+def embed_rows(element, call, layer, number):
+    """Write what an item's rows read: their tokens' embeddings, normalised, and the features before them."""
+    own = call.own
+    row_bytes, num_vectors = 4 * layer.qkv.num_pairs, 2 * layer.qkv.num_pairs // LANES
+    for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
+        row = rows_of(element, own)[place]
+        out, joined = call.copy.x + place * own.num_read * row_bytes, call.fuse.x + 2 * place * row_bytes
+        for i in range(own.num_read):
+            embedding = own.embedding + row[READ + i] * row_bytes
+            normalise(element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes)
+        copy_row(BITS, out, row_bytes // VECTOR_BYTES, joined)
+        source = own.sources + row[SOURCE] * row_bytes
+        normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
+
+
+@numba.njit
+def run_item(element, call, layer, kind, scratch, sums, number):
+    """Do an item of a phase."""
+    own, norms, width = call.own, layer.own, 2 * layer.qkv.num_pairs
+    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+        products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
+    elif kind == ATTEND:
+        items.run_item(element, layer.attention, scratch, number)
+    elif kind == ROTATE:
+        rotate_rows(element, own, layer, number)
+    elif kind == EMBED:
+        embed_rows(element, call, layer, number)
+    elif kind == RANK:
+        rank_row(element, call, number)
+    else:
+        source, weight, eps, out = layer.o_proj.residual, norms.input_norm, norms.eps, layer.qkv.x
+        if kind == POST_NORM:
+            source, weight, out = layer.down_proj.residual, norms.post_norm, layer.gate_up.x
+        elif kind == NORM:
+            source, weight, eps, out = layer.down_proj.out, own.norm, own.eps, call.lm_head.x
+        normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
+
+
+@numba.njit
+def work(element, call):
+    """Take items of all phases in order. Every worker of a call runs this once."""
+    own = call.own
+    layers = numba.carray(layers_at(element, own.layers), own.num_layers)
+    worker, counter = add_to(element, own.counters, 1), own.counters + LINE
+    scratch = items.memory_of(layers[0].attention, worker)
+    sums = own.workspace + worker * products.WORKER_BYTES
+    tiles.configure(element)
+    for level in range(own.num_levels + 1):
+        for phase in range(NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
+            kind, layer = place_of(own, phase)
+            count = integers(element, counter, 2)[1] if kind > PREPARE else 1
+            number = add_to(element, counter, 1)
+            while number < count:
+                if kind == PREPARE:
+                    prepare(element, call, layers, counter, level)
+                else:
+                    run_item(element, call, layers[layer], kind, scratch, sums, number)
+                add_to(element, counter + LINE, 1)
+                number = add_to(element, counter, 1)
+            wait_for(element, counter + LINE, count)
+            counter += 2 * LINE
+            if own.is_done != 0:
+                tiles.release(element)
+                return
+    tiles.release(element)
+
+
+@cache
+def kernel():
+    """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
+    version = (items.BF16(0), vir.VERSION)
+
+    @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
+    def entry(call):
+        work(version[0], numba.carray(call, 1)[0])
+
+    return entry
