@@ -16,7 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specextend import RunConfig, SamplingParams
 from specextend.config import read_yaml
 
-PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "llama.cpp-ngram", "openvino", "openvino-lookup"]
+PeerName = Literal[
+    "transformers",
+    "transformers-lookup",
+    "llama.cpp",
+    "llama.cpp-ngram",
+    "openvino",
+    "openvino-lookup",
+]
 ProbeKind = Literal["passkey", "needles", "quote"]
 
 
@@ -34,15 +41,23 @@ class Benchmark(BaseModel):
     documents: str = "examples/govreport.parquet"
     """Parquet file or folder with the columns that the configuration names under `input`."""
     buckets: tuple[int, ...] = Field(default=(1024, 2048, 4096, 8192), min_length=1)
-    """Upper bounds of the prompt in tokens: powers of two, 512 or more (with `probes` any number from 512)."""
+    """Upper bounds of the prompt in tokens: powers of two, 512 or more (with `probes` any number
+    from 512).
+    """
     per_bucket: int = Field(default=3, ge=1)
     """Documents of each bucket (with `probes`: of each bucket and kind)."""
     cut_to: int | None = Field(default=None, ge=1)
-    """Tokens to which all prompts are cut, instead of buckets; the first `per_bucket` documents are taken."""
+    """Tokens to which all prompts are cut, instead of buckets; the first `per_bucket` documents are
+    taken.
+    """
     probes: tuple[ProbeKind, ...] = ()
-    """Replay documents with a known answer and see what the draft may look at, instead of timing anything."""
+    """Replay documents with a known answer and see what the draft may look at, instead of timing
+    anything.
+    """
     together: int = Field(default=1, ge=1)
-    """Documents that are handed over together; a variant sets `decoding.max_batch_size`, which is 1 otherwise."""
+    """Documents that are handed over together; a variant sets `decoding.max_batch_size`, which is 1
+    otherwise.
+    """
     mixed: bool = False
     """Hand documents of all buckets over together, one of each in turn."""
     max_new_tokens: int = Field(default=64, ge=1)
@@ -52,18 +67,26 @@ class Benchmark(BaseModel):
     repeats: int = Field(default=1, ge=1)
     """Measurements of each document on each variant."""
     base: str
-    """Variant to which outputs are compared; documents that it decodes into a loop are counted apart."""
+    """Variant to which outputs are compared; documents that it decodes into a loop are counted
+    apart.
+    """
     variants: dict[str, PeerName | dict[str, Any] | None] = Field(min_length=1)
-    """Name to overrides of the configuration, or to the name of a peer; nothing is the configuration as it is."""
+    """Name to overrides of the configuration, or to the name of a peer; nothing is the
+    configuration as it is.
+    """
     tables: tuple[str, ...]
     """Tables to print, as `tables.py` reads them."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.base not in self.variants:
-            raise ValueError(f"base {self.base!r} is none of the variants {', '.join(self.variants)}")
+            raise ValueError(
+                f"base {self.base!r} is none of the variants {', '.join(self.variants)}"
+            )
         if self.peers and (self.sampling or self.probes):
-            raise ValueError(f"{next(iter(self.peers))} decodes greedily only; leave out sampling and probes")
+            raise ValueError(
+                f"{next(iter(self.peers))} decodes greedily only; leave out sampling and probes"
+            )
         for bucket in self.buckets:
             if bucket < 512 or (not self.probes and bucket & (bucket - 1)):
                 raise ValueError(f"a bucket must be a power of two, 512 or more, got {bucket}")
@@ -84,21 +107,28 @@ class Benchmark(BaseModel):
             raise ValueError(f"sampling: {error}") from None
 
     def configs(self) -> dict[str, RunConfig]:
-        """Return the configuration of each variant; that of a peer is the configuration for all. Raises ValueError."""
+        """Return the configuration of each variant; that of a peer is the configuration for all.
+        Raises ValueError.
+        """
         return {name: self._config(value) for name, value in self.variants.items()}
 
     def _config(self, variant: PeerName | dict[str, Any] | None) -> RunConfig:
         sizes = {"decoding.max_batch_size": 1, "decoding.max_new_tokens": self.max_new_tokens}
         shared = {**sizes, **self.set, "input.path": self.documents}
         values = shared | variant if isinstance(variant, dict) else shared
-        return RunConfig.load(self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        return RunConfig.load(
+            self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        )
 
     @classmethod
-    def load(cls, path: str, overrides: Iterable[str] = (), only: Iterable[str] | None = None) -> Self:
-        """Read a YAML file, and apply `key=value` overrides of its own keys, or `section.key=value` for all variants.
+    def load(
+        cls, path: str, overrides: Iterable[str] = (), only: Iterable[str] | None = None
+    ) -> Self:
+        """Read a YAML file, and apply `key=value` overrides of its own keys, or `section.key=value`
+        for all variants.
 
-        only: the variants to keep; the first is the base unless the file's is among them. Raises ValueError if a key
-        or value is not allowed.
+        only: the variants to keep; the first is the base unless the file's is among them. Raises
+        ValueError if a key or value is not allowed.
         """
         values = read_yaml(Path(path))
         for override in overrides:
@@ -109,7 +139,9 @@ class Benchmark(BaseModel):
             try:
                 section[key] = yaml.safe_load(text)
             except yaml.YAMLError:
-                raise ValueError(f"--set {key}: {text!r} is not a valid YAML value; quote it") from None
+                raise ValueError(
+                    f"--set {key}: {text!r} is not a valid YAML value; quote it"
+                ) from None
         try:
             whole = cls.model_validate(values)
             return whole if only is None else whole._limited_to([*only])
@@ -132,6 +164,9 @@ def _sentence(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         return f"unknown key {key}; known keys are {', '.join(Benchmark.model_fields)}"
     if detail["loc"][:1] == ("variants",) and detail["type"] == "literal_error":
-        return f"{key} must be overrides or one of {', '.join(get_args(PeerName))}, got {detail['input']!r}"
+        return (
+            f"{key} must be overrides or one of {', '.join(get_args(PeerName))}, got "
+            f"{detail['input']!r}"
+        )
     message = str(detail["msg"]).removeprefix("Value error, ")
     return f"{key}: {message}" if key else message

@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None, description: str | None = None)
     """Measure or show, and return the exit code."""
     options = _parser(description).parse_args(arguments)
     try:
-        result = read_result(Path(options.file)) if options.file.endswith(".json") else _measure(options)
+        result = (
+            read_result(Path(options.file)) if options.file.endswith(".json") else _measure(options)
+        )
         _show(result, options)
     except (ValueError, OSError) as error:
         complain(error)
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None, description: str | None = None)
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     benchmark = Benchmark.load(options.file, options.set, options.only)
     path = None if options.json is None else Path(options.json)
-    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is not None and (
+        path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)
+    ):
         raise ValueError(f"--json {path} cannot be written; name a file in a folder that is there")
     for table in benchmark.tables:
         check_table(table, benchmark.variants)
@@ -49,7 +53,9 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result, one row a line, whole or not at all."""
     head = {name: value for name, value in result.items() if name != "rows"} | {"rows": []}
     text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False).removesuffix("[]\n}")
-    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in result["rows"])
+    rows = ",\n  ".join(
+        json.dumps(row, ensure_ascii=False, allow_nan=False) for row in result["rows"]
+    )
     temporary = path.with_suffix(".tmp")
     temporary.write_text(f"{text}[\n  {rows}\n ]\n}}\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -79,19 +85,29 @@ def _say(line: str) -> None:
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("file", help="a benchmark (.yaml) to measure, or the result of one (.json) to show")
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), metavar="NAMES", help="measure these variants only"
+        "file", help="a benchmark (.yaml) to measure, or the result of one (.json) to show"
     )
-    parser.add_argument("--json", metavar="PATH", help="write the result there, after each document")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help="measure these variants only",
+    )
+    parser.add_argument(
+        "--json", metavar="PATH", help="write the result there, after each document"
+    )
     parser.add_argument("--draw", metavar="PATH", help="draw the first table there as SVG")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key of the benchmark (repeats=3), or of the configuration for all variants (cache.sinks=64)",
+        help="override a key of the benchmark (repeats=3), or of the configuration for all "
+        "variants (cache.sinks=64)",
     )
     return parser

@@ -30,7 +30,9 @@ class PromptGroup:
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Return the upper bound of a prompt's bucket: the smallest power of two, at least 512, that holds it."""
+    """Return the upper bound of a prompt's bucket: the smallest power of two, at least 512, that
+    holds it.
+    """
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
 
 
@@ -40,7 +42,8 @@ def bucket_name(bucket: int) -> str:
 
 
 def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list[PromptGroup]:
-    """Choose the first documents of each bucket that fit whole, with their output, into every variant's context.
+    """Choose the first documents of each bucket that fit whole, with their output, into every
+    variant's context.
 
     Raises ValueError if the documents cannot be read, or if a bucket has too few of them.
     """
@@ -51,7 +54,11 @@ def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list
     if benchmark.cut_to is not None:
         cut = replace(config.prompt, max_prompt_tokens=benchmark.cut_to, length_policy="head")
         found = _rendered(config, Prompts(tokenizer, cut, limit), benchmark.max_new_tokens)
-        chosen = {benchmark.cut_to: [(doc_id, tokens) for doc_id, tokens, _ in found][: benchmark.per_bucket]}
+        chosen = {
+            benchmark.cut_to: [(doc_id, tokens) for doc_id, tokens, _ in found][
+                : benchmark.per_bucket
+            ]
+        }
     else:
         chosen = {bucket: [] for bucket in sorted(benchmark.buckets)}
         for doc_id, tokens, is_whole in _rendered(
@@ -63,23 +70,37 @@ def choose_documents(benchmark: Benchmark, configs: Sequence[RunConfig]) -> list
     for bucket, documents in chosen.items():
         if len(documents) < benchmark.per_bucket:
             raise ValueError(
-                f"{benchmark.documents} has {len(documents)} of {counted(benchmark.per_bucket, 'document')} of up to "
-                f"{bucket_name(bucket)} tokens that fit whole, with their output; choose other buckets or documents"
+                f"{benchmark.documents} has {len(documents)} of "
+                f"{counted(benchmark.per_bucket, 'document')} of up to "
+                f"{bucket_name(bucket)} tokens that fit whole, with their output; choose other "
+                "buckets or documents"
             )
     named = {bucket_name(bucket): documents for bucket, documents in chosen.items()}
     if benchmark.mixed:
-        named = {"mixed": [document for turn in zip(*named.values(), strict=True) for document in turn]}
-    return [group for name, documents in named.items() for group in _groups(name, documents, benchmark.together)]
+        named = {
+            "mixed": [document for turn in zip(*named.values(), strict=True) for document in turn]
+        }
+    return [
+        group
+        for name, documents in named.items()
+        for group in _groups(name, documents, benchmark.together)
+    ]
 
 
-def _groups(bucket: str, documents: list[tuple[str, list[int]]], size: int) -> Iterator[PromptGroup]:
+def _groups(
+    bucket: str, documents: list[tuple[str, list[int]]], size: int
+) -> Iterator[PromptGroup]:
     for first in range(0, len(documents), size):
         doc_ids, prompts = zip(*documents[first : first + size], strict=True)
         yield PromptGroup([*doc_ids], bucket, [*prompts])
 
 
-def _rendered(config: RunConfig, prompts: Prompts, max_new_tokens: int) -> Iterator[tuple[str, list[int], bool]]:
-    """Yield the id and the tokens of each document, and whether it is whole; none for one that does not fit."""
+def _rendered(
+    config: RunConfig, prompts: Prompts, max_new_tokens: int
+) -> Iterator[tuple[str, list[int], bool]]:
+    """Yield the id and the tokens of each document, and whether it is whole; none for one that does
+    not fit.
+    """
     for doc_id, text in read_texts(config):
         try:
             prompt = prompts.render(text, max_new_tokens)
@@ -89,7 +110,9 @@ def _rendered(config: RunConfig, prompts: Prompts, max_new_tokens: int) -> Itera
 
 
 def read_texts(config: RunConfig) -> list[tuple[str, str]]:
-    """Read ids and texts, in input order. Raises ValueError if the columns or the file are not there."""
+    """Read ids and texts, in input order. Raises ValueError if the columns or the file are not
+    there.
+    """
     options: Any = config.input
     columns = [options.text_column, *([options.id_column] if options.id_column else [])]
     try:

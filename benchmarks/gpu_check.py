@@ -1,9 +1,10 @@
-"""The check of a GPU, part by part: is it right there, what would a start choose, and how long do steps take?
+"""The check of a GPU, part by part: is it right there, what would a start choose, and how long do
+steps take?
 
-`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json`, files of its parts, and `said.txt` with all that
-they said, each written as soon as there is something to say. Each part has a process and a time of its own, so that one
-which hangs, or breaks its GPU, costs itself alone. The exit code is 1 if a part failed, or a kernel that can run there
-is wrong.
+`python3 -m benchmarks.gpu_check --out out/gpu` leaves `summary.json`, files of its parts, and
+`said.txt` with all that they said, each written as soon as there is something to say. Each part has
+a process and a time of its own, so that one which hangs, or breaks its GPU, costs itself alone. The
+exit code is 1 if a part failed, or a kernel that can run there is wrong.
 """
 
 from __future__ import annotations
@@ -35,13 +36,34 @@ from specextend.proof.subject import Kernels, Subject
 from specextend.shipped import code_commit
 
 Found = dict[str, Any]
-LIMITS_S = {"kernels": 80, "tiny-pair": 45, "proof-batch-4": 95, "proof-batch-16": 85, "steps": 130, "profile": 40}
-"""Seconds of each part, together less than eight minutes. A proof starts a process for each rung."""
+LIMITS_S = {
+    "kernels": 80,
+    "tiny-pair": 45,
+    "proof-batch-4": 95,
+    "proof-batch-16": 85,
+    "steps": 130,
+    "profile": 40,
+}
+"""Seconds of each part, together less than eight minutes. A proof starts a process for each
+rung.
+"""
 _CPU_FACTOR = 10
 """How many times as long the parts may take on a CPU."""
 _TESTS = {"kernels": "tests/gpu/test_cuda.py", "tiny-pair": "tests/gpu/test_cuda_engine.py"}
 PYTEST = (
-    *("-m", "gpu", "-q", "-rfEs", "--tb=short", "-c", "/dev/null", "--rootdir", ".", "--confcutdir", "tests/gpu"),
+    *(
+        "-m",
+        "gpu",
+        "-q",
+        "-rfEs",
+        "--tb=short",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        ".",
+        "--confcutdir",
+        "tests/gpu",
+    ),
     *("--import-mode", "importlib", "-p", "no:cacheprovider"),
 )
 """Nothing of the repository's own settings, which need packages of their own."""
@@ -68,9 +90,13 @@ _CELLS = (
 
 
 def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield what a start would choose for a target in batches of the size that the part's name ends with."""
+    """Yield what a start would choose for a target in batches of the size that the part's name ends
+    with.
+    """
     shape = TINY[0] if tiny else FULL[-1]
-    subject = _subject(shape, device, int(name.rpartition("-")[2]), longest=600 if tiny else _LENGTH + 512)
+    subject = _subject(
+        shape, device, int(name.rpartition("-")[2]), longest=600 if tiny else _LENGTH + 512
+    )
     print(f"{shape.name}:", flush=True)
 
     def attempt(kernels: Kernels, rung: Rung, seconds: float) -> Trial:
@@ -107,7 +133,13 @@ def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Ite
         pair.shape = replace(shape, tree=tree or _WIDE)
         size = "" if tree is None else f"{tree.nodes} x {tree.depth}"
         length = 256 if tiny else _LENGTH
-        cell: Found = {"pair": shape.name, "backend": backend, "batch": batch, "tokens": length, "tree": size}
+        cell: Found = {
+            "pair": shape.name,
+            "backend": backend,
+            "batch": batch,
+            "tokens": length,
+            "tree": size,
+        }
         cell |= try_steps(pair, backend, batch, length, speculates=tree is not None)
         print(cell, flush=True)
         yield cell
@@ -116,7 +148,9 @@ def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Ite
 
 
 def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield how kernels for prompts compare, then the operators that take most time in chunks and in steps."""
+    """Yield how kernels for prompts compare, then the operators that take most time in chunks and
+    in steps.
+    """
     length = 256 if tiny else _LENGTH
     yield from _prompt_kernels(device, traits_of(device).prefill_chunk if not tiny else 64, length)
     pair = Pair(TINY[-1] if tiny else FULL[-1], device, torch.bfloat16)
@@ -125,21 +159,30 @@ def profiles(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> 
     engine = parts.engine(speculates=True)
     decode(engine, 1, 64)
     for what, num_tokens in (("steps", 64), ("a prompt and steps", length)):
-        with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as seen:
+        with profile(
+            activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]
+        ) as seen:
             decode(engine, 1, num_tokens)
         order = "self_device_time_total" if is_gpu else "self_cpu_time_total"
         events = sorted(seen.key_averages(), key=lambda event: -getattr(event, order))[:_OPERATORS]
-        rows = [{"name": each.key[:80], "calls": each.count, "ms": getattr(each, order) / 1e3} for each in events]
+        rows = [
+            {"name": each.key[:80], "calls": each.count, "ms": getattr(each, order) / 1e3}
+            for each in events
+        ]
         yield {"of": what, "tokens": num_tokens, "operators": rows}
 
 
 def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> Iterator[Found]:
-    """Yield the milliseconds of a chunk's attention to the rows before it, by cuDNN and by torch's flash kernel."""
+    """Yield the milliseconds of a chunk's attention to the rows before it, by cuDNN and by torch's
+    flash kernel.
+    """
     make = partial(torch.randn, device=device, dtype=torch.bfloat16)
     q, k, v = make(1, 32, num_queries, 128), make(1, 32, num_keys, 128), make(1, 32, num_keys, 128)
     operators = torch.ops.aten
     candidates = {
-        "cudnn": lambda: operators._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False),
+        "cudnn": lambda: operators._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, False
+        ),
         "flash": lambda: operators._scaled_dot_product_flash_attention(q, k, v, 0.0, False),
     }
     for kernel, run in candidates.items():
@@ -156,7 +199,9 @@ def _prompt_kernels(device: torch.device, num_queries: int, num_keys: int) -> It
 
 
 def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> int:
-    """Run a part in this process, and write what it finds after each finding; return the exit code."""
+    """Run a part in this process, and write what it finds after each finding; return the exit
+    code.
+    """
     part = {"steps": steps, "profile": profiles}.get(name, proofs)
     found: list[Found] = []
     for each in part(name, device, seconds_for(name, device) - 15, tiny=tiny):
@@ -178,7 +223,9 @@ def write(folder: Path, name: str, found: Any) -> None:
 
 
 def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str]:
-    """Run a command, whose words are added to `log` at once; return its exit code, and the last of what it said."""
+    """Run a command, whose words are added to `log` at once; return its exit code, and the last of
+    what it said.
+    """
     with log.open("ab") as said:
         begin = said.tell()
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
@@ -192,7 +239,9 @@ def run_limited(command: list[str], limit_s: float, log: Path) -> tuple[int, str
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """End a process; it has a few seconds to end what it started, which would use the GPU beside the next part."""
+    """End a process; it has a few seconds to end what it started, which would use the GPU beside
+    the next part.
+    """
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_GRACE_S)
@@ -203,7 +252,9 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """Run all parts one after the other, or the one that is named; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shapes", choices=("full", "tiny"), default="full")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
@@ -214,7 +265,12 @@ def main() -> int:
     if given.part:
         return run_part(given.part, device, given.out, tiny=given.shapes == "tiny")
     versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    summary: Found = {"commit": code_commit(), "device": device_name(device), "versions": versions, "parts": {}}
+    summary: Found = {
+        "commit": code_commit(),
+        "device": device_name(device),
+        "versions": versions,
+        "parts": {},
+    }
     for name in LIMITS_S:
         command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--part", name]
         if name in _TESTS:

@@ -1,4 +1,5 @@
-"""Pairs of target and draft with random weights, made on the device; nothing is read from a file or written to one.
+"""Pairs of target and draft with random weights, made on the device; nothing is read from a file or
+written to one.
 
 Nothing here needs a configuration or a tokenizer's files.
 """
@@ -45,7 +46,9 @@ class PairShape:
     cache: CacheOptions
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocabulary: int) -> dict[str, Any]:
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocabulary: int
+) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -80,7 +83,9 @@ _TINY_TARGET = _llama(128, 192, 8, (4, 2), 500) | {"head_dim": 64, "initializer_
 _TINY: dict[str, Any] = {
     "target": _TINY_TARGET,
     "tree": TreeOptions(nodes=8, depth=4),
-    "cache": CacheOptions(chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)),
+    "cache": CacheOptions(
+        chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
+    ),
 }
 TINY = (
     PairShape(name="tiny + model", draft=_TINY_TARGET, **_TINY),
@@ -114,7 +119,8 @@ class Pair:
         """Return a copy of the pair on another device."""
         moved = copy.copy(self)
         moved.model, moved.draft_model = (
-            None if model is None else copy.deepcopy(model).to(device) for model in (self.model, self.draft_model)
+            None if model is None else copy.deepcopy(model).to(device)
+            for model in (self.model, self.draft_model)
         )
         moved.head_weights = {name: weight.to(device) for name, weight in self.head_weights.items()}
         return moved
@@ -125,10 +131,13 @@ GRAPHS = "triton, graphs"
 
 
 class EngineParts:
-    """The engine's target and drafter around a pair, for a batch of sequences of one length at most."""
+    """The engine's target and drafter around a pair, for a batch of sequences of one length at
+    most.
+    """
 
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
-        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together.
+        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and
+        output together.
 
         GRAPHS captures the steps.
         """
@@ -139,10 +148,16 @@ class EngineParts:
         self.lm_head: Tensor = model.lm_head.weight  # packing hides it
         rows = aligned(num_tokens + shape.tree.most_nodes + shape.tree.depth + 2)
         attend = require_backend(name, model.device)
-        self.target = CachedModel(model, attend, batch * rows, load_layer_kernels(name, model.device))
+        self.target = CachedModel(
+            model, attend, batch * rows, load_layer_kernels(name, model.device)
+        )
         self.tree_attention: TreeAttention = "dense" if name == "triton" else "hybrid"
         self.chunk_size = traits_of(model.device).prefill_chunk
-        scratch = shape.tree.most_nodes * shape.tree.depth + shape.cache.draft_prefill_window + self.chunk_size
+        scratch = (
+            shape.tree.most_nodes * shape.tree.depth
+            + shape.cache.draft_prefill_window
+            + self.chunk_size
+        )
         self.network = self._network(pair, batch * (rows + aligned(scratch)))
         visible = shape.cache.top_k_chunks * shape.cache.chunk_size
         self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)
@@ -172,7 +187,9 @@ class EngineParts:
         layers = pair.head.hidden_layers(target.config.num_hidden_layers)
         vocabulary = torch.arange(pair.head.draft_vocab_size)
         rows = num_rows, num_rows
-        return EagleNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, rows, rope, layers)
+        return EagleNetwork(
+            pair.head, pair.head_weights, vocabulary, target, self.lm_head, rows, rope, layers
+        )
 
 
 class TokenNumbers:
@@ -214,7 +231,9 @@ def _own(model: Any) -> Any:
 
 
 def _imitate(draft: Any, target: Any) -> None:
-    """Give a draft the target's weights with a little noise, so that right and wrong guesses both occur."""
+    """Give a draft the target's weights with a little noise, so that right and wrong guesses both
+    occur.
+    """
     draft.load_state_dict(target.state_dict())
     for weight in draft.parameters():
         weight.add_(torch.randn_like(weight) * weight.std() * 0.02)

@@ -1,7 +1,8 @@
-"""Prefill, plain and speculative steps at the shapes of shipped pairs on a GPU: `python3 -m benchmarks.gpu_steps`.
+"""Prefill, plain and speculative steps at the shapes of shipped pairs on a GPU: `python3 -m
+benchmarks.gpu_steps`.
 
-Weights and prompts are random, so times are real and tokens mean nothing. A line of JSON for each combination goes to
-the standard output; one that fails says why.
+Weights and prompts are random, so times are real and tokens mean nothing. A line of JSON for each
+combination goes to the standard output; one that fails says why.
 
 Shapes: `B` sequences.
 """
@@ -34,15 +35,25 @@ NEW_TOKENS = 32
 
 
 def steps(device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Row]:
-    """Yield the milliseconds of each combination until the time is up; what does not run says why."""
+    """Yield the milliseconds of each combination until the time is up; what does not run says
+    why.
+    """
     shapes, grid = (TINY, TINY_GRID) if tiny else (FULL, GRID)
     ends_at = time.monotonic() + limit_s
     for shape in shapes:
         pair = Pair(shape, device, torch.bfloat16)
-        for (batch, length), backend, speculates in product(grid, (*_BACKENDS, GRAPHS), (False, True)):
+        for (batch, length), backend, speculates in product(
+            grid, (*_BACKENDS, GRAPHS), (False, True)
+        ):
             if time.monotonic() > ends_at:
                 return
-            cell: Row = {"pair": shape.name, "backend": backend, "batch": batch, "tokens": length, "draft": speculates}
+            cell: Row = {
+                "pair": shape.name,
+                "backend": backend,
+                "batch": batch,
+                "tokens": length,
+                "draft": speculates,
+            }
             yield cell | try_steps(pair, backend, batch, length, speculates=speculates)
             gc.collect()
             release_cached(device)
@@ -71,7 +82,9 @@ def decode(engine: Engine, batch: int, num_tokens: int) -> DecodingStats:
 
 
 def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculates: bool) -> Row:
-    """Decode a batch of prompts of one length after a warm-up, and return the milliseconds of a step by phase."""
+    """Decode a batch of prompts of one length after a warm-up, and return the milliseconds of a
+    step by phase.
+    """
     device = pair.model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -79,7 +92,12 @@ def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculat
     decode(engine, batch, min(length, 64))
     stats = decode(engine, batch, length)
     num_steps = (stats.num_spec_steps + stats.num_plain_steps) / batch
-    phases = {"step": stats.step_s, "draft": stats.draft_s, "verify": stats.verify_s, "retrieval": stats.retrieval_s}
+    phases = {
+        "step": stats.step_s,
+        "draft": stats.draft_s,
+        "verify": stats.verify_s,
+        "retrieval": stats.retrieval_s,
+    }
     return {
         "prefill_tokens_per_s": batch * length / stats.prefill_s,
         "decode_tokens_per_s": stats.num_output_tokens / stats.step_s,
@@ -92,7 +110,9 @@ def measure_steps(pair: Pair, backend: str, batch: int, length: int, *, speculat
 
 def main() -> int:
     """Measure, and print a line for each combination."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shapes", choices=("full", "tiny"), default="full")
     parser.add_argument("--limit-s", type=float, default=500.0)

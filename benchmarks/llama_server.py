@@ -1,8 +1,11 @@
-"""llama.cpp's server as a process of its own, which prints its address and ends when its standard input does.
+"""llama.cpp's server as a process of its own, which prints its address and ends when its standard
+input does.
 
-Beside torch in one process both are slower by a third: each has a pool of OpenMP threads of its own.
+Beside torch in one process both are slower by a third: each has a pool of OpenMP threads of its
+own.
 
-    python benchmarks/llama_server.py '{"path": "target.gguf", "num_tokens": 8192, "cache": "F16", "threads": 2}'
+    python benchmarks/llama_server.py '{"path": "target.gguf", "num_tokens": 8192, "cache": "F16",
+    "threads": 2}'
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def serve(path: str, num_tokens: int, cache: str, threads: int, drafts: Mapping[str, Any] = {}) -> Any:
-    """Load a GGUF file with room for `num_tokens` tokens into a server with one slot, on loopback only.
+def serve(
+    path: str, num_tokens: int, cache: str, threads: int, drafts: Mapping[str, Any] = {}
+) -> Any:
+    """Load a GGUF file with room for `num_tokens` tokens into a server with one slot, on loopback
+    only.
 
-    drafts: a `kind` of n-gram drafts (`simple`, `map_k`, `mod`) with its options; none without it. Raises RuntimeError
-    if llama.cpp refuses the file.
+    drafts: a `kind` of n-gram drafts (`simple`, `map_k`, `mod`) with its options; none without it.
+    Raises RuntimeError if llama.cpp refuses the file.
     """
     import xllamacpp
 
@@ -32,7 +38,9 @@ def serve(path: str, num_tokens: int, cache: str, threads: int, drafts: Mapping[
     params.verbosity = -1
     if drafts:
         kinds, speculative = xllamacpp.common_speculative_type, params.speculative
-        speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_NGRAM_{drafts['kind'].upper()}")]
+        speculative.types = [
+            getattr(kinds, f"COMMON_SPECULATIVE_TYPE_NGRAM_{drafts['kind'].upper()}")
+        ]
         for name, value in drafts["options"].items():
             setattr(getattr(speculative, f"ngram_{drafts['kind']}"), name, value)
     return xllamacpp.Server(params)

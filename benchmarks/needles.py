@@ -1,12 +1,14 @@
-"""The needle study: which parts of a document a cache policy lets the draft see, and what the draft makes of them.
+"""The needle study: which parts of a document a cache policy lets the draft see, and what the draft
+makes of them.
 
-Documents are probes: prompts of real text with a hidden detail that the answer must repeat word for word. `passkey`
-hides one number, `needles` four to eight codes, all of which are asked for; `quote` asks for a passage of the text
-itself. The target reads prompt and known answer; the draft is then called as the engine calls it, one step after the
-other, and a node of its tree counts as accepted as long as its path follows the target's own choices. Nothing is timed.
+Documents are probes: prompts of real text with a hidden detail that the answer must repeat word for
+word. `passkey` hides one number, `needles` four to eight codes, all of which are asked for; `quote`
+asks for a passage of the text itself. The target reads prompt and known answer; the draft is then
+called as the engine calls it, one step after the other, and a node of its tree counts as accepted
+as long as its path follows the target's own choices. Nothing is timed.
 
-Shapes: `T` tokens, `n` tokens of the answer, `C` hidden size, `F` features, `H` query heads, `K` key heads, `D` head
-size.
+Shapes: `T` tokens, `n` tokens of the answer, `C` hidden size, `F` features, `H` query heads, `K`
+key heads, `D` head size.
 """
 
 from __future__ import annotations
@@ -34,10 +36,47 @@ from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats, ratio
 
 _INTRODUCTION = "Read the text. A question follows it."
-_NAMES = ("Alma", "Boris", "Clara", "Dorian", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karla", "Leon")
+_NAMES = (
+    "Alma",
+    "Boris",
+    "Clara",
+    "Dorian",
+    "Edith",
+    "Felix",
+    "Greta",
+    "Hugo",
+    "Irene",
+    "Jonas",
+    "Karla",
+    "Leon",
+)
 _WORDS = (
-    *("amber", "basket", "candle", "dolphin", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
-    *("ladder", "marble", "needle", "orange", "pepper", "quartz", "ribbon", "saddle", "tunnel", "umbrella", "velvet"),
+    *(
+        "amber",
+        "basket",
+        "candle",
+        "dolphin",
+        "engine",
+        "feather",
+        "garden",
+        "hammer",
+        "island",
+        "jacket",
+        "kettle",
+    ),
+    *(
+        "ladder",
+        "marble",
+        "needle",
+        "orange",
+        "pepper",
+        "quartz",
+        "ribbon",
+        "saddle",
+        "tunnel",
+        "umbrella",
+        "velvet",
+    ),
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _MOST_WORDS = 80
@@ -64,7 +103,9 @@ class Probe:
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     sources: list[int | None]
-    """For each answer token, the prompt position of the needle token that it repeats; None for the rest."""
+    """For each answer token, the prompt position of the needle token that it repeats; None for the
+    rest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +121,9 @@ class Hidden:
 def replay_probes(
     benchmark: Benchmark, configs: Mapping[str, RunConfig], say: Callable[[str], None]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each variant: one for each probe. Raises ValueError if a length has no room for its probes."""
+    """Yield the rows of each variant: one for each probe. Raises ValueError if a length has no room
+    for its probes.
+    """
     first = next(iter(configs.values()))
     tokenizer = load_tokenizer(first.target.model)
     maker = ProbeMaker(tokenizer, first.prompt.system, [text for _, text in read_texts(first)])
@@ -96,9 +139,13 @@ class ProbeMaker:
     """Makes probes of any length from the sentences of real texts."""
 
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str]) -> None:
-        """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it is long enough."""
+        """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it
+        is long enough.
+        """
         self._tokenizer = tokenizer
-        self._prompts = Prompts(tokenizer, PromptOptions(instruction="{{ document }}", system=system), 1 << 30)
+        self._prompts = Prompts(
+            tokenizer, PromptOptions(instruction="{{ document }}", system=system), 1 << 30
+        )
         self._texts = [
             [(sentence, self._count(sentence)) for sentence in sentences_of(text)]
             for text in texts
@@ -121,7 +168,9 @@ class ProbeMaker:
             room -= len(prompt) - length
         answer, is_needle = self._encode(hidden.answer)
         sources = find_sources(prompt, answer, is_needle)
-        return Probe(f"{kind}-{length}-{number:02d}", kind, bucket_name(length), prompt, answer, sources)
+        return Probe(
+            f"{kind}-{length}-{number:02d}", kind, bucket_name(length), prompt, answer, sources
+        )
 
     def _passkey(self, random: Random, length: int) -> Hidden:
         key = str(random.randrange(10_000, 100_000))
@@ -132,14 +181,20 @@ class ProbeMaker:
     def _needles(self, random: Random, length: int) -> Hidden:
         names = random.sample(_NAMES, random.randint(4, 8))
         words = random.sample(_WORDS, len(names))
-        codes = [word if random.random() < 0.5 else str(random.randrange(1000, 10_000)) for word in words]
-        needles = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+        codes = [
+            word if random.random() < 0.5 else str(random.randrange(1000, 10_000)) for word in words
+        ]
+        needles = [
+            f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)
+        ]
         order = random.sample(range(len(names)), len(names))
         asked = f"{', '.join(names[i] for i in order[:-1])} and {names[order[-1]]}"
         question = f"What are the codes of {asked}? Answer in this order."
         sentences = _scatter(random, self._filler(random, length, [*needles, question]), needles)
         answer = [
-            piece for i in order for piece in ((f"The code of {names[i]} is ", False), (codes[i], True), (". ", False))
+            piece
+            for i in order
+            for piece in ((f"The code of {names[i]} is ", False), (codes[i], True), (". ", False))
         ]
         return Hidden(sentences, question, [*answer[:-1], (".", False)])
 
@@ -147,17 +202,31 @@ class ProbeMaker:
         ask = "Repeat the passage that begins with"
         filler = self._filler(random, length, [f"{ask} {'word ' * _GIVEN_WORDS}"])
         if not (passages := self._passages(filler)):
-            raise ValueError(f"a text of {length} tokens has no passage of {_QUOTE[0]} to {_QUOTE[-1]} tokens to quote")
+            raise ValueError(
+                f"a text of {length} tokens has no passage of {_QUOTE[0]} to {_QUOTE[-1]} tokens "
+                "to quote"
+            )
         passage = random.choice(passages)
         begin = " ".join(passage.split()[:_GIVEN_WORDS])
-        return Hidden(filler, f'{ask} "{begin}", word for word.', [(begin, False), (passage[len(begin) :], True)])
+        return Hidden(
+            filler,
+            f'{ask} "{begin}", word for word.',
+            [(begin, False), (passage[len(begin) :], True)],
+        )
 
     def _passages(self, filler: list[str]) -> list[str]:
-        """Find passages to ask for: of the right length, far enough back, and identified by their first words."""
-        ends, text = [0, *accumulate(self._count(sentence) for sentence in filler)], " ".join(filler)
+        """Find passages to ask for: of the right length, far enough back, and identified by their
+        first words.
+        """
+        ends, text = (
+            [0, *accumulate(self._count(sentence) for sentence in filler)],
+            " ".join(filler),
+        )
         found = []
         for start, sentence in enumerate(filler):
-            stop = next((i for i in range(start + 1, len(ends)) if ends[i] - ends[start] >= _QUOTE[0]), None)
+            stop = next(
+                (i for i in range(start + 1, len(ends)) if ends[i] - ends[start] >= _QUOTE[0]), None
+            )
             if stop is None or ends[stop] > _FAR * ends[-1]:
                 break
             words = sentence.split()[:_GIVEN_WORDS]
@@ -169,7 +238,11 @@ class ProbeMaker:
 
     def _filler(self, random: Random, length: int, others: list[str]) -> list[str]:
         """Collect sentences for a prompt of `length` tokens that also holds `others`."""
-        room = length - self._prompts.num_template_tokens - sum(map(self._count, [_INTRODUCTION, *others]))
+        room = (
+            length
+            - self._prompts.num_template_tokens
+            - sum(map(self._count, [_INTRODUCTION, *others]))
+        )
         filler: list[str] = []
         for text in random.sample(self._texts, len(self._texts)):
             for sentence, size in text:
@@ -177,14 +250,20 @@ class ProbeMaker:
                     return filler
                 filler.append(sentence)
                 room -= size
-        raise ValueError(f"the texts for probes are too short for {length} tokens; choose a smaller length")
+        raise ValueError(
+            f"the texts for probes are too short for {length} tokens; choose a smaller length"
+        )
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Tokenize the answer; return its tokens, and for each whether it holds a part of a needle."""
+        """Tokenize the answer; return its tokens, and for each whether it holds a part of a
+        needle.
+        """
         text = "".join(piece for piece, _ in pieces)
         is_needle = [flag for piece, flag in pieces for _ in piece]
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoding["input_ids"], [any(is_needle[start:end]) for start, end in encoding["offset_mapping"]]
+        return encoding["input_ids"], [
+            any(is_needle[start:end]) for start, end in encoding["offset_mapping"]
+        ]
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(" " + text, add_special_tokens=False)["input_ids"])
@@ -199,7 +278,10 @@ def sentences_of(text: str) -> list[str]:
 def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
     """Insert needles between sentences of the filler. Raises ValueError if it has too few."""
     if len(filler) < len(needles):
-        raise ValueError(f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger length")
+        raise ValueError(
+            f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger "
+            "length"
+        )
     sentences = list(filler)
     places = sorted(random.sample(range(len(filler) + 1), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
@@ -208,16 +290,21 @@ def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]
 
 
 def find_sources(prompt: list[int], answer: list[int], is_needle: list[bool]) -> list[int | None]:
-    """Find each run of needle tokens in the prompt; None for other tokens and for runs that are not found.
+    """Find each run of needle tokens in the prompt; None for other tokens and for runs that are not
+    found.
 
     A run is searched together with the tokens before it, which tell two equal codes apart.
     """
     sources: list[int | None] = [None] * len(answer)
-    for first in (i for i, flag in enumerate(is_needle) if flag and (i == 0 or not is_needle[i - 1])):
+    for first in (
+        i for i, flag in enumerate(is_needle) if flag and (i == 0 or not is_needle[i - 1])
+    ):
         stop = next((i for i in range(first, len(is_needle)) if not is_needle[i]), len(is_needle))
         before = max(0, first - 3)
         run = answer[before:stop]
-        at = next((i for i in range(len(prompt) - len(run) + 1) if prompt[i : i + len(run)] == run), None)
+        at = next(
+            (i for i in range(len(prompt) - len(run) + 1) if prompt[i : i + len(run)] == run), None
+        )
         if at is not None:
             sources[first:stop] = range(at + first - before, at + stop - before)
     return sources
@@ -267,37 +354,60 @@ class Replayer:
             target.cache.rows.give_back(region)
 
     def _trace(self, probe: Probe, start: int) -> Trace:
-        """Run the prompt, then the answer, through the target; its cache has rows for them from `start` on."""
+        """Run the prompt, then the answer, through the target; its cache has rows for them from
+        `start` on.
+        """
         target = self._engine.target
         prompt, known = probe.prompt_token_ids, probe.answer_token_ids[:-1]
         chunk_size = traits_of(target.device).prefill_chunk
         parts = [prompt[first : first + chunk_size] for first in range(0, len(prompt), chunk_size)]
-        outputs = [self._forward(part, number * chunk_size, start) for number, part in enumerate(parts)]
+        outputs = [
+            self._forward(part, number * chunk_size, start) for number, part in enumerate(parts)
+        ]
         answer = self._forward(known, len(prompt), start)
-        deciding, skipped = [outputs[-1], answer], len(parts[-1]) - 1  # the prompt's last position decides a token
+        # the prompt's last position decides a token
+        deciding, skipped = [outputs[-1], answer], len(parts[-1]) - 1
         rows = slice(start, start + len(prompt) + len(known))
         return Trace(
-            choice_token_ids=target.logits(torch.cat([each[0] for each in deciding])[skipped:]).argmax(-1).tolist(),
+            choice_token_ids=target.logits(torch.cat([each[0] for each in deciding])[skipped:])
+            .argmax(-1)
+            .tolist(),
             features=torch.cat([each[1] for each in [*outputs, answer]]),
-            queries=[torch.cat([each[2][layer] for each in deciding])[skipped:] for layer in self._layers],
+            queries=[
+                torch.cat([each[2][layer] for each in deciding])[skipped:] for layer in self._layers
+            ],
             keys=[target.cache.keys[layer, :, rows] for layer in self._layers],
         )
 
-    def _forward(self, token_ids: list[int], length: int, start: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Run tokens [T] behind `length` others; return hidden [T, C], features [T, F] and queries [T, H, D]."""
+    def _forward(
+        self, token_ids: list[int], length: int, start: int
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Run tokens [T] behind `length` others; return hidden [T, C], features [T, F] and queries
+        [T, H, D].
+        """
         target, device = self._engine.target, self._engine.target.device
         positions = torch.arange(length, length + len(token_ids), device=device).unsqueeze(0)
-        plan = AttentionPlan([start], [length + len(token_ids)], len(token_ids), keep_layers=frozenset(self._layers))
+        plan = AttentionPlan(
+            [start], [length + len(token_ids)], len(token_ids), keep_layers=frozenset(self._layers)
+        )
         inputs = torch.tensor([token_ids], device=device)
-        hidden, features = target.forward_with_features(inputs, positions, plan, self._drafter.hidden_layers)
-        return hidden[0], features[0], {layer: query[0].clone() for layer, query in plan.queries.items()}
+        hidden, features = target.forward_with_features(
+            inputs, positions, plan, self._drafter.hidden_layers
+        )
+        return (
+            hidden[0],
+            features[0],
+            {layer: query[0].clone() for layer, query in plan.queries.items()},
+        )
 
     def _replay(self, probe: Probe, trace: Trace) -> list[Step]:
         """Let the draft read the prompt and propose trees along the answer, as the engine does."""
         drafter, num_prompt = self._drafter, len(probe.prompt_token_ids)
         chunk_size = traits_of(trace.features.device).prefill_chunk
         prompt = torch.tensor(probe.prompt_token_ids, device=trace.features.device)
-        chunks = zip(prompt.split(chunk_size), trace.features[:num_prompt].split(chunk_size), strict=True)
+        chunks = zip(
+            prompt.split(chunk_size), trace.features[:num_prompt].split(chunk_size), strict=True
+        )
         for chunk, features in chunks:
             drafter.prefill(_SLOT, chunk, features)
         policy = CachePolicy(self._options)
@@ -316,13 +426,19 @@ class Replayer:
                 self._absorb(probe, trace, before, decided)
         return steps
 
-    def _select(self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int) -> frozenset[int]:
-        """Choose what the draft sees, by the query of the last committed token after `decided` tokens of the answer."""
+    def _select(
+        self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int
+    ) -> frozenset[int]:
+        """Choose what the draft sees, by the query of the last committed token after `decided`
+        tokens of the answer.
+        """
         num_tokens, mass = num_prompt + decided, torch.empty(0)
         if self._layers:
             queries = [each[decided] for each in trace.queries]
             keys = [each[:, :num_tokens] for each in trace.keys]
-            mass = mean_mass(queries, keys, self._options.chunk_size, self._engine.target.scale).cpu()
+            mass = mean_mass(
+                queries, keys, self._options.chunk_size, self._engine.target.scale
+            ).cpu()
         positions = policy.select(num_tokens, mass, DecodingStats())
         self._drafter.select(_SLOT, positions)
         return frozenset(positions.tolist())
@@ -330,15 +446,25 @@ class Replayer:
     def _absorb(self, probe: Probe, trace: Trace, start: int, stop: int) -> None:
         """Give the draft the answer's tokens `start` to `stop`; the last becomes the new root."""
         first = len(probe.prompt_token_ids) - 1
-        decided = Decided.pad([probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]])
+        decided = Decided.pad(
+            [probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]]
+        )
         self._drafter.read(_SLOT, decided.token_ids[0])
         self._drafter.absorb([_SLOT], decided)
 
     def _row(self, probe: Probe, trace: Trace, steps: Sequence[Step]) -> dict[str, Any]:
-        """Count, over the needle tokens behind the first token that the target would choose itself."""
+        """Count, over the needle tokens behind the first token that the target would choose
+        itself.
+        """
         answer, chosen = probe.answer_token_ids, trace.choice_token_ids
-        needle = [i for i, source in enumerate(probe.sources) if i and source is not None and answer[i] == chosen[i]]
-        step_of = {i: step for step in steps for i in range(step.first, step.first + step.num_accepted + 1)}
+        needle = [
+            i
+            for i, source in enumerate(probe.sources)
+            if i and source is not None and answer[i] == chosen[i]
+        ]
+        step_of = {
+            i: step for step in steps for i in range(step.first, step.first + step.num_accepted + 1)
+        }
         in_view = sum(probe.sources[i] in step_of[i].shown for i in needle)
         from_tree = sum(i < step_of[i].first + step_of[i].num_accepted for i in needle)
         mean_accepted = ratio(sum(step.num_accepted for step in steps), len(steps))
@@ -368,10 +494,14 @@ class Step:
 
 
 def accepted(tree: DraftTrees, answer: Sequence[int], chosen: Sequence[int], first: int) -> int:
-    """Count the nodes that are accepted from answer token `first` on: as long as target and answer agree."""
+    """Count the nodes that are accepted from answer token `first` on: as long as target and answer
+    agree.
+    """
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     node, at = 0, first
-    while at < len(answer) and answer[at] == chosen[at] and (node := child.get((node, answer[at]), 0)):
+    while (
+        at < len(answer) and answer[at] == chosen[at] and (node := child.get((node, answer[at]), 0))
+    ):
         at += 1
     return at - first

@@ -1,8 +1,10 @@
-"""OpenVINO GenAI as a process of its own, which answers one line of JSON with another and ends with its standard input.
+"""OpenVINO GenAI as a process of its own, which answers one line of JSON with another and ends with
+its standard input.
 
 Beside torch in one process both are slower: each has a pool of threads of its own.
 
-    python benchmarks/openvino_server.py '{"path": "target-openvino", "precision": "bf16", "threads": 2, "eos": [2]}'
+    python benchmarks/openvino_server.py '{"path": "target-openvino", "precision": "bf16",
+    "threads": 2, "eos": [2]}'
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ Answer = dict[str, Any]
 
 
 def load(
-    path: str, precision: str, threads: int, eos: Sequence[int], num_sequences: int = 1, lookup: Mapping[str, int] = {}
+    path: str,
+    precision: str,
+    threads: int,
+    eos: Sequence[int],
+    num_sequences: int = 1,
+    lookup: Mapping[str, int] = {},
 ) -> Callable[[list[list[int]], int], list[Answer]]:
-    """Load an exported model; return what decodes prompts greedily, and says the tokens and seconds of each.
+    """Load an exported model; return what decodes prompts greedily, and says the tokens and seconds
+    of each.
 
-    num_sequences: prompts that are decoded together. lookup: options of prompt lookup; none without it.
+    num_sequences: prompts that are decoded together. lookup: options of prompt lookup; none without
+    it.
     """
     import numpy as np
     import openvino
@@ -32,14 +41,22 @@ def load(
     scheduler.dynamic_split_fuse = False
     scheduler.max_num_batched_tokens = 1 << 16
     scheduler.max_num_seqs = num_sequences
-    options = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": threads}
+    options = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
+        "INFERENCE_NUM_THREADS": threads,
+    }
     if lookup:
         options["prompt_lookup"] = True
     pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", options)
 
     def decode(prompts: list[list[int]], max_new_tokens: int) -> list[Answer]:
         config = openvino_genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample, config.stop_token_ids = max_new_tokens, False, {*eos}
+        config.max_new_tokens, config.do_sample, config.stop_token_ids = (
+            max_new_tokens,
+            False,
+            {*eos},
+        )
         for name, value in lookup.items():
             setattr(config, name, value)
         begin = time.perf_counter()

@@ -1,10 +1,12 @@
-"""Measures how long running documents stand still while prompts are read, by the share of time that steps have then.
+"""Measures how long running documents stand still while prompts are read, by the share of time that
+steps have then.
 
     python -m benchmarks.pauses --batch 4 --shares 0 0.125 0.5
 
-One engine decodes the same reports of 1K to 8K with each share in turn; each round begins with another share. A line of
-JSON follows each round: of every share the documents an hour, the longest pause of any document and the median of the
-documents' longest pauses (from one look that finds more tokens to the next), and the mean seconds of a document.
+One engine decodes the same reports of 1K to 8K with each share in turn; each round begins with
+another share. A line of JSON follows each round: of every share the documents an hour, the longest
+pause of any document and the median of the documents' longest pauses (from one look that finds more
+tokens to the next), and the mean seconds of a document.
 """
 
 from __future__ import annotations
@@ -48,13 +50,19 @@ def measure(engine: Engine, requests: Sequence[Request], share: float) -> dict[s
     ended.set()
     watcher.join()
     pauses = {"longest_pause_s": max(longest.values()), "median_pause_s": median(longest.values())}
-    figures = {"documents_per_h": 3600 * len(total_s) / wall_s, **pauses, "document_s": mean(total_s)}
+    figures = {
+        "documents_per_h": 3600 * len(total_s) / wall_s,
+        **pauses,
+        "document_s": mean(total_s),
+    }
     return {name: round(value, 3) for name, value in figures.items()}
 
 
 def main() -> None:
     """Measure, and print a line for each round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.125, 0.5])
     parser.add_argument("--per-bucket", type=int, default=4)
@@ -62,19 +70,33 @@ def main() -> None:
     options = parser.parse_args()
     shared = {"decoding.max_batch_size": options.batch, "decoding.cache_gib": 0.25 * options.batch}
     sizes = {"per_bucket": options.per_bucket, "together": options.per_bucket}
-    benchmark = Benchmark(about="pauses", base="engine", variants={"engine": None}, tables=(), set=shared, **sizes)
+    benchmark = Benchmark(
+        about="pauses", base="engine", variants={"engine": None}, tables=(), set=shared, **sizes
+    )
     config = benchmark.configs()["engine"]
     use_configured_threads(config)
     groups = choose_documents(benchmark, [config])
-    prompts = [prompt for together in zip(*(group.prompts for group in groups), strict=True) for prompt in together]
-    requests = [Request(request_id=str(n), prompt_token_ids=each, max_new_tokens=128) for n, each in enumerate(prompts)]
+    prompts = [
+        prompt
+        for together in zip(*(group.prompts for group in groups), strict=True)
+        for prompt in together
+    ]
+    requests = [
+        Request(request_id=str(n), prompt_token_ids=each, max_new_tokens=128)
+        for n, each in enumerate(prompts)
+    ]
     engine = load_engine(config)
     measure(engine, requests[:2], 0.0)  # first-time costs
     for number in range(options.repeats):
         turn = number % len(options.shares)
         order = options.shares[turn:] + options.shares[:turn]
         found = {share: measure(engine, requests, share) for share in order}
-        print(json.dumps({"batch": options.batch, **{str(share): found[share] for share in sorted(found)}}), flush=True)
+        print(
+            json.dumps(
+                {"batch": options.batch, **{str(share): found[share] for share in sorted(found)}}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

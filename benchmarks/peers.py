@@ -34,8 +34,10 @@ from specextend.models import load_target, resolve_device
 from specextend.pairing import check_pair
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
-"""Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
-two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens a step."""
+"""Options of prompt lookup: transformers' default number of tokens, after matches of three tokens
+where its default is two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to
+1.57 tokens a step.
+"""
 OPENVINO_LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 NGRAMS = {"kind": "map_k", "options": {"size_n": 3, "size_m": 8}}
 WHEEL = "xllamacpp"
@@ -61,7 +63,9 @@ class Output:
     num_steps: int
     """Forward passes of the target after prefill."""
     num_first_tokens: int = 1
-    """Tokens that are there when `decode_s` begins: more than one if the pass over the prompt verifies a guess, too."""
+    """Tokens that are there when `decode_s` begins: more than one if the pass over the prompt
+    verifies a guess, too.
+    """
 
 
 class Peer(Protocol):
@@ -72,9 +76,13 @@ class Peer(Protocol):
 
 
 class Transformers:
-    """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic cache."""
+    """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic
+    cache.
+    """
 
-    def __init__(self, model: Any, eos_token_ids: Sequence[int], options: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, model: Any, eos_token_ids: Sequence[int], options: Mapping[str, int] | None = None
+    ) -> None:
         """Take the model; `options` are further values of `GenerationConfig`, such as LOOKUP."""
         self._model, self._eos_token_ids, self._options = model, [*eos_token_ids], options or {}
 
@@ -119,9 +127,11 @@ class Transformers:
 
 
 class TokenClock(StoppingCriteria):
-    """A stopping criterion that never stops: it records the time of the first tokens, and counts the target's passes.
+    """A stopping criterion that never stops: it records the time of the first tokens, and counts
+    the target's passes.
 
-    `generate` calls it after each pass, which adds one token, or with prompt lookup all that were accepted.
+    `generate` calls it after each pass, which adds one token, or with prompt lookup all that were
+    accepted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,21 +158,33 @@ class TokenClock(StoppingCriteria):
 
 
 class LlamaCpp:
-    """llama.cpp's server (`llama_server.py`), with as many threads as torch has; it ends with this object.
+    """llama.cpp's server (`llama_server.py`), with as many threads as torch has; it ends with this
+    object.
 
-    It reads a GGUF file with the target's weights. Prompts and outputs are token ids, so the vocabulary in the file is
-    made up: `t0`, `t1` and so on. With a real one, llama.cpp would also end outputs at tokens that only look like an
-    end to it.
+    It reads a GGUF file with the target's weights. Prompts and outputs are token ids, so the
+    vocabulary in the file is made up: `t0`, `t1` and so on. With a real one, llama.cpp would also
+    end outputs at tokens that only look like an end to it.
     """
 
-    def __init__(self, path: Path, num_tokens: int, cache_type: str, drafts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, num_tokens: int, cache_type: str, drafts: Mapping[str, Any] | None = None
+    ) -> None:
         """Load a GGUF file with room for `num_tokens` tokens; the file may be removed afterwards.
 
         drafts: such as NGRAMS. Raises ValueError if llama.cpp refuses the file.
         """
-        options = {"path": str(path), "num_tokens": num_tokens, "cache": cache_type, "drafts": drafts or {}}
+        options = {
+            "path": str(path),
+            "num_tokens": num_tokens,
+            "cache": cache_type,
+            "drafts": drafts or {},
+        }
         options["threads"] = torch.get_num_threads()
-        command = [sys.executable, str(Path(__file__).with_name("llama_server.py")), json.dumps(options)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("llama_server.py")),
+            json.dumps(options),
+        ]
         server = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         assert server.stdout is not None
         self._address = urlsplit(server.stdout.readline().strip()).netloc
@@ -173,16 +195,21 @@ class LlamaCpp:
 
     @classmethod
     def load(cls, config: RunConfig, drafts: Mapping[str, Any] | None = None) -> LlamaCpp:
-        """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that is impossible."""
+        """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that
+        is impossible.
+        """
         target = config.target
         facts = check_pair(target, None)
         if importlib.util.find_spec(WHEEL) is None:
             raise ValueError(f"llama.cpp needs the package {WHEEL}: {how_to_install('bench')}")
         if resolve_device(target.device).type != "cpu":
-            raise ValueError(f"llama.cpp is measured on the CPU only, and target.device is {target.device!r}")
+            raise ValueError(
+                f"llama.cpp is measured on the CPU only, and target.device is {target.device!r}"
+            )
         if not 1 <= len(facts.eos_token_ids) <= _MOST_EOS:
             raise ValueError(
-                f"llama.cpp needs one to {_MOST_EOS} EOS tokens, and {target.model} has {len(facts.eos_token_ids)}"
+                f"llama.cpp needs one to {_MOST_EOS} EOS tokens, and {target.model} has "
+                f"{len(facts.eos_token_ids)}"
             )
         with TemporaryDirectory(prefix="specextend-gguf-") as folder:
             path = Path(folder, "target.gguf")
@@ -200,8 +227,8 @@ class LlamaCpp:
     def decode(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
         """Decode and measure by llama.cpp's own clock.
 
-        Its `predicted_ms` begin when the first token is chosen, so they are the seconds of the tokens after the first;
-        `prompt_ms` end there.
+        Its `predicted_ms` begin when the first token is chosen, so they are the seconds of the
+        tokens after the first; `prompt_ms` end there.
         """
         answer = self._ask({**_GREEDY, "prompt": prompt_token_ids, "n_predict": max_new_tokens})
         token_ids, timings = answer["tokens"], answer["timings"]
@@ -213,7 +240,9 @@ class LlamaCpp:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with closing(HTTPConnection(self._address)) as connection:
-            connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/completion", json.dumps(request), {"Content-Type": "application/json"}
+            )
             answer: dict[str, Any] = json.load(connection.getresponse())
         if "error" in answer:
             raise ValueError(f"llama.cpp refused a document: {answer['error']['message']}")
@@ -221,18 +250,24 @@ class LlamaCpp:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch has, and as many
-    sequences as `decoding.max_batch_size` says.
+    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch
+    has, and as many sequences as `decoding.max_batch_size` says.
 
-    It reads the folder that `optimum-cli export openvino` wrote beside the target's, with `-openvino` behind its name.
+    It reads the folder that `optimum-cli export openvino` wrote beside the target's, with
+    `-openvino` behind its name.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Load an exported model with the options of `openvino_server.load`. Raises ValueError if it is refused."""
+        """Load an exported model with the options of `openvino_server.load`. Raises ValueError if
+        it is refused.
+        """
         server = Path(__file__).with_name("openvino_server.py")
         command = [sys.executable, str(server), json.dumps(options)]
-        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
-        self._end = weakref.finalize(self, self._process.communicate)  # which closes its standard input
+        self._process = subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True
+        )
+        # which closes its standard input
+        self._end = weakref.finalize(self, self._process.communicate)
         self._read()
 
     @classmethod
@@ -240,12 +275,18 @@ class OpenVINO:
         """Load the configuration's target. Raises ValueError if that is impossible."""
         target = config.target
         if importlib.util.find_spec("openvino_genai") is None:
-            raise ValueError(f"OpenVINO needs the package openvino-genai: {how_to_install('bench')}")
+            raise ValueError(
+                f"OpenVINO needs the package openvino-genai: {how_to_install('bench')}"
+            )
         if resolve_device(target.device).type != "cpu":
-            raise ValueError(f"OpenVINO is measured on the CPU only, and target.device is {target.device!r}")
+            raise ValueError(
+                f"OpenVINO is measured on the CPU only, and target.device is {target.device!r}"
+            )
         folder = Path(f"{target.model}-openvino")
         if not folder.is_dir():
-            raise ValueError(f"there is no {folder}; benchmarks/README.md says how to export the target to it")
+            raise ValueError(
+                f"there is no {folder}; benchmarks/README.md says how to export the target to it"
+            )
         precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
         if not multiplies_bf16():
             precision = "f32"  # its fastest there, and what it falls back to
@@ -259,14 +300,20 @@ class OpenVINO:
         )
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
-        """Decode, and measure by the wall clock: from the request to the first token, and to the last."""
+        """Decode, and measure by the wall clock: from the request to the first token, and to the
+        last.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens}) + "\n"
+        )
         self._process.stdin.flush()
         outputs = []
         for answer in self._read():
             times = answer["times"]
-            outputs.append(Output(answer["tokens"], times[-1] - times[0], times[-1], num_steps=len(times) - 1))
+            outputs.append(
+                Output(answer["tokens"], times[-1] - times[0], times[-1], num_steps=len(times) - 1)
+            )
         return outputs
 
     def _read(self) -> Any:
@@ -286,7 +333,9 @@ PEERS: dict[str, Callable[[RunConfig], Peer]] = {
     "openvino": OpenVINO.load,
     "openvino-lookup": partial(OpenVINO.load, lookup=OPENVINO_LOOKUP),
 }
-"""Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be served."""
+"""Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be
+served.
+"""
 
 
 def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
@@ -303,7 +352,9 @@ def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
         else:
-            writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=_TYPES[tensor.dtype])
+            writer.add_tensor(
+                name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=_TYPES[tensor.dtype]
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -325,7 +376,9 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any], num_positions: int) -> None:
-    """Write the RoPE's keys; those of `llama3` are in a tensor. Raises ValueError for an option that has no key."""
+    """Write the RoPE's keys; those of `llama3` are in a tensor. Raises ValueError for an option
+    that has no key.
+    """
     kind = rope["rope_type"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind not in ("linear", "yarn"):
@@ -334,10 +387,14 @@ def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any], num_positions: int)
         *("rope_type", "rope_theta", "factor", "original_max_position_embeddings"),
     }
     if others:
-        raise ValueError(f"llama.cpp is not measured with the RoPE option {min(others)}; leave it out")
+        raise ValueError(
+            f"llama.cpp is not measured with the RoPE option {min(others)}; leave it out"
+        )
     writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
     writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or num_positions)
+    writer.add_rope_scaling_orig_ctx_len(
+        rope.get("original_max_position_embeddings") or num_positions
+    )
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int, eos_token_ids: Sequence[int]) -> None:
@@ -364,13 +421,18 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         name = names.get_name(theirs, (".weight", ".bias"))
         assert name is not None, theirs
         num_heads = heads.get(theirs.split(".")[-2])
-        yield name, _interleaved(tensor, num_heads) if num_heads and architecture == "llama" else tensor
+        yield (
+            name,
+            _interleaved(tensor, num_heads) if num_heads and architecture == "llama" else tensor,
+        )
     if config.rope_parameters["rope_type"] == "llama3":
         yield "rope_freqs.weight", _frequency_factors(model)
 
 
 def _interleaved(tensor: Tensor, num_heads: int) -> Tensor:
-    """Interleave the two halves of each head: GGUF's `llama` has the rows that RoPE turns together side by side."""
+    """Interleave the two halves of each head: GGUF's `llama` has the rows that RoPE turns together
+    side by side.
+    """
     return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

@@ -1,4 +1,6 @@
-"""Runs a benchmark: every variant in turn on every document, in one process, as rows of counts and seconds."""
+"""Runs a benchmark: every variant in turn on every document, in one process, as rows of counts and
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,23 @@ _PHASES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s")
 class Variant(Protocol):
     """One way to decode documents."""
 
-    def measure(self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int) -> tuple[Row, Tokens]:
-        """Decode prompts that are handed over together; return counts and seconds, and the tokens of each."""
+    def measure(
+        self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
+    ) -> tuple[Row, Tokens]:
+        """Decode prompts that are handed over together; return counts and seconds, and the tokens
+        of each.
+        """
 
 
 Tokens = list[list[int]]
 
 
 def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Result:
-    """Measure, and return the result as JSON values; `keep` gets it after each round, whole as far as it is.
+    """Measure, and return the result as JSON values; `keep` gets it after each round, whole as far
+    as it is.
 
-    Raises ValueError, mostly before anything is loaded, if an option, a model or the documents cannot be used.
+    Raises ValueError, mostly before anything is loaded, if an option, a model or the documents
+    cannot be used.
     """
     configs = benchmark.configs()
     first = next(iter(configs.values()))
@@ -67,7 +75,9 @@ def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Resul
         say(f"loading {name}")
         peer = benchmark.peers.get(name)
         variants[name] = EngineVariant(config) if peer is None else PeerVariant(PEERS[peer](config))
-    result["kernels"] = {name: each.kernels for name, each in variants.items() if isinstance(each, EngineVariant)}
+    result["kernels"] = {
+        name: each.kernels for name, each in variants.items() if isinstance(each, EngineVariant)
+    }
     for rows in run_rounds(benchmark, variants, groups, say):
         result["rows"] += rows
         keep(result)
@@ -77,7 +87,8 @@ def run(benchmark: Benchmark, say: Say, keep: Callable[[Result], None]) -> Resul
 def run_rounds(
     benchmark: Benchmark, variants: Mapping[str, Variant], groups: Sequence[PromptGroup], say: Say
 ) -> Iterator[list[Row]]:
-    """Warm up every variant, then yield the rows of each round: one group of documents on every variant.
+    """Warm up every variant, then yield the rows of each round: one group of documents on every
+    variant.
 
     In each round another variant goes first, so that a machine that slows down slows all of them.
     """
@@ -95,20 +106,29 @@ def run_rounds(
         where = {"documents": group.doc_ids, "bucket": group.bucket, "repeat": repeat}
         expected = found[benchmark.base][1]
         yield [
-            {"variant": name, **where, **found[name][0], **describe_tokens(found[name][1], expected)} for name in names
+            {
+                "variant": name,
+                **where,
+                **found[name][0],
+                **describe_tokens(found[name][1], expected),
+            }
+            for name in names
         ]
         seconds = ", ".join(f"{name} {found[name][0]['wall_s']:.1f} s" for name in names)
         say(f"{number + 1}/{len(rounds)} {', '.join(group.doc_ids)}: {seconds}")
 
 
 def describe_tokens(outputs: Tokens, expected: Tokens) -> Row:
-    """Count the tokens, and say whether an output ends in a loop, and whether all are those of the base."""
+    """Count the tokens, and say whether an output ends in a loop, and whether all are those of the
+    base.
+    """
     pairs = [*zip(outputs, expected, strict=True)]
     return {
         "num_output_tokens": sum(map(len, outputs)),
         "loops": any(map(is_loop, outputs)),
         "equals_base": outputs == expected,
-        "first_equals_base": [tokens[:1] for tokens in outputs] == [tokens[:1] for tokens in expected],
+        "first_equals_base": [tokens[:1] for tokens in outputs]
+        == [tokens[:1] for tokens in expected],
         "rouge_l": fmean(2 * LCSseq.similarity(a, b) / max(1, len(a) + len(b)) for a, b in pairs),
     }
 
@@ -122,21 +142,34 @@ class EngineVariant:
 
     @property
     def kernels(self) -> str:
-        """Name the attention kernels that the engine's start found fastest, the most frequent first."""
+        """Name the attention kernels that the engine's start found fastest, the most frequent
+        first.
+        """
         attend = self._engine.target.attend
         choices = getattr(attend, "choices", None)
         chosen = [*choices.values()] if choices else [attend.__name__.removeprefix("attend_")]
         return ", ".join(sorted(set(chosen), key=lambda name: (-chosen.count(name), name)))
 
-    def measure(self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int) -> tuple[Row, Tokens]:
-        """Decode as many prompts at a time as the configuration says, and measure by the engine's statistics."""
+    def measure(
+        self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
+    ) -> tuple[Row, Tokens]:
+        """Decode as many prompts at a time as the configuration says, and measure by the engine's
+        statistics.
+        """
         sampling: SamplingParams = benchmark.sampling_params
         requests = [
-            Request(request_id=str(i), prompt_token_ids=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+            Request(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+            )
             for i, prompt in enumerate(prompts)
         ]
         begin = time.perf_counter()
-        completions = sorted(self._engine.generate(requests), key=lambda completion: int(completion.request_id))
+        completions = sorted(
+            self._engine.generate(requests), key=lambda completion: int(completion.request_id)
+        )
         wall_s = time.perf_counter() - begin
         stats = DecodingStats()
         for completion in completions:
@@ -153,7 +186,9 @@ class PeerVariant:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def measure(self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int) -> tuple[Row, Tokens]:
+    def measure(
+        self, prompts: Sequence[list[int]], benchmark: Benchmark, max_new_tokens: int
+    ) -> tuple[Row, Tokens]:
         """Decode prompts greedily, as the benchmark has checked."""
         begin = time.perf_counter()
         outputs: list[Output] = self._peer.generate(prompts, max_new_tokens)
@@ -173,7 +208,9 @@ def _row(
     decode_s: float,
     total_s: float,
 ) -> Row:
-    """Make the counts and seconds that every variant has, summed over documents but for the wall clock."""
+    """Make the counts and seconds that every variant has, summed over documents but for the wall
+    clock.
+    """
     return {
         "num_documents": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
@@ -193,7 +230,9 @@ def use_configured_threads(config: RunConfig) -> None:
 
 
 def describe(benchmark: Benchmark, config: RunConfig) -> Result:
-    """Describe what a reader must know to judge the figures: the benchmark, the models, the machine, the versions."""
+    """Describe what a reader must know to judge the figures: the benchmark, the models, the
+    machine, the versions.
+    """
     versions = {name: package_version(name) for name in _PACKAGES}
     return {
         "benchmark": benchmark.model_dump(mode="json"),
@@ -204,6 +243,9 @@ def describe(benchmark: Benchmark, config: RunConfig) -> Result:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "load_average_1min": round(os.getloadavg()[0], 2),
-        "versions": {"python": platform.python_version(), **{name: each for name, each in versions.items() if each}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: each for name, each in versions.items() if each},
+        },
         "commit": code_commit(),
     }

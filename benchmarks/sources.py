@@ -1,19 +1,23 @@
-"""The study of sources: which passage of a document does a sentence about it rest on, by text, by attention, by both.
+"""The study of sources: which passage of a document does a sentence about it rest on, by text, by
+attention, by both.
 
     python -m benchmarks.sources --bucket 2048 --json benchmarks/results/sources-smollm2-xeon.json
 
-Ten facts are planted in each report, at all depths, and so few names are shared among them that a name alone does not
-lead to its fact. The answers are written from templates, so the passage behind each of their sentences is known:
+Ten facts are planted in each report, at all depths, and so few names are shared among them that a
+name alone does not lead to its fact. The answers are written from templates, so the passage behind
+each of their sentences is known:
 
-- `verbatim`: the fact as it stands; `light`: its words in another order; `heavy`: other words, but the same names and
-  numbers; `named`: other words and the same names; `free`: other words alone
+- `verbatim`: the fact as it stands; `light`: its words in another order; `heavy`: other words, but
+  the same names and numbers; `named`: other words and the same names; `free`: other words alone
 - `quote`: sentences of the report itself; `cut`: the same with a third of their words left out
 
-A ranking orders all sentences of the document for one of the answer; a row counts how often the true one is first, or
-among the first three. Attention is that of the answer's tokens in one pass after the document, summed by passage.
-Those heads that find most are chosen on the other half of the documents.
+A ranking orders all sentences of the document for one of the answer; a row counts how often the
+true one is first, or among the first three. Attention is that of the answer's tokens in one pass
+after the document, summed by passage. Those heads that find most are chosen on the other half of
+the documents.
 
-Shapes: `H` heads of all layers, `T` tokens of an answer, `S` keys, `A` sentences of an answer, `P` passages.
+Shapes: `H` heads of all layers, `T` tokens of an answer, `S` keys, `A` sentences of an answer, `P`
+passages.
 """
 
 from __future__ import annotations
@@ -61,8 +65,10 @@ FACTS = (
         "A further vessel was acquired to carry passengers over the water.",
     ),
     (
-        "Inspectors found that {number} pupils in {town} were taught in buildings without running water.",
-        "In {town}, {number} pupils were taught in buildings that had no running water, inspectors found.",
+        "Inspectors found that {number} pupils in {town} were taught in buildings without running "
+        "water.",
+        "In {town}, {number} pupils were taught in buildings that had no running water, "
+        "inspectors found.",
         "Some {number} children in {town} went to schools that lack taps.",
         "Children in {town} went to schools that lack taps.",
         "Many students sat in classrooms where nobody could wash their hands.",
@@ -75,8 +81,10 @@ FACTS = (
         "The chief of the stargazing institute left office following an argument over equipment.",
     ),
     (
-        "A survey of orchards near {town} counted {number} hives of bees, twice as many as in {year}.",
-        "Orchards around {town} had {number} hives of bees, a survey showed, double the count of {year}.",
+        "A survey of orchards near {town} counted {number} hives of bees, twice as many as in "
+        "{year}.",
+        "Orchards around {town} had {number} hives of bees, a survey showed, double the count of "
+        "{year}.",
         "Around {town} honey colonies doubled to {number}.",
         "Around {town} there are twice as many honey colonies.",
         "Pollinating insects have become far more common among the fruit trees.",
@@ -111,14 +119,16 @@ FACTS = (
     ),
     (
         "{person} left {number} books to the public library on condition that it opens on Sundays.",
-        "On condition that it opens on Sundays, the public library received {number} books from {person}.",
+        "On condition that it opens on Sundays, the public library received {number} books from "
+        "{person}.",
         "{person} donated {number} volumes provided that readers are let in at weekends.",
         "{person} donated volumes provided that readers are let in at weekends.",
         "A gift of literature came with a demand about opening hours.",
     ),
     (
         "The flood of {year} destroyed {number} houses in {town}, most of them made of wood.",
-        "Most of the {number} houses that the flood of {year} destroyed in {town} were made of wood.",
+        "Most of the {number} houses that the flood of {year} destroyed in {town} were made of "
+        "wood.",
         "High water wrecked {number} homes in {town}, mainly timber ones.",
         "High water wrecked timber homes in {town}.",
         "Rising rivers ruined dwellings that were built from logs.",
@@ -149,11 +159,19 @@ def make_study(random: Random, bucket: int, sentences: Sequence[str]) -> Study:
         level: [(forms[index], place) for forms, place in zip(facts, planted, strict=True)]
         for index, level in enumerate(LEVELS[:5])
     }
-    usual = [number for number, text in enumerate(passages) if 12 <= len(text.split()) <= 40 and number not in planted]
+    usual = [
+        number
+        for number, text in enumerate(passages)
+        if 12 <= len(text.split()) <= 40 and number not in planted
+    ]
     quoted = random.sample(usual, NUM_QUOTES)
     answers["quote"] = [(passages[number], number) for number in quoted]
     answers["cut"] = [(_cut(random, passages[number]), number) for number in quoted]
-    return Study(bucket, passages, {level: random.sample(answers[level], len(answers[level])) for level in LEVELS})
+    return Study(
+        bucket,
+        passages,
+        {level: random.sample(answers[level], len(answers[level])) for level in LEVELS},
+    )
 
 
 def _told(random: Random, forms: Sequence[str]) -> list[str]:
@@ -172,7 +190,9 @@ def _cut(random: Random, text: str) -> str:
     return " ".join(words[number] for number in kept)
 
 
-def read_studies(path: str, tokenizer: Any, buckets: Sequence[int], per_bucket: int) -> Iterator[Study]:
+def read_studies(
+    path: str, tokenizer: Any, buckets: Sequence[int], per_bucket: int
+) -> Iterator[Study]:
     """Yield studies whose prompts have about as many tokens as their bucket says."""
     texts = pq.read_table(path, columns=["text"])["text"].to_pylist()
     for bucket in buckets:
@@ -202,16 +222,23 @@ def by_fuzz(scorer: Callable[..., float]) -> Callable[[Sequence[str], Sequence[s
 
 
 def pieces_of(text: str, size: int) -> list[str]:
-    """Return the words of a text; with a size, the runs of so many characters in them, marked where a word begins."""
+    """Return the words of a text; with a size, the runs of so many characters in them, marked where
+    a word begins.
+    """
     words = split_words(text)
     if not size:
         return words
     marked = [f"_{word}_" for word in words]
-    return [word[begin : begin + size] for word in marked for begin in range(max(1, len(word) - size + 1))]
+    return [
+        word[begin : begin + size]
+        for word in marked
+        for begin in range(max(1, len(word) - size + 1))
+    ]
 
 
 def by_rarity(size: int = 0, k1: float | None = None, b: float = 0.75) -> Callable[..., Floats]:
-    """Return a ranking by shared words, each of which counts the more the rarer it is; with `k1` it is BM25.
+    """Return a ranking by shared words, each of which counts the more the rarer it is; with `k1` it
+    is BM25.
 
     Without, it is the share of a sentence's words, by weight, that stand in the passage.
     """
@@ -224,15 +251,22 @@ def by_rarity(size: int = 0, k1: float | None = None, b: float = 0.75) -> Callab
         rows = []
         for sentence in sentences:
             words = set(pieces_of(sentence, size))
-            weights = {word: math.log(1 + (len(held) + 0.5) / (documents[word] + 0.5)) for word in words}
+            weights = {
+                word: math.log(1 + (len(held) + 0.5) / (documents[word] + 0.5)) for word in words
+            }
             total = sum(weights.values())
             if k1 is None:
-                rows.append([sum(weights[word] for word in words & count.keys()) / total for count in held])
+                rows.append(
+                    [sum(weights[word] for word in words & count.keys()) / total for count in held]
+                )
                 continue
             norms = [k1 * (1 - b + b * length / usual) for length in lengths]
             rows.append(
                 [
-                    sum(weights[word] * count[word] * (k1 + 1) / (count[word] + norm) for word in words & count.keys())
+                    sum(
+                        weights[word] * count[word] * (k1 + 1) / (count[word] + norm)
+                        for word in words & count.keys()
+                    )
                     for count, norm in zip(held, norms, strict=True)
                 ]
             )
@@ -285,7 +319,9 @@ class Reader:
     def read(self, study: Study) -> tuple[dict[str, Floats], dict[str, float]]:
         """Return by level the attention [H, A, P], and the seconds of reading and of looking."""
         ask = [{"role": "user", "content": "\0\n\nSummarize the report."}]
-        template = str(self.tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True))
+        template = str(
+            self.tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
+        )
         before, after = template.split("\0")
         prompt, self._spans = self._joined([before, *study.passages, after])
         self._spans = self._spans[1:-1]
@@ -307,29 +343,40 @@ class Reader:
         return found, seconds
 
     def _joined(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Tokenize texts one after another; return all tokens [1, n], and where each text has its own."""
+        """Tokenize texts one after another; return all tokens [1, n], and where each text has its
+        own.
+        """
         token_ids: list[int] = []
         spans = []
         for number, text in enumerate(texts):
             begin = len(token_ids)
-            token_ids += self.tokenizer((" " if number else "") + text, add_special_tokens=False)["input_ids"]
+            token_ids += self.tokenizer((" " if number else "") + text, add_special_tokens=False)[
+                "input_ids"
+            ]
             spans.append((begin, len(token_ids)))
         return torch.tensor([token_ids]), spans
 
-    def _take(self, module: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        """Keep what a layer's heads attend to: sums over the tokens of each sentence and of each passage."""
+    def _take(
+        self, module: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> None:
+        """Keep what a layer's heads attend to: sums over the tokens of each sentence and of each
+        passage.
+        """
         if not self._takes:
             return
         assert output[1] is not None, "attention is eager while it is looked at"
         weights = output[1][0].float()  # [H, T, S]
-        sentences = torch.stack([weights[:, begin:end].sum(1) for begin, end in self._rows], 1)  # [H, A, S]
+        # [H, A, S]
+        sentences = torch.stack([weights[:, begin:end].sum(1) for begin, end in self._rows], 1)
         sums = torch.nn.functional.pad(sentences.double().cumsum(2), (1, 0))
         first, last = (torch.tensor([span[end] for span in self._spans]) for end in (0, 1))
         self._found.append((sums[:, :, last] - sums[:, :, first]).numpy())  # [H, A, P]
 
 
 def contrasted(attention: Floats) -> Floats:
-    """Divide what each sentence gives a passage by what all give it: some passages get much from every token."""
+    """Divide what each sentence gives a passage by what all give it: some passages get much from
+    every token.
+    """
     return attention / (attention.mean(-2, keepdims=True) + 1e-9)
 
 
@@ -345,18 +392,24 @@ def best_heads(studies: Sequence[Study], attention: Sequence[dict[str, Floats]])
     for study, by_level in zip(studies, attention, strict=True):
         for level, answer in study.answers.items():
             truth = [place for _, place in answer]
-            found = found + np.array([hits(head, truth, 3).sum() for head in contrasted(by_level[level])])
+            found = found + np.array(
+                [hits(head, truth, 3).sum() for head in contrasted(by_level[level])]
+            )
     return np.argsort(-np.asarray(found), kind="stable")[:NUM_HEADS].tolist()
 
 
-def attention_rankings(weights: Floats, heads: Sequence[int], num_per_layer: int) -> dict[str, Floats]:
+def attention_rankings(
+    weights: Floats, heads: Sequence[int], num_per_layer: int
+) -> dict[str, Floats]:
     """Return the rankings by attention [A, P]."""
     scored = weights[SCORED_LAYER * num_per_layer : (SCORED_LAYER + 1) * num_per_layer]
     return {
         f"attention of layer {SCORED_LAYER}": scored.mean(0),
         f"attention of layer {SCORED_LAYER}, contrasted": contrasted(scored.mean(0)),
         "attention of all layers, contrasted": contrasted(weights.mean(0)),
-        f"attention of the {NUM_HEADS} best heads, contrasted": contrasted(weights[list(heads)]).mean(0),
+        f"attention of the {NUM_HEADS} best heads, contrasted": contrasted(
+            weights[list(heads)]
+        ).mean(0),
     }
 
 
@@ -365,7 +418,9 @@ def measure(reader: Reader, studies: Sequence[Study]) -> Iterator[dict[str, Any]
     looked = [reader.read(study) for study in studies]
     attention = [found for found, _ in looked]
     halves = [[*range(half, len(studies), 2)] for half in (0, 1)]
-    chosen = [best_heads([studies[n] for n in half], [attention[n] for n in half]) for half in halves]
+    chosen = [
+        best_heads([studies[n] for n in half], [attention[n] for n in half]) for half in halves
+    ]
     for number, study in enumerate(studies):
         for level, answer in study.answers.items():
             sentences = [sentence for sentence, _ in answer]
@@ -376,8 +431,12 @@ def measure(reader: Reader, studies: Sequence[Study]) -> Iterator[dict[str, Any]
                 begin = time.perf_counter()
                 found[name] = ranking(sentences, study.passages)
                 seconds[name] = time.perf_counter() - begin
-            seen = attention_rankings(attention[number][level], chosen[1 - number % 2], reader.num_heads)
-            both = {f"{SHIPPED} + {name}": together(found[SHIPPED], each) for name, each in seen.items()}
+            seen = attention_rankings(
+                attention[number][level], chosen[1 - number % 2], reader.num_heads
+            )
+            both = {
+                f"{SHIPPED} + {name}": together(found[SHIPPED], each) for name, each in seen.items()
+            }
             for name, scores in (found | seen | both).items():
                 yield {
                     "by": name,
@@ -392,21 +451,29 @@ def measure(reader: Reader, studies: Sequence[Study]) -> Iterator[dict[str, Any]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the share of sentences whose passage is among the first three, and the median seconds of an answer."""
+    """Print the share of sentences whose passage is among the first three, and the median seconds
+    of an answer.
+    """
     print(f"{'':65}" + "".join(f"{level:>10}" for level in (*LEVELS, "all", "seconds")))
     for name in dict.fromkeys(row["by"] for row in rows):
         mine = [row for row in rows if row["by"] == name]
         shares = []
         for level in (*LEVELS, None):
             counted = [row for row in mine if level in (row["level"], None)]
-            shares.append(sum(row["first_3"] for row in counted) / sum(row["sentences"] for row in counted))
+            shares.append(
+                sum(row["first_3"] for row in counted) / sum(row["sentences"] for row in counted)
+            )
         seconds = median(row["seconds"] for row in mine)
         print(f"{name:65}" + "".join(f"{share:10.0%}" for share in shares) + f"{seconds:10.3f}")
 
 
 def main() -> None:
-    """Measure the documents of one length, print a table, and add the rows to those of other lengths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure the documents of one length, print a table, and add the rows to those of other
+    lengths.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--documents", default="examples/govreport.parquet")
     parser.add_argument("--bucket", type=int, default=2048)
@@ -414,7 +481,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     reader = Reader(options.model)
-    studies = [*read_studies(options.documents, reader.tokenizer, [options.bucket], options.per_bucket)]
+    studies = [
+        *read_studies(options.documents, reader.tokenizer, [options.bucket], options.per_bucket)
+    ]
     before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     rows = [row for row in before if row["bucket"] != options.bucket] + [*measure(reader, studies)]
     show(rows)

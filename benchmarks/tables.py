@@ -1,8 +1,8 @@
 """Tables and drawings of a benchmark's result.
 
-A table is named `MEASURE`, `MEASURE over VARIANT` (every variant divided by one) or `MEASURE of VARIANT` (one divided
-by every other), each with ` by COLUMN` if its columns are not the lengths of the prompts. `conditions` is the sentence
-on machine, versions and options.
+A table is named `MEASURE`, `MEASURE over VARIANT` (every variant divided by one) or `MEASURE of
+VARIANT` (one divided by every other), each with ` by COLUMN` if its columns are not the lengths of
+the prompts. `conditions` is the sentence on machine, versions and options.
 """
 
 from __future__ import annotations
@@ -34,19 +34,38 @@ class Measure:
 
 MEASURES = {
     "decoding": Measure(
-        "decoding, tokens/s", lambda rows: (rows["num_output_tokens"] - rows["num_first_tokens"]) / rows["decode_s"]
+        "decoding, tokens/s",
+        lambda rows: (rows["num_output_tokens"] - rows["num_first_tokens"]) / rows["decode_s"],
     ),
-    "end-to-end": Measure("end to end, tokens/s", lambda rows: rows["num_output_tokens"] / rows["total_s"]),
-    "throughput": Measure("documents an hour", lambda rows: 3600 * rows["num_documents"] / rows["wall_s"]),
-    "acceptance": Measure("acceptance length", lambda rows: rows["mean_acceptance_length"], is_speed=False),
-    "coverage": Measure("attention in view", lambda rows: rows["retrieval_coverage"], is_speed=False),
-    "equal": Measure("share of outputs equal to the base's", lambda rows: rows["equals_base"], is_speed=False),
+    "end-to-end": Measure(
+        "end to end, tokens/s", lambda rows: rows["num_output_tokens"] / rows["total_s"]
+    ),
+    "throughput": Measure(
+        "documents an hour", lambda rows: 3600 * rows["num_documents"] / rows["wall_s"]
+    ),
+    "acceptance": Measure(
+        "acceptance length", lambda rows: rows["mean_acceptance_length"], is_speed=False
+    ),
+    "coverage": Measure(
+        "attention in view", lambda rows: rows["retrieval_coverage"], is_speed=False
+    ),
+    "equal": Measure(
+        "share of outputs equal to the base's", lambda rows: rows["equals_base"], is_speed=False
+    ),
     "first-token": Measure(
-        "share of first tokens equal to the base's", lambda rows: rows["first_equals_base"], is_speed=False
+        "share of first tokens equal to the base's",
+        lambda rows: rows["first_equals_base"],
+        is_speed=False,
     ),
-    "rouge-l": Measure("ROUGE-L with the base's tokens", lambda rows: rows["rouge_l"], is_speed=False),
-    "in-view": Measure("share of needle tokens in view", lambda rows: rows["in_view"], is_speed=False),
-    "from-tree": Measure("share of needle tokens from a tree", lambda rows: rows["from_tree"], is_speed=False),
+    "rouge-l": Measure(
+        "ROUGE-L with the base's tokens", lambda rows: rows["rouge_l"], is_speed=False
+    ),
+    "in-view": Measure(
+        "share of needle tokens in view", lambda rows: rows["in_view"], is_speed=False
+    ),
+    "from-tree": Measure(
+        "share of needle tokens from a tree", lambda rows: rows["from_tree"], is_speed=False
+    ),
 }
 """Name in a table's name -> figure. An output of one token has no decoding speed."""
 
@@ -57,25 +76,32 @@ class Table:
 
     title: str
     values: pd.DataFrame
-    """A row for each variant and measured round: `variant`, `column`, `value`, `weight`; values that are missing are
-    left out."""
+    """A row for each variant and measured round: `variant`, `column`, `value`, `weight`; values
+    that are missing are left out.
+    """
     variants: list[str]
     columns: list[str]
     is_speed: bool
 
 
 def check_table(name: str, variants: Iterable[str]) -> re.Match[str]:
-    """Return the parts of a table's name. Raises ValueError if there is no such table of these variants."""
+    """Return the parts of a table's name. Raises ValueError if there is no such table of these
+    variants.
+    """
     found = _NAME.fullmatch(name)
     if found is None or found["measure"] not in MEASURES:
-        raise ValueError(f"a table is {CONDITIONS}, or begins with one of {', '.join(MEASURES)}; got {name!r}")
+        raise ValueError(
+            f"a table is {CONDITIONS}, or begins with one of {', '.join(MEASURES)}; got {name!r}"
+        )
     if found["variant"] is not None and found["variant"] not in variants:
         raise ValueError(f"{found['variant']!r} is none of the variants {', '.join(variants)}")
     return found
 
 
 def make_table(result: Result, name: str) -> Table:
-    """Compute the figures of a table. Raises ValueError if there is no such table of this result."""
+    """Compute the figures of a table. Raises ValueError if there is no such table of this
+    result.
+    """
     variants = [*result["benchmark"]["variants"]]
     found = check_table(name, variants)
     measure, variant = MEASURES[found["measure"]], found["variant"]
@@ -92,20 +118,31 @@ def make_table(result: Result, name: str) -> Table:
         title += "" if found["how"] == "over" else " over"
         if found["how"] == "of":
             variants.remove(variant)
-    values = rows[["variant", "column", "value", "weight"]].replace([float("inf")], float("nan")).dropna()
+    values = (
+        rows[["variant", "column", "value", "weight"]]
+        .replace([float("inf")], float("nan"))
+        .dropna()
+    )
     columns = [each for each in dict.fromkeys(rows["column"]) if each in set(values["column"])]
     return Table(
-        title, values, [each for each in variants if each in set(values["variant"])], columns, measure.is_speed
+        title,
+        values,
+        [each for each in variants if each in set(values["variant"])],
+        columns,
+        measure.is_speed,
     )
 
 
 def _rows(result: Result, by: str) -> pd.DataFrame:
-    """Return the rows with what they share: `round`, `column`, `weight`. Rounds whose base loops have own columns."""
+    """Return the rows with what they share: `round`, `column`, `weight`. Rounds whose base loops
+    have own columns.
+    """
     rows = pd.DataFrame(result["rows"])
     if by not in rows:
         raise ValueError(f"the rows have no {by!r} by which columns could be made")
     rows["round"] = [
-        f"{documents} {repeat}" for documents, repeat in zip(rows["documents"], rows["repeat"], strict=True)
+        f"{documents} {repeat}"
+        for documents, repeat in zip(rows["documents"], rows["repeat"], strict=True)
     ]
     rows["column"] = rows[by].astype(str)
     if "loops" in rows:
@@ -117,7 +154,9 @@ def _rows(result: Result, by: str) -> pd.DataFrame:
 
 
 def to_markdown(result: Result, name: str) -> str:
-    """Write a table as Markdown: a row for each variant, a column for each group of documents, then all but loops."""
+    """Write a table as Markdown: a row for each variant, a column for each group of documents, then
+    all but loops.
+    """
     if name == CONDITIONS:
         return conditions(result)
     table = make_table(result, name)
@@ -127,10 +166,16 @@ def to_markdown(result: Result, name: str) -> str:
         groups["all"] = steady
     last = [*groups][-1]
     sizes = {title: _num_measured(table, columns) for title, columns in groups.items()}
-    lines = [[table.title, *(f"{title} (n={sizes[title]})" for title in groups)], ["---"] * (1 + len(groups))]
+    lines = [
+        [table.title, *(f"{title} (n={sizes[title]})" for title in groups)],
+        ["---"] * (1 + len(groups)),
+    ]
     for variant in table.variants:
         own = table.values[table.values["variant"] == variant]
-        cells = [_cell(own[own["column"].isin(columns)], table, title == last) for title, columns in groups.items()]
+        cells = [
+            _cell(own[own["column"].isin(columns)], table, title == last)
+            for title, columns in groups.items()
+        ]
         lines.append([variant, *cells])
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
@@ -168,12 +213,17 @@ def conditions(result: Result) -> str:
         else "one document at a time"
     )
     threads = counted(result["threads"], "thread")
-    machine = f"{result['target']} in {result['dtype']} on {result['device']}, {threads}, {result['time'][:10]}"
+    machine = (
+        f"{result['target']} in {result['dtype']} on {result['device']}, {threads}, "
+        f"{result['time'][:10]}"
+    )
     return f"{machine}; {limit}, {how}, {batch}; {versions}{commit}.\n"
 
 
 def draw(result: Result, name: str) -> bytes:
-    """Draw a table as SVG: bars of medians or means, with the range. Raises ValueError if matplotlib is missing."""
+    """Draw a table as SVG: bars of medians or means, with the range. Raises ValueError if
+    matplotlib is missing.
+    """
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -192,8 +242,13 @@ def draw(result: Result, name: str) -> bytes:
                 [height - group.min() for height, group in zip(heights, groups, strict=True)],
                 [group.max() - height for height, group in zip(heights, groups, strict=True)],
             ]
-            places = [place + width * (number - (len(table.variants) - 1) / 2) for place in range(len(table.columns))]
-            axes.bar(places, heights, width, yerr=errors, label=variant, error_kw={"linewidth": 0.8})
+            places = [
+                place + width * (number - (len(table.variants) - 1) / 2)
+                for place in range(len(table.columns))
+            ]
+            axes.bar(
+                places, heights, width, yerr=errors, label=variant, error_kw={"linewidth": 0.8}
+            )
         axes.set_xticks(range(len(table.columns)), table.columns)
         axes.set_ylabel(table.title)
         axes.legend(fontsize="small", frameon=False)

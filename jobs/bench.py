@@ -1,4 +1,5 @@
-"""Measure every variant of a benchmark on the same documents in turn, or show the tables of a result.
+"""Measure every variant of a benchmark on the same documents in turn, or show the tables of a
+result.
 
     python jobs/bench.py benchmarks/compare.yaml --json out/compare.json
     python jobs/bench.py benchmarks/results/compare-smollm2-epyc.json --draw out/compare.svg

@@ -1,4 +1,6 @@
-"""Write the results of a run as JSON Lines in the output format of OpenAI's Batch API. See `--help`."""
+"""Write the results of a run as JSON Lines in the output format of OpenAI's Batch API. See
+`--help`.
+"""
 
 from specextend.cli.command import script
 from specextend.cli.report import export

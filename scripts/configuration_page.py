@@ -1,4 +1,5 @@
-"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind the code.
+"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind
+the code.
 
 python -m scripts.configuration_page > docs/configuration.md
 """
@@ -47,7 +48,9 @@ def page() -> str:
 
 def _section(name: str, keys: dict[str, Any]) -> str:
     owner = _owner(name)
-    rows = [_row(name, field, keys[field.name]["description"]) for field in dataclasses.fields(owner)]
+    rows = [
+        _row(name, field, keys[field.name]["description"]) for field in dataclasses.fields(owner)
+    ]
     return "\n".join([f"## `{name}`", "", _lead(owner), "", *TABLE, *rows, ""])
 
 
@@ -75,7 +78,11 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     known = {None: "none", True: "`true`", False: "`false`", "": "empty"}
-    return known[value] if isinstance(value, (str, bool, type(None))) and value in known else f"`{value}`"
+    return (
+        known[value]
+        if isinstance(value, (str, bool, type(None))) and value in known
+        else f"`{value}`"
+    )
 
 
 if __name__ == "__main__":

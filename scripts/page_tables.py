@@ -2,7 +2,8 @@
 
     python -m scripts.page_tables
 
-A table stands between `<!-- table: FILE NAME -->` and `<!-- end of table -->`; `benchmarks/tables.py` lists the names.
+A table stands between `<!-- table: FILE NAME -->` and `<!-- end of table -->`;
+`benchmarks/tables.py` lists the names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def filled(page: str) -> str:
 
     Raises ValueError if a result has no such table, OSError if the file is missing.
     """
-    return _TABLE.sub(lambda found: f"{found[1]}{to_markdown(read_result(ROOT / found[2]), found[3])}{found[4]}", page)
+    return _TABLE.sub(
+        lambda found: f"{found[1]}{to_markdown(read_result(ROOT / found[2]), found[3])}{found[4]}",
+        page,
+    )
 
 
 if __name__ == "__main__":

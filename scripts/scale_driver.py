@@ -1,13 +1,15 @@
-"""Measure the driver and the scheduler with thousands of workers, on a cluster and a clock that are made up.
+"""Measure the driver and the scheduler with thousands of workers, on a cluster and a clock that are
+made up.
 
     python -m scripts.scale_driver memory --documents 10000000
     python -m scripts.scale_driver speed --workers 1000 --documents 200000
     python -m scripts.scale_driver night --workers 64 --documents 30000 --spot 4 --slow 0.5
 
-Driver, scheduler, roster, ledger and commits are the job's own; the workers are simulated, and nothing is sent
-through Ray. `memory` gives the bytes that the driver holds for each document, `speed` the seconds of the processor that
-it takes for each, without those of the simulation. `night` runs to the end with nodes that are reclaimed and nodes that
-are slower; unless every document is done once, at its first attempt, the exit code is 1.
+Driver, scheduler, roster, ledger and commits are the job's own; the workers are simulated, and
+nothing is sent through Ray. `memory` gives the bytes that the driver holds for each document,
+`speed` the seconds of the processor that it takes for each, without those of the simulation.
+`night` runs to the end with nodes that are reclaimed and nodes that are slower; unless every
+document is done once, at its first attempt, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -84,13 +86,17 @@ class DriverScale:
     slow: float = 0.0
     """Share of the nodes that take four times as long."""
     is_global: bool = False
-    """True if the corpus is one neighbourhood, so that documents go longest first over all of it."""
+    """True if the corpus is one neighbourhood, so that documents go longest first over all of
+    it.
+    """
     no_polls: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.spot > self.num_nodes:
-            raise ValueError(f"--spot must be at most {self.num_nodes}, the nodes of {self.workers} workers")
+            raise ValueError(
+                f"--spot must be at most {self.num_nodes}, the nodes of {self.workers} workers"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -138,7 +144,9 @@ def measure_memory(options: DriverScale) -> dict[str, Any]:
     gc.collect()
     before, began = process.memory_info().rss, time.perf_counter()
     corpus = Corpus(options)
-    every = (DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows))
+    every = (
+        DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows)
+    )
     keys = RowSet(corpus.file_rows, every)
     ledger = Ledger(corpus.estimates, 0, 0)
     plan = Scheduler(corpus.estimates, JobOptions(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
@@ -155,13 +163,22 @@ def measure_memory(options: DriverScale) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) << 10
 
 
 def measure_speed(options: DriverScale) -> dict[str, Any]:
-    """Let the workers do documents; the driver's seconds of the processor from the first to the last but a few."""
-    with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
+    """Let the workers do documents; the driver's seconds of the processor from the first to the
+    last but a few.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _night(options, Path(folder)) as (driver, cluster, corpus),
+    ):
         until = int(0.8 * options.documents)
         began = time.process_time() - cluster.own_s
         while cluster.num_done < until:
@@ -182,12 +199,17 @@ def measure_speed(options: DriverScale) -> dict[str, Any]:
 
 def run_night(options: DriverScale) -> dict[str, Any]:
     """Run to the end, and compare what is there in the morning with the corpus."""
-    with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _night(options, Path(folder)) as (driver, cluster, corpus),
+    ):
         took = _until_done(driver, cluster)
         output = resolve(str(Path(folder, "output")))
         progress, attempts = read_commits(output), _attempts(output)
         work_s = int(corpus.estimates.totals().sum()) / BATCH
-        speeds = [node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)]
+        speeds = [
+            node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)
+        ]
         return {
             "workers": options.workers,
             "documents": options.documents,
@@ -215,7 +237,11 @@ def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
 
 def _attempts(output: Location) -> Counter[int]:
     files = sorted(Path(commits_folder(output).path).glob("*.parquet"))
-    return Counter(value for path in files for value in pq.read_table(path, columns=["attempts"])[0].to_pylist())
+    return Counter(
+        value
+        for path in files
+        for value in pq.read_table(path, columns=["attempts"])[0].to_pylist()
+    )
 
 
 def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
@@ -223,10 +249,15 @@ def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
     num = options.num_nodes
     slow = round(options.slow * num)
     per_worker = (
-        options.rate * float(corpus.estimates.totals().mean()) / (num * PER_NODE - 0.75 * slow * PER_NODE) / BATCH
+        options.rate
+        * float(corpus.estimates.totals().mean())
+        / (num * PER_NODE - 0.75 * slow * PER_NODE)
+        / BATCH
     )
     return [
-        SimulatedNode(f"n{n}", PER_NODE, per_worker / (4 if n < slow else 1), "slow" if n < slow else "fast")
+        SimulatedNode(
+            f"n{n}", PER_NODE, per_worker / (4 if n < slow else 1), "slow" if n < slow else "fast"
+        )
         for n in range(num)
     ]
 
@@ -249,25 +280,41 @@ def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, Simulat
     def group(key: DocumentKey) -> tuple[int, int]:
         return key.file, key.row // GROUP_ROWS
 
-    cluster = SimulatedCluster(nodes, clock, row, group, notices=notices, polls=not options.no_polls)
+    cluster = SimulatedCluster(
+        nodes, clock, row, group, notices=notices, polls=not options.no_polls
+    )
     output = resolve(str(folder / "output"))
     lock = OutputLock(output, RUN_ID)
     with held(lock):
         yield _driver(options, corpus, cluster, output, lock), cluster, corpus
 
 
-def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location, lock: OutputLock) -> Driver:
+def _driver(
+    options: DriverScale, corpus: Corpus, cluster: Any, output: Location, lock: OutputLock
+) -> Driver:
     job = JobOptions(workers=options.workers, document_deadline_s=1e6, stall_s=1e6)
     config = RunConfig.from_values(
-        {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
+        {
+            "input": {"path": "in"},
+            "output": {"path": "out"},
+            "target": {"model": "m"},
+            "draft": {"kind": "ngram"},
+        }
     )
     record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
-        scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
+        scheduler=Scheduler(
+            corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES
+        ),
         pool=cluster,
         roster=Roster(options.workers),
         committer=Committer(
-            output, CommitWriter(output, RUN_ID), record, lock, rows_per_commit(job.workers), job.commit_every_s
+            output,
+            CommitWriter(output, RUN_ID),
+            record,
+            lock,
+            rows_per_commit(job.workers),
+            job.commit_every_s,
         ),
         ledger=Ledger(corpus.estimates, 0, 0),
         display=Display(lambda line: None),
@@ -280,7 +327,9 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
 
 
 def _row() -> dict[str, Any]:
-    completion = Completion("", [5, 6], "a summary " * 40, "stop", DecodingStats(num_prompt_tokens=1))
+    completion = Completion(
+        "", [5, 6], "a summary " * 40, "stop", DecodingStats(num_prompt_tokens=1)
+    )
     key, prompt = DocumentKey(0, 0), Prompt([1], 0, "middle")
     return result_row(
         key,
@@ -299,7 +348,9 @@ def _row() -> dict[str, Any]:
 def main() -> int:
     """Simulate once, print the figures as JSON, and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="scale_driver.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scale_driver.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = {"memory": measure_memory, "speed": measure_speed, "night": run_night}
     parser.add_argument("what", choices=what)
@@ -307,7 +358,12 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=getattr(DriverScale, name))
     for name in ("rate", "slow"):
         parser.add_argument(f"--{name}", type=float, default=getattr(DriverScale, name))
-    parser.add_argument("--global", dest="is_global", action="store_true", help="longest first over the whole corpus")
+    parser.add_argument(
+        "--global",
+        dest="is_global",
+        action="store_true",
+        help="longest first over the whole corpus",
+    )
     parser.add_argument("--no-polls", action="store_true")
     values = vars(parser.parse_args())
     name = values.pop("what")
@@ -317,7 +373,9 @@ def main() -> int:
         parser.error(str(error))
     record = what[name](options)
     print(json.dumps(record, indent=1))
-    is_whole = record.get("done", 0) == record.get("rows_committed", 0) and not record.get("charged", 0)
+    is_whole = record.get("done", 0) == record.get("rows_committed", 0) and not record.get(
+        "charged", 0
+    )
     return 0 if name != "night" or (is_whole and record["done"] == record["documents"]) else 1
 
 

@@ -1,11 +1,13 @@
-"""Measure the start and the end of a large run on a simulated object store: audit, resume, summaries and report.
+"""Measure the start and the end of a large run on a simulated object store: audit, resume,
+summaries and report.
 
     python -m scripts.scale_storage --documents 200000 --workers 1000 --latency-ms 20
 
-Writes input files, and the commits that a run of so many workers leaves, with made-up texts; nothing is decoded. Each
-request to the store takes `--latency-ms` and is counted. Prints a row for each step: seconds, requests, bytes, the
-process's own seconds, the highest memory so far, and the seconds that ten million documents would take: requests and
-own seconds grow with the documents, and 32 requests are made at once.
+Writes input files, and the commits that a run of so many workers leaves, with made-up texts;
+nothing is decoded. Each request to the store takes `--latency-ms` and is counted. Prints a row for
+each step: seconds, requests, bytes, the process's own seconds, the highest memory so far, and the
+seconds that ten million documents would take: requests and own seconds grow with the documents, and
+32 requests are made at once.
 """
 
 from __future__ import annotations
@@ -97,14 +99,18 @@ class Meter:
             "read_mib": round((tally.bytes_read - before[1]) / MIB, 1),
             "written_mib": round((tally.bytes_written - before[2]) / MIB, 1),
             "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-            "ten_million_s": round(self.times * (requests * self.store.latency_s / NUM_THREADS + cpu_s)),
+            "ten_million_s": round(
+                self.times * (requests * self.store.latency_s / NUM_THREADS + cpu_s)
+            ),
         }
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
 
 def measure(options: StorageScale) -> list[dict[str, Any]]:
-    """Write a run that has come to its last commit, then audit, resume and end it. Returns a row for each step."""
+    """Write a run that has come to its last commit, then audit, resume and end it. Returns a row
+    for each step.
+    """
     shutil.rmtree(options.folder, ignore_errors=True)
     root, output = options.folder / "input", options.folder / "output"
     names = write_input(options, root)
@@ -115,7 +121,14 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("audit of the input"):
         source = open_listing(Location(filesystem, str(root)), names)
     with meter.step("rows are chosen by a filter"):
-        select_rows(Source(RowReader(replace(source.options, filter="title != ''")), source.root, source.files, ()))
+        select_rows(
+            Source(
+                RowReader(replace(source.options, filter="title != ''")),
+                source.root,
+                source.files,
+                (),
+            )
+        )
     there, prompts = Location(filesystem, str(output)), prompts_of(options)
     with meter.step("resume: commits are read"):
         progress = read_commits(there)
@@ -153,14 +166,18 @@ def write_input(options: StorageScale, root: Path) -> list[str]:
         rows = range(begin, min(begin + options.rows_per_file, options.documents))
         texts = [draw.randbytes(CHARACTERS // 2).hex() for _ in rows]
         names.append(f"{begin // options.rows_per_file:05d}.parquet")
-        pq.write_table(pa.table({"text": texts, "title": [f"title {row}" for row in rows]}), root / names[-1])
+        pq.write_table(
+            pa.table({"text": texts, "title": [f"title {row}" for row in rows]}), root / names[-1]
+        )
     return names
 
 
 def write_commits(options: StorageScale, output: Location) -> None:
     """Commit every document once, in an order that has nothing to do with that of the input."""
     draw = random.Random(2)
-    keys = [DocumentKey(*divmod(number, options.rows_per_file)) for number in range(options.documents)]
+    keys = [
+        DocumentKey(*divmod(number, options.rows_per_file)) for number in range(options.documents)
+    ]
     draw.shuffle(keys)
     writer, num_rows = CommitWriter(output, "0000000a"), rows_per_part(options)
     for begin in range(0, len(keys), num_rows):
@@ -211,12 +228,16 @@ def main() -> int:
     """Measure once and print the figures."""
     default = StorageScale()
     parser = argparse.ArgumentParser(
-        prog="scale_storage.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scale_storage.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name in ("documents", "rows_per_file", "workers", "rows_per_part"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     parser.add_argument("--latency-ms", type=float, default=default.latency_ms)
-    parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
+    parser.add_argument(
+        "--folder", type=Path, default=default.folder, help="for input and output; emptied first"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     values = vars(parser.parse_args())
     path = values.pop("json")

@@ -1,7 +1,9 @@
-"""A cluster that is made up: nodes, workers and documents that take their time on a clock of their own.
+"""A cluster that is made up: nodes, workers and documents that take their time on a clock of their
+own.
 
-`SimulatedCluster` stands where the pool of Ray actors stands, so that the real driver and the real scheduler can be run
-with thousands of workers. A worker decodes up to `BATCH` documents at once, and reads row groups as `Source` does.
+`SimulatedCluster` stands where the pool of Ray actors stands, so that the real driver and the real
+scheduler can be run with thousands of workers. A worker decodes up to `BATCH` documents at once,
+and reads row groups as `Source` does.
 """
 
 from __future__ import annotations
@@ -91,8 +93,9 @@ class SimulatedClock:
 class SimulatedCluster:
     """Workers on nodes.
 
-    row: makes the row of a document that is done. group: returns the row group of a document. load_s: seconds from a
-    worker's place to its loaded models. polls: False leaves polls out, to see what they cost.
+    row: makes the row of a document that is done. group: returns the row group of a document.
+    load_s: seconds from a worker's place to its loaded models. polls: False leaves polls out, to
+    see what they cost.
     """
 
     def __init__(
@@ -146,7 +149,12 @@ class SimulatedCluster:
             lease = being.leases.pop(lease_id)
             being.running.discard(lease_id)
             self._begin(being)
-            self._at(0.0, lambda: [CallLost(being.name, lease, "cancelled")] if being.name in self.workers else [])
+            self._at(
+                0.0,
+                lambda: (
+                    [CallLost(being.name, lease, "cancelled")] if being.name in self.workers else []
+                ),
+            )
 
     def kill(self, worker: str) -> None:
         """End a worker."""
@@ -188,7 +196,9 @@ class SimulatedCluster:
             being.num_steps += bool(being.running)
             self.num_polls += 1
             self._poll_later(name)
-            events.append(Polled(name, WorkerReport(being.num_steps, dict.fromkeys(being.running, 5))))
+            events.append(
+                Polled(name, WorkerReport(being.num_steps, dict.fromkeys(being.running, 5)))
+            )
         return events
 
     def _poll_later(self, worker: str) -> None:
@@ -209,11 +219,15 @@ class SimulatedCluster:
         being.running.discard(lease_id)
         self._begin(being)
         self.num_done += 1
-        stats = DecodingStats(num_prompt_tokens=lease.num_tokens, num_output_tokens=20, prefill_s=1.0, verify_s=1.0)
+        stats = DecodingStats(
+            num_prompt_tokens=lease.num_tokens, num_output_tokens=20, prefill_s=1.0, verify_s=1.0
+        )
         return [Returned(being.name, lease, Done(self._row(lease), stats, 1.0))]
 
     def _begin(self, being: SimulatedWorker) -> None:
-        waiting = sorted(being.leases.keys() - being.running, key=lambda name: -being.leases[name].num_tokens)
+        waiting = sorted(
+            being.leases.keys() - being.running, key=lambda name: -being.leases[name].num_tokens
+        )
         for name in waiting[: BATCH - len(being.running)]:
             being.running.add(name)
             seconds = being.leases[name].num_tokens / being.node.tokens_per_s
@@ -233,7 +247,9 @@ class SimulatedCluster:
         node.is_gone = True
         self._free = [(other, place) for other, place in self._free if other is not node]
         self._at(notice.seconds, lambda: self._go(node))
-        workers = [name for name, being in self.workers.items() if being.node is node and being.is_ready]
+        workers = [
+            name for name, being in self.workers.items() if being.node is node and being.is_ready
+        ]
         return [Draining(name) for name in workers] if notice.seconds else []
 
     def _go(self, node: SimulatedNode) -> list[Event]:

@@ -1,4 +1,6 @@
-"""A file system that answers as an object store does: every request takes a while, and is counted."""
+"""A file system that answers as an object store does: every request takes a while, and is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,11 @@ class _Writer:
 
 
 class SimulatedStore(fs.FileSystemHandler):
-    """The local file system with the requests of S3: opening a file asks for its size, each read is a request.
+    """The local file system with the requests of S3: opening a file asks for its size, each read is
+    a request.
 
-    Listing 1,000 files is a request. Renaming is free: S3 shows a file under its name once it is sent.
+    Listing 1,000 files is a request. Renaming is free: S3 shows a file under its name once it is
+    sent.
     """
 
     def __init__(self, latency_s: float) -> None:

@@ -25,22 +25,30 @@ _LAYOUT = {
 
 
 def count_tokens(source: str) -> int:
-    """Count the tokens of a module, without comments, layout, and strings that stand alone as docstrings do."""
+    """Count the tokens of a module, without comments, layout, and strings that stand alone as
+    docstrings do.
+    """
     docstrings = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in _LAYOUT and token.start not in docstrings for token in tokens)
 
 
 def tokens_by_folder(*folders: str) -> Counter[str]:
-    """Count the tokens of the modules below some folders of the project, by the folder that holds them."""
+    """Count the tokens of the modules below some folders of the project, by the folder that holds
+    them.
+    """
     counts: Counter[str] = Counter()
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            counts[path.parent.relative_to(ROOT).as_posix()] += count_tokens(path.read_text(encoding="utf-8"))
+            counts[path.parent.relative_to(ROOT).as_posix()] += count_tokens(
+                path.read_text(encoding="utf-8")
+            )
     return counts
 
 

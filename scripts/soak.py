@@ -1,11 +1,13 @@
-"""Run the job under kills: short documents on the tiny random pair, and a SIGKILL each time that some are finished.
+"""Run the job under kills: short documents on the tiny random pair, and a SIGKILL each time that
+some are finished.
 
     python -m scripts.soak --json benchmarks/results/soak.json
 
-The victim is drawn with a seed among the workers and the driver; a killed driver is started again, as an operator
-would do. In addition, one of the places where workers run is broken: a worker that is handed a document there is
-killed. At the end every input row must be one summary, in its place, and none may be an error; else the exit code is 1.
-Nothing is simulated: the job is `jobs/summarize.py`, and the kills are real.
+The victim is drawn with a seed among the workers and the driver; a killed driver is started again,
+as an operator would do. In addition, one of the places where workers run is broken: a worker that
+is handed a document there is killed. At the end every input row must be one summary, in its place,
+and none may be an error; else the exit code is 1. Nothing is simulated: the job is
+`jobs/summarize.py`, and the kills are real.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ MAX_STARTS = 200
 """Starts of the driver before the soak is given up."""
 EXIT_DONE = 0
 STARTED_AGAIN = (-signal.SIGKILL, 1)
-"""Exit codes after which the driver is started again: killed by us, or a Ray that did not come up on a busy machine."""
+"""Exit codes after which the driver is started again: killed by us, or a Ray that did not come up
+on a busy machine.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,9 @@ class Soak:
     options: SoakOptions
     kills: list[Kill] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    """Exit codes of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come up."""
+    """Exit codes of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come
+    up.
+    """
 
     def run(self) -> dict[str, Any]:
         """Run the job to its end under kills; return what happened as JSON values."""
@@ -92,9 +98,14 @@ class Soak:
             with started(self.options) as driver:
                 while driver.poll() is None:
                     for victim in log.handed_out_at(f"seat {self.options.sick}", driver.pid):
-                        self._kill(victim, "sick", committed_rows(self.output), time.monotonic() - began)
+                        self._kill(
+                            victim, "sick", committed_rows(self.output), time.monotonic() - began
+                        )
                     rows = committed_rows(self.output)
-                    if rows >= next_kill and (victim := choose_victim(driver.pid, draw)) is not None:
+                    if (
+                        rows >= next_kill
+                        and (victim := choose_victim(driver.pid, draw)) is not None
+                    ):
                         what = "driver" if victim.pid == driver.pid else "worker"
                         self._kill(victim, what, rows, time.monotonic() - began)
                         next_kill = rows + self.options.every
@@ -133,7 +144,9 @@ class Soak:
 
 @dataclass
 class Log:
-    """The log of one start of the driver, read as it grows: the places of workers, and their documents."""
+    """The log of one start of the driver, read as it grows: the places of workers, and their
+    documents.
+    """
 
     path: Path
     _read: int = field(init=False)
@@ -168,9 +181,13 @@ class Log:
 
 
 def write_documents(options: SoakOptions) -> None:
-    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column."""
+    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough
+    column.
+    """
     draw = random.Random(options.seed)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in range(options.documents)]
+    texts = [
+        " ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in range(options.documents)
+    ]
     folder = options.folder / "input"
     folder.mkdir(parents=True)
     for file in range(FILES):
@@ -185,7 +202,9 @@ def write_documents(options: SoakOptions) -> None:
 
 @contextmanager
 def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the job as a process, with a Ray of its own that has a core for each worker, whatever the machine has."""
+    """Start the job as a process, with a Ray of its own that has a core for each worker, whatever
+    the machine has.
+    """
     settings = {
         "input.passthrough": ["number"],
         "job.workers": options.workers,
@@ -193,13 +212,24 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
         "job.max_attempts": 10,
     }
     command = [sys.executable, "jobs/summarize.py", "--config", str(CONFIG), "--log", "json"]
-    command += ["--input", str(options.folder / "input"), "--output", str(options.folder / "output")]
+    command += [
+        "--input",
+        str(options.folder / "input"),
+        "--output",
+        str(options.folder / "output"),
+    ]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     cores = json.dumps({"CPU": options.workers})
-    environment = os.environ | {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": cores, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "RAY_ADDRESS": "local",
+        "RAY_OVERRIDE_RESOURCES": cores,
+        "PYTHONPATH": str(ROOT),
+    }
     with open(options.folder / "log.txt", "ab") as log:
-        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             yield process
         finally:
@@ -209,7 +239,10 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
 
 def committed_rows(output: Path) -> int:
     """Count the rows in the parts, which no kill can undo."""
-    return sum(pq.read_metadata(path).num_rows for path in (output / "_run" / "parts").glob("part-*.parquet"))
+    return sum(
+        pq.read_metadata(path).num_rows
+        for path in (output / "_run" / "parts").glob("part-*.parquet")
+    )
 
 
 def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
@@ -233,14 +266,19 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
-    """Count what became of the input rows; `exact` is True if each is one summary, in its place, and none an error."""
+    """Count what became of the input rows; `exact` is True if each is one summary, in its place,
+    and none an error.
+    """
     places = []
     for file in range(FILES):
         path = output / "summaries" / f"part-{file:05d}.parquet"
-        there = pq.read_table(path, columns=["doc_id", "number"]).to_pylist() if path.exists() else []
+        there = (
+            pq.read_table(path, columns=["doc_id", "number"]).to_pylist() if path.exists() else []
+        )
         places.append([(row["doc_id"], row["number"]) for row in there])
     expected = [
-        [(f"document-{number}", number) for number in range(file, options.documents, FILES)] for file in range(FILES)
+        [(f"document-{number}", number) for number in range(file, options.documents, FILES)]
+        for file in range(FILES)
     ]
     errors = sum(pq.read_metadata(path).num_rows for path in (output / "errors").glob("*.parquet"))
     rows = [row for path in output.glob("summaries/*.parquet") for row in read_rows(path)]
@@ -267,7 +305,9 @@ def main() -> int:
     )
     for name in ("documents", "workers", "every", "seed", "sick"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
+    parser.add_argument(
+        "--folder", type=Path, default=default.folder, help="for input and output; emptied first"
+    )
     parser.add_argument("--json", type=Path, help="write what happened there")
     values = vars(parser.parse_args())
     path = values.pop("json")

@@ -1,8 +1,9 @@
 """A target of 0.2 million random weights with two drafts, on which the job runs in seconds.
 
-The text is noise. Embeddings outweigh what the layers add, so the next token depends mostly on the last one, which the
-drafts see too; sharp attention makes about one token in four depend on far ones. On such text the small model agrees
-with the target's first choice about two times in three, the head two in five: right and wrong guesses both occur.
+The text is noise. Embeddings outweigh what the layers add, so the next token depends mostly on the
+last one, which the drafts see too; sharp attention makes about one token in four depend on far
+ones. On such text the small model agrees with the target's first choice about two times in three,
+the head two in five: right and wrong guesses both occur.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ HIDDEN_SIZE = 64
 VOCABULARY = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def write_tiny_models(folder: Path, corpus: Path) -> None:
-    """Write `target`, `draft-model` and `draft-eagle` into a folder; train the tokenizer on a Parquet file."""
+    """Write `target`, `draft-model` and `draft-eagle` into a folder; train the tokenizer on a
+    Parquet file.
+    """
     torch.manual_seed(0)
     tokenizer = train_tokenizer(corpus)
     target = random_llama()
@@ -41,7 +45,9 @@ def write_tiny_models(folder: Path, corpus: Path) -> None:
 
 
 def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: it tokenizes any text, with about two characters per token."""
+    """Train a byte-level BPE tokenizer: it tokenizes any text, with about two characters per
+    token.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +57,9 @@ def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(pq.read_table(corpus, columns=["text"])["text"].to_pylist(), trainer)
+    tokenizer.train_from_iterator(
+        pq.read_table(corpus, columns=["text"])["text"].to_pylist(), trainer
+    )
     unknown, begin, end = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=unknown, bos_token=begin, eos_token=end, pad_token=end
@@ -61,7 +69,9 @@ def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
 
 
 def random_llama() -> LlamaForCausalLM:
-    """Make a model of four layers with grouped heads and an untied LM head, 0.2 million weights in float32."""
+    """Make a model of four layers with grouped heads and an untied LM head, 0.2 million weights in
+    float32.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN_SIZE,
@@ -85,7 +95,9 @@ def random_llama() -> LlamaForCausalLM:
 
 
 def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
-    """Return a copy with normal noise on every weight, `noise` times the weights' standard deviation."""
+    """Return a copy with normal noise on every weight, `noise` times the weights' standard
+    deviation.
+    """
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -95,7 +107,9 @@ def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
 
 
 def write_eagle(folder: Path) -> None:
-    """Write a head that passes on its input embedding: right if the target's layers add little to it."""
+    """Write a head that passes on its input embedding: right if the target's layers add little to
+    it.
+    """
     config = EagleConfig(
         target="tiny-random",
         vocab_size=VOCABULARY,

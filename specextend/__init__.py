@@ -1,4 +1,6 @@
-"""Offline summarisation of long documents with SpecExtend decoding: `run` a job, or call a `Summarizer`."""
+"""Offline summarisation of long documents with SpecExtend decoding: `run` a job, or call a
+`Summarizer`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ if TYPE_CHECKING:
     from specextend.loading import load_engine
     from specextend.summarizer import Summarizer
 
-__all__ = ["Completion", "Request", "RunConfig", "RunResult", "SamplingParams", "Summarizer", "load_engine", "run"]
+__all__ = [
+    "Completion",
+    "Request",
+    "RunConfig",
+    "RunResult",
+    "SamplingParams",
+    "Summarizer",
+    "load_engine",
+    "run",
+]
 
 _OWNERS = {
     "Completion": "specextend.core",
@@ -27,12 +38,15 @@ _OWNERS = {
 }
 
 
-for _name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is there; it warns of other GPUs
+# transformers imports torchao if it is there; it warns of other GPUs
+for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: importing torch takes seconds, and many modules do not need it."""
+    """Import a public name when it is first used: importing torch takes seconds, and many modules
+    do not need it.
+    """
     if name not in _OWNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_OWNERS[name]), name)

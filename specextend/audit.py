@@ -1,6 +1,8 @@
-"""The audit of a run: some of its finished rows are decoded again in this process, with a draft and without one.
+"""The audit of a run: some of its finished rows are decoded again in this process, with a draft and
+without one.
 
-It says whether the run's texts are those of plain decoding, and how many times as fast they come with the draft.
+It says whether the run's texts are those of plain decoding, and how many times as fast they come
+with the draft.
 """
 
 import random
@@ -25,7 +27,9 @@ from specextend.stats import DecodingStats
 from specextend.summarizer import DecodedRow, RowDecoder
 
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
-"""Lead of a token in logits, by the target's dtype, which rounding can turn round (`docs/dev/log.md`)."""
+"""Lead of a token in logits, by the target's dtype, which rounding can turn round
+(`docs/dev/log.md`).
+"""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
 _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_new_tokens")
 
@@ -33,26 +37,36 @@ _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_
 def audit(output: str, num_rows: int, seed: int) -> Values:
     """Decode rows of a run again. Returns what its report has as `audit`.
 
-    Raises ValueError if there is nothing to compare, or if its input or its models are not what they were.
+    Raises ValueError if there is nothing to compare, or if its input or its models are not what
+    they were.
     """
     prepared = _prepare(output)
     found = _draw(prepared, num_rows, seed)
     if not found:
-        raise ValueError(f"{output} has no finished row among those drawn; give more --rows, or finish the run")
+        raise ValueError(
+            f"{output} has no finished row among those drawn; give more --rows, or finish the run"
+        )
     rows = [row for row, _ in found]
-    stored = [_texts(each["part_summaries"], each["reasoning"], each["summary"]) for _, each in found]
+    stored = [
+        _texts(each["part_summaries"], each["reasoning"], each["summary"]) for _, each in found
+    ]
     config = _in_batches(prepared, [each for _, each in found])
     engine = load_engine(config)
     decoder = RowDecoder(config, engine)
     decoder.decode(rows[:1])  # what only a first request takes is not measured
     drafted = decoder.decode(rows)
     plain = decoder.decode(rows, drafts=False)
-    unequal = [place for place, document in enumerate(plain) if _texts_of(document) != stored[place]]
+    unequal = [
+        place for place, document in enumerate(plain) if _texts_of(document) != stored[place]
+    ]
     again = decoder.decode([rows[place] for place in unequal], drafts=False, keeps_leads=True)
     # With compiled layers rounding depends on nothing, so that no difference is one of rounding.
     near_tie = -1.0 if engine.target.runs_in_one_call else NEAR_TIES[config.target.dtype]
     not_equal = [
-        {"doc_id": rows[place].document.doc_id, **_judge(stored[place], document, near_tie, engine.tokenizer)}
+        {
+            "doc_id": rows[place].document.doc_id,
+            **_judge(stored[place], document, near_tie, engine.tokenizer),
+        }
         for place, document in zip(unequal, again, strict=True)
     ]
     outcomes = Counter(each["outcome"] for each in not_equal)
@@ -75,20 +89,30 @@ def _prepare(output: str) -> Prepared:
         raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")
     values = recorded["config"]
     if values.get("tasks"):
-        raise ValueError(f"{output} has several tasks, and an audit compares one; audit a run of one of them")
-    prepared = prepare(RunConfig.from_values(values | {"output": values["output"] | {"path": output}}))
+        raise ValueError(
+            f"{output} has several tasks, and an audit compares one; audit a run of one of them"
+        )
+    prepared = prepare(
+        RunConfig.from_values(values | {"output": values["output"] | {"path": output}})
+    )
     if prepared.config.decoding.mode == "autoregressive":
         raise ValueError(f"{output} was decoded without a draft: there is nothing to compare")
     if lines := differences(recorded, prepared.manifest):
-        raise ValueError(f"{output} cannot be audited: its input or a model has changed since ({lines[0]})")
+        raise ValueError(
+            f"{output} cannot be audited: its input or a model has changed since ({lines[0]})"
+        )
     return prepared
 
 
 def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Values]]:
-    """Draw rows of the input at random, and return those that are finished, each with what the run made of it."""
+    """Draw rows of the input at random, and return those that are finished, each with what the run
+    made of it.
+    """
     source = prepared.source
     drawn = set(random.Random(seed).sample(range(source.num_rows), min(num_rows, source.num_rows)))
-    keys = (DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number))
+    keys = (
+        DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)
+    )
     rows: dict[str, Row] = {}
     for place, key in enumerate(keys):
         if place in drawn:
@@ -96,16 +120,24 @@ def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Value
                 row = source.read(key)
                 rows[row.document.doc_id] = row
     found = find_rows(prepared.output, [*rows], _COLUMNS)
-    return [(replace(rows[each["doc_id"]], max_new_tokens=each["max_new_tokens"]), each) for each in found]
+    return [
+        (replace(rows[each["doc_id"]], max_new_tokens=each["max_new_tokens"]), each)
+        for each in found
+    ]
 
 
 def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
-    """Return the run's configuration with batches as large as the run's, and with room for all of its texts."""
+    """Return the run's configuration with batches as large as the run's, and with room for all of
+    its texts.
+    """
     most = max(each["max_new_tokens"] for each in stored)
     decoding = replace(prepared.config.decoding, max_new_tokens=most)
     config = prepared.config.model_copy(update={"decoding": decoding})
     device = target_device(config.target)
-    lengths = [(each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"] for each in stored]
+    lengths = [
+        (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
+        for each in stored
+    ]
     num_tokens = sum(lengths) // len(lengths), max(lengths)
     return with_batch_size(config, prepared.facts, device, usable_bytes(config, device), num_tokens)
 
@@ -118,12 +150,16 @@ def _texts_of(document: DecodedRow) -> list[str] | None:
     """Return the texts of a document as `_texts` does; None if it has failed."""
     summary = document.state
     return (
-        _texts(summary.part_rows, summary.reasoning, summary.completion.text) if isinstance(summary, Summary) else None
+        _texts(summary.part_rows, summary.reasoning, summary.completion.text)
+        if isinstance(summary, Summary)
+        else None
     )
 
 
 def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: Any) -> Values:
-    """Say of a row whose texts are not equal whether that can be rounding, by the leads of plain decoding's tokens."""
+    """Say of a row whose texts are not equal whether that can be rounding, by the leads of plain
+    decoding's tokens.
+    """
     texts = _texts_of(document)
     if texts is None:
         return {"outcome": "failed", "gap": None, "error": str(document.state)}
@@ -134,12 +170,16 @@ def _judge(stored: list[str], document: DecodedRow, near_tie: float, tokenizer: 
         completion = document.completions[number if number < num_parts else -1]
         begin = completion.text.rfind(texts[number])
         other = completion.text[:begin] + stored[number]
-        gap = max(gap, _lead_at(completion, other, tokenizer) if begin >= 0 else max(completion.leads))
+        gap = max(
+            gap, _lead_at(completion, other, tokenizer) if begin >= 0 else max(completion.leads)
+        )
     return {"outcome": "near tie" if gap <= near_tie else "different", "gap": gap, "error": None}
 
 
 def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
-    """Return the lead of the token with which a completion parts from another text, its last one if none does."""
+    """Return the lead of the token with which a completion parts from another text, its last one if
+    none does.
+    """
     for place, lead in enumerate(completion.leads, 1):
         begin = completion.token_ids[:place]
         text = tokenizer.decode(begin, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -149,7 +189,9 @@ def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
 
 
 def _speedup(drafted: Sequence[DecodedRow], plain: Sequence[DecodedRow]) -> Values | None:
-    """Compare seconds per output token, over the documents that were done both times; None if nothing was drafted."""
+    """Compare seconds per output token, over the documents that were done both times; None if
+    nothing was drafted.
+    """
     with_draft, without = DecodingStats(), DecodingStats()
     for ours, theirs in zip(drafted, plain, strict=True):
         if isinstance(ours.state, Summary) and isinstance(theirs.state, Summary):
@@ -160,4 +202,7 @@ def _speedup(drafted: Sequence[DecodedRow], plain: Sequence[DecodedRow]) -> Valu
     both = (without, with_draft)
     decode = [(each.draft_prefill_s + each.step_s) / each.num_output_tokens for each in both]
     prefill = [each.prefill_s / each.num_output_tokens for each in both]
-    return {"decode": decode[0] / decode[1], "end_to_end": (decode[0] + prefill[0]) / (decode[1] + prefill[1])}
+    return {
+        "decode": decode[0] / decode[1],
+        "end_to_end": (decode[0] + prefill[0]) / (decode[1] + prefill[1]),
+    }

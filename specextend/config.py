@@ -1,4 +1,6 @@
-"""The configuration of a run: it composes the options of the other modules, is read from YAML and checked by key."""
+"""The configuration of a run: it composes the options of the other modules, is read from YAML and
+checked by key.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,15 @@ from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder, shi
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
 LEAST_SILENCE_S = 3600.0
-"""Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
+"""Seconds without a token from any worker after which the run ends, unless its workers may take
+longer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is abandoned.
+    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is
+    abandoned.
 
     None of these values changes a summary.
     """
@@ -49,7 +54,9 @@ class JobOptions:
     workers: int = 1
     """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
     gpus_per_worker: float = 0.0
-    """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models on the CPU."""
+    """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models
+    on the CPU.
+    """
     cpus_per_worker: int | Literal["auto"] = "auto"
     """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: all
     cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
@@ -82,7 +89,8 @@ class JobOptions:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
         if self.gpus_per_worker > 1:
             raise ValueError(
-                f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "
+                f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model "
+                "runs on one GPU; set "
                 "job.workers to the number of GPUs"
             )
         for name in ("document_deadline_s", "stall_s"):
@@ -94,7 +102,9 @@ class JobOptions:
 
     @property
     def num_cores(self) -> int:
-        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its nodes."""
+        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its
+        nodes.
+        """
         assert isinstance(self.cpus_per_worker, int)
         return self.cpus_per_worker
 
@@ -138,20 +148,23 @@ class RunConfig(BaseModel):
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
     tasks: dict[str, Values] = Field(default_factory=dict)
-    """Of a run that asks several things of each document: by name, the keys in which each differs from the first,
-    whose own are those above, with its `output.column`."""
+    """Of a run that asks several things of each document: by name, the keys in which each differs
+    from the first, whose own are those above, with its `output.column`.
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
-                f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
+                f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} "
+                "needs a draft "
                 "(autoregressive needs none, draft.kind ngram no model)"
             )
         least = self.tree.depth + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
             raise ValueError(
-                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always sees what it "
+                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always "
+                "sees what it "
                 f"continues; got {self.cache.recent}"
             )
         return self
@@ -169,12 +182,16 @@ class RunConfig(BaseModel):
 
     @property
     def each_task(self) -> dict[str, RunConfig]:
-        """Return by name, for each task, the configuration of a run that has no other; "" is the only one."""
+        """Return by name, for each task, the configuration of a run that has no other; "" is the
+        only one.
+        """
         if not self.tasks:
             return {"": self}
         whole = self.model_dump(mode="json") | {"tasks": {}}
         return {
-            name: self.from_values(whole | {section: whole[section] | keys for section, keys in own.items()})
+            name: self.from_values(
+                whole | {section: whole[section] | keys for section, keys in own.items()}
+            )
             for name, own in self.tasks.items()
         }
 
@@ -185,10 +202,11 @@ class RunConfig(BaseModel):
         return max([self.decoding.max_new_tokens, *own])
 
     def max_tokens(self, context_length: int) -> int:
-        """Return the most prompt and output tokens of one request: the tree behind them must fit the context.
+        """Return the most prompt and output tokens of one request: the tree behind them must fit
+        the context.
 
-        It is the same in every mode and with every draft, so that all see the same prompt: n-gram drafts, which may be
-        deeper, never reach past the last token that a request asks for.
+        It is the same in every mode and with every draft, so that all see the same prompt: n-gram
+        drafts, which may be deeper, never reach past the last token that a request asks for.
         """
         return context_length - self.tree.depth - 1
 
@@ -201,14 +219,15 @@ class RunConfig(BaseModel):
         allow_relative: bool = True,
         run_date: date | None = None,
     ) -> RunConfig:
-        """Read a configuration, apply `key.path=value` overrides, check everything, and make local paths absolute.
+        """Read a configuration, apply `key.path=value` overrides, check everything, and make local
+        paths absolute.
 
-        config: a YAML file, the name of a shipped one, the values of one, or one that was made already; or several,
-        such as a pair and a task, of which a later one wins key by key; `base` in one names those that come before it.
-        Relative paths of a file are relative to its folder; all others, and those of a shipped file, to the current
-        folder.
-        Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
-        stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
+        config: a YAML file, the name of a shipped one, the values of one, or one that was made
+        already; or several, such as a pair and a task, of which a later one wins key by key; `base`
+        in one names those that come before it. Relative paths of a file are relative to its folder;
+        all others, and those of a shipped file, to the current folder. Values of overrides are
+        YAML. allow_relative: if False, a relative local path is refused instead. run_date: stands
+        for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
         overrides = list(overrides)
         if isinstance(config, RunConfig) and not overrides:
@@ -216,16 +235,24 @@ class RunConfig(BaseModel):
         values, origins = merge(config, overrides)
         if asked := _asked(values.pop("tasks", None)):
             given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
-            load = partial(cls.load, overrides=overrides, allow_relative=allow_relative, run_date=run_date)
+            load = partial(
+                cls.load, overrides=overrides, allow_relative=allow_relative, run_date=run_date
+            )
             each = {name: load([*given, {"tasks": []}, task]) for name, task in asked.items()}
             return _joined(each)
-        known = {"run_date": (run_date or date.today()).isoformat(), "models": models_folder(), "shipped": SHIPPED}
+        known = {
+            "run_date": (run_date or date.today()).isoformat(),
+            "models": models_folder(),
+            "shipped": SHIPPED,
+        }
         for section, key in (*_PATHS, *_MODELS):
             if isinstance(options := values.get(section), dict) and key in options:
                 base = origins[f"{section}.{key}"].folder
                 whole = partial(_whole_path, section, key, base, known, allow_relative)
                 value = options[key]
-                values[section] = options | {key: [*map(whole, value)] if isinstance(value, list) else whole(value)}
+                values[section] = options | {
+                    key: [*map(whole, value)] if isinstance(value, list) else whole(value)
+                }
         return cls.from_values(values)
 
     @classmethod
@@ -234,7 +261,9 @@ class RunConfig(BaseModel):
         try:
             return cls.model_validate_json(_as_json(values))
         except ValidationError as error:
-            raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
+            raise ConfigError(
+                "; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))
+            ) from None
 
 
 OneConfig = RunConfig | ReadOnly | str | Path
@@ -244,7 +273,9 @@ Configs = OneConfig | Sequence[OneConfig]
 
 
 class Origin(NamedTuple):
-    """Say where a value came from: a configuration as it was named, or `--set`; and what its paths are relative to."""
+    """Say where a value came from: a configuration as it was named, or `--set`; and what its paths
+    are relative to.
+    """
 
     name: str
     folder: str
@@ -252,7 +283,8 @@ class Origin(NamedTuple):
 
 
 def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
-    """Return the values of configurations and overrides, later ones above earlier ones, and the origin of each key.
+    """Return the values of configurations and overrides, later ones above earlier ones, and the
+    origin of each key.
 
     Raises ConfigError.
     """
@@ -265,9 +297,13 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
         for section, options in values.items():
             if section == "tasks":
                 options = _from_folder(options, origin.folder)
-            merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
+            merged[section] = (
+                _keys(merged, section) | options if isinstance(options, dict) else options
+            )
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
-    given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
+    given = {
+        key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)
+    }
     _drop_model_of_draft(merged, given.get("draft.kind"))
     for override in overrides:
         section, key = _apply(merged, override)
@@ -282,8 +318,12 @@ def _keys(values: Values, section: str) -> Values:
     return options if isinstance(options, dict) else {}
 
 
-def _drop_demo(values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]) -> None:
-    """Take the demo's paths and columns, which a shipped configuration has, out where somebody's own are given."""
+def _drop_demo(
+    values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]
+) -> None:
+    """Take the demo's paths and columns, which a shipped configuration has, out where somebody's
+    own are given.
+    """
     demos = {key for key, source in origins.items() if source.is_shipped}
     own = {key for key in _keys(merged, "input") if f"input.{key}" not in demos}
     if origin.is_shipped and own:
@@ -292,11 +332,14 @@ def _drop_demo(values: Values, origin: Origin, merged: Values, origins: Mapping[
     if origin.is_shipped and "path" in _keys(merged, "output") and "output.path" not in demos:
         _keys(values, "output").pop("path", None)
     if "path" in _keys(values, "input"):
-        merged["input"] = {key: each for key, each in _keys(merged, "input").items() if f"input.{key}" not in demos}
+        merged["input"] = {
+            key: each for key, each in _keys(merged, "input").items() if f"input.{key}" not in demos
+        }
 
 
 def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
-    """Yield the values of the configurations that `base` names, then its own, each with their origin.
+    """Yield the values of the configurations that `base` names, then its own, each with their
+    origin.
 
     above: the files that led here. Raises ConfigError, also for a file that is its own base.
     """
@@ -308,7 +351,9 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
     else:
         path = find_config(config).resolve()
         if path in above:
-            raise ConfigError(f"base: {config} leads back to itself; take it out of one of the files")
+            raise ConfigError(
+                f"base: {config} leads back to itself; take it out of one of the files"
+            )
         above = (*above, path)
         is_shipped = path.is_relative_to(CONFIGS.resolve())
         folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
@@ -316,9 +361,13 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"base must name a configuration, or several in a list, got {shown(bases)}")
+        raise ConfigError(
+            f"base must name a configuration, or several in a list, got {shown(bases)}"
+        )
     for base in bases:
-        yield from _read(base if base in shipped_configs() else os.path.join(origin.folder, base), above)
+        yield from _read(
+            base if base in shipped_configs() else os.path.join(origin.folder, base), above
+        )
     yield values, origin
 
 
@@ -335,17 +384,25 @@ _OF_TASKS = {
 
 
 def _from_folder(tasks: Any, folder: str) -> Any:
-    """Return tasks as they are asked for, but the files among them with the folder of the one that names them."""
+    """Return tasks as they are asked for, but the files among them with the folder of the one that
+    names them.
+    """
     if not isinstance(tasks, list):
         return tasks
     is_file = (isinstance(task, str) and task not in shipped_configs() for task in tasks)
-    return [os.path.join(folder, task) if each else task for task, each in zip(tasks, is_file, strict=True)]
+    return [
+        os.path.join(folder, task) if each else task
+        for task, each in zip(tasks, is_file, strict=True)
+    ]
 
 
 def _asked(tasks: Any) -> dict[str, OneConfig]:
     """Return by name what each of several tasks adds to the configuration. Raises ConfigError."""
     if isinstance(tasks, dict):
-        tasks = [{"name": name} | keys if isinstance(keys, dict) else keys for name, keys in tasks.items()]
+        tasks = [
+            {"name": name} | keys if isinstance(keys, dict) else keys
+            for name, keys in tasks.items()
+        ]
     if tasks is None:
         return {}
     found: dict[str, OneConfig] = {}
@@ -354,7 +411,8 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
         name = keys.pop("name", None)
         if not isinstance(task, str | dict) or not isinstance(name, str) or not name:
             raise ConfigError(
-                f"tasks must be a list of names of tasks, or of mappings with a `name`, got {shown(task)}"
+                "tasks must be a list of names of tasks, or of mappings with a `name`, got "
+                f"{shown(task)}"
             )
         if name in found:
             raise ConfigError(f"tasks has {name} twice; give one of them another name")
@@ -366,24 +424,33 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
 
 
 def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
-    """Make the configuration of a run with several tasks of those of runs with one. Raises ConfigError."""
+    """Make the configuration of a run with several tasks of those of runs with one. Raises
+    ConfigError.
+    """
     first = next(iter(each.values()))
     if len(each) < 2:
         return first
     if first.input.instruction_column is not None:
-        raise ConfigError("tasks: input.instruction_column gives a row one instruction; leave out one of both")
+        raise ConfigError(
+            "tasks: input.instruction_column gives a row one instruction; leave out one of both"
+        )
     columns = [config.output.column for config in each.values()]
     if twice := [column for column in columns if columns.count(column) > 1]:
-        raise ConfigError(f"tasks: two write the column {twice[0]}; give one of them another output.column")
+        raise ConfigError(
+            f"tasks: two write the column {twice[0]}; give one of them another output.column"
+        )
     shared, tasks = first.model_dump(mode="json"), dict[str, Values]()
     for name, config in each.items():
         own: Values = {"output": {"column": config.output.column}}
         for section, values in config.model_dump(mode="json").items():
             before = shared[section] or {}
-            changed = {key: value for key, value in (values or {}).items() if before.get(key, ...) != value}
+            changed = {
+                key: value for key, value in (values or {}).items() if before.get(key, ...) != value
+            }
             if wrong := sorted(changed.keys() - _OF_TASKS.get(section, set())):
                 raise ConfigError(
-                    f"tasks: {name} has another {section}.{wrong[0]} than {next(iter(each))}, but tasks of a "
+                    f"tasks: {name} has another {section}.{wrong[0]} than {next(iter(each))}, but "
+                    "tasks of a "
                     "run share it: set it beside `tasks`"
                 )
             if changed:
@@ -393,7 +460,9 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
 
 
 def _apply(values: Values, override: str) -> tuple[str, str]:
-    """Apply one `key.path=value` to nested values. Returns its section and key; no key if it is the whole section."""
+    """Apply one `key.path=value` to nested values. Returns its section and key; no key if it is the
+    whole section.
+    """
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name or not all(sections):
@@ -418,7 +487,9 @@ _NOT_OF_NGRAM = ("model", "ngram")
 
 
 def _drop_model_of_draft(values: Values, kind: object) -> None:
-    """Take out of the draft's section what the kind that comes in its place does not take; None: none comes."""
+    """Take out of the draft's section what the kind that comes in its place does not take; None:
+    none comes.
+    """
     draft = _keys(values, "draft")
     if kind == "ngram" and draft and draft.get("kind") != kind:
         values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
@@ -428,8 +499,11 @@ _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
 
-def _whole_path(section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any) -> Any:
-    """Replace the variables of a path of the configuration, and make it absolute if it is local; base: its folder.
+def _whole_path(
+    section: str, key: str, base: str, known: Mapping[str, object], allow_relative: bool, path: Any
+) -> Any:
+    """Replace the variables of a path of the configuration, and make it absolute if it is local;
+    base: its folder.
 
     What is no path is left to the check of types. Raises ConfigError.
     """
@@ -442,19 +516,29 @@ def _whole_path(section: str, key: str, base: str, known: Mapping[str, object], 
     if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):
         return path
     if not allow_relative:
-        raise ConfigError(f"{section}.{key} must be an absolute path or a URI inside a submitted job, got {path!r}")
+        raise ConfigError(
+            f"{section}.{key} must be an absolute path or a URI inside a submitted job, got "
+            f"{path!r}"
+        )
     return os.path.abspath(os.path.join(base, os.path.expanduser(path)))
 
 
 def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
-    """Replace the variables of one path. Raises ConfigError for an unknown one, and for one that is written wrongly."""
+    """Replace the variables of one path. Raises ConfigError for an unknown one, and for one that is
+    written wrongly.
+    """
 
     def value_of(found: re.Match[str]) -> str:
         variable, name, unclosed, bare = found.groups()
         if unclosed:
-            raise ConfigError(f"{key} has a ${{ that is not closed; write ${{NAME}} for a variable of the environment")
+            raise ConfigError(
+                f"{key} has a ${{ that is not closed; write ${{NAME}} for a variable of the "
+                "environment"
+            )
         if bare:
-            raise ConfigError(f"{key} has {found[0]}; write ${{{bare}}} for a variable of the environment")
+            raise ConfigError(
+                f"{key} has {found[0]}; write ${{{bare}}} for a variable of the environment"
+            )
         value = known.get(name) if variable is None else os.environ.get(variable)
         if not value:
             takes = f"it takes {{{'}, {'.join(known)}}} and ${{NAME}} of the environment"
@@ -467,16 +551,22 @@ def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
 def _sentence(detail: ErrorDetails) -> str:
     """Turn one of pydantic's errors into a line that names the key and what is allowed."""
     # Behind section and key: the entry of a list, or which of several types was tried.
-    key = ".".join(str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int))
+    key = ".".join(
+        str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int)
+    )
     kind, message = detail["type"], " ".join(detail["msg"].split())
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(key)
     if kind in ("missing", "missing_keyword_only_argument"):
-        return f"{key} is missing" + ("; a pair brings it: --config smollm2" if key == "target" else "")
+        return f"{key} is missing" + (
+            "; a pair brings it: --config smollm2" if key == "target" else ""
+        )
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind == "dataclass_type":
-        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {shown(detail['input'])}"
+        return (
+            f"{key} must be a section ({', '.join(_known_keys(key))}), got {shown(detail['input'])}"
+        )
     wanted = message.removeprefix("Input should be ").replace("a valid ", "a ")
     wanted = {"a integer": "an integer", "a array": "a list"}.get(wanted, wanted)
     is_unquoted = kind == "string_type" and isinstance(detail["input"], dict)
@@ -503,7 +593,8 @@ def _known_keys(section: str) -> list[str]:
 
 
 def _as_json(values: Values) -> str:
-    """Write values of YAML as JSON, with U+FFFD for halves of surrogate pairs in the prompt alone, never in a path.
+    """Write values of YAML as JSON, with U+FFFD for halves of surrogate pairs in the prompt alone,
+    never in a path.
 
     Raises ConfigError for a number of thousands of digits, or endless nesting.
     """
@@ -513,7 +604,8 @@ def _as_json(values: Values) -> str:
         raise ConfigError(f"a value cannot be read: {first_line(error)}") from None
 
 
-# YAML of people: files, and the values of `--set`; what is wrong is said in one line, which shows no secret
+# YAML of people: files, and the values of `--set`; what is wrong is said in one line, which shows
+# no secret
 
 
 MOST_SHOWN = 200
@@ -521,26 +613,36 @@ MOST_SHOWN = 200
 
 
 class ConfigError(ValueError):
-    """A key or value is not allowed; the message is one line that names the key and what is allowed."""
+    """A key or value is not allowed; the message is one line that names the key and what is
+    allowed.
+    """
 
 
 def read_yaml(path: Path) -> Values:
-    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
+    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an
+    alias.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} cannot be read: {error}{_other_name(path)}") from None
+        raise ConfigError(
+            f"configuration {path} cannot be read: {error}{_other_name(path)}"
+        ) from None
     try:
         values = yaml.load(text, _PlainValues)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"configuration {path} is not valid YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(
+            f"configuration {path} is not valid YAML: {_yaml_problem(error)}"
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys with their values")
     return values
 
 
 def _other_name(path: Path) -> str:
-    """Say which configuration may be meant by a path that cannot be read; empty if it is that file."""
+    """Say which configuration may be meant by a path that cannot be read; empty if it is that
+    file.
+    """
     if os.path.isfile(path):  # False, too, if nobody may look there
         return ""
     if os.path.isfile(f"{path}.yaml"):
@@ -553,7 +655,9 @@ def _other_name(path: Path) -> str:
 def _yaml_problem(error: Exception) -> str:
     """Say what is wrong with a text and where, without the text, which may hold a secret."""
     mark = getattr(error, "problem_mark", None)
-    what = str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
+    what = (
+        str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
+    )
     return f"{what} (line {mark.line + 1}, column {mark.column + 1})" if mark else what
 
 
@@ -566,7 +670,9 @@ class _PlainValues(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias is not taken, write the value itself", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias is not taken, write the value itself", mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -574,12 +680,16 @@ class _PlainValues(yaml.SafeLoader):
         if len(mapping) != len(node.value):
             names = [key.value for key, _ in node.value]
             twice = next((name for name in names if names.count(name) > 1), names[-1])
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice} is repeated", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice} is repeated", node.start_mark
+            )
         return mapping
 
 
 def parse(key: str, text: str) -> Any:
-    """Read the value of `--set key=text`. Raises ConfigError for what is no YAML, or would be read in part."""
+    """Read the value of `--set key=text`. Raises ConfigError for what is no YAML, or would be read
+    in part.
+    """
     try:
         value = yaml.load(text, _PlainValues)
         tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
@@ -587,7 +697,10 @@ def parse(key: str, text: str) -> Any:
         problem = f"--set {key}: {shown(text)} is not a valid YAML value ({_yaml_problem(error)})"
         raise ConfigError(f"{problem}; {_how_to_quote(key, text)}") from None
     if comment := text[tokens[-1].end_mark.index :].strip():
-        raise ConfigError(f"--set {key}: {shown(comment)} is a comment in YAML and would be left out; quote the value")
+        raise ConfigError(
+            f"--set {key}: {shown(comment)} is a comment in YAML and would be left out; quote the "
+            "value"
+        )
     return value
 
 
@@ -598,6 +711,12 @@ def _how_to_quote(key: str, text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, but not one that holds an address, which may hold a secret, nor a long one."""
+    """Write a value for a message, but not one that holds an address, which may hold a secret, nor
+    a long one.
+    """
     text = repr(value)
-    return text if "://" not in text and len(text) <= MOST_SHOWN else f"a value of type {type(value).__name__}"
+    return (
+        text
+        if "://" not in text and len(text) <= MOST_SHOWN
+        else f"a value of type {type(value).__name__}"
+    )

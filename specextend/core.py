@@ -1,4 +1,6 @@
-"""Documents, requests and completions, which hold no tensors; loops of tokens; functions that show text safely."""
+"""Documents, requests and completions, which hold no tensors; loops of tokens; functions that show
+text safely.
+"""
 
 import difflib
 import gc
@@ -16,17 +18,21 @@ FinishReason = Literal["stop", "length", "repetition"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
 """Unicode categories of the characters that are escaped."""
-_NEEDED = frozenset("\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd") | frozenset(
-    map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440)))
-)
-"""Exceptions, because scripts are written with them: word and vowel separators, joiners, signs around numbers."""
+_NEEDED = frozenset(
+    "\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
+) | frozenset(map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440))))
+"""Exceptions, because scripts are written with them: word and vowel separators, joiners, signs
+around numbers.
+"""
 
 MIN_REPEATS = 4
 """Times that a stretch of tokens must stand in a row to be a loop."""
 MAX_PERIOD = 64
 """Tokens of the longest stretch that is looked for."""
 MIN_STOP_TOKENS = 64
-"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
+"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over
+has covered 40.
+"""
 
 MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
@@ -41,7 +47,9 @@ Checkpoint = Callable[[], object]
 
 
 class DocumentKey(NamedTuple):
-    """The place of a row in the input. Inside a job a row is identified by its key, never by its `doc_id`."""
+    """The place of a row in the input. Inside a job a row is identified by its key, never by its
+    `doc_id`.
+    """
 
     file: int
     """Number of the input file, in path order."""
@@ -77,13 +85,17 @@ class SamplingParams:
     stop_repetition: bool = False
     """End the output once its tokens repeat themselves in a loop."""
     repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1 changes nothing."""
+    """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1
+    changes nothing.
+    """
     no_repeat_ngram_size: int = 0
     """Choose no token that completes a run of so many tokens that occurred before; 0 allows all."""
 
     @property
     def leaves_out(self) -> bool:
-        """Return True if only some of the likeliest tokens can be chosen, which depend on all others."""
+        """Return True if only some of the likeliest tokens can be chosen, which depend on all
+        others.
+        """
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def __post_init__(self) -> None:
@@ -98,7 +110,9 @@ class SamplingParams:
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
-            raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
+            raise ValueError(
+                f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}"
+            )
 
 
 class Choice(NamedTuple):
@@ -134,9 +148,13 @@ class Request:
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
     choices: tuple[Choice, ...] = ()
-    """If given, the output is one text of each, the likeliest behind those before it; nothing else is asked of it."""
+    """If given, the output is one text of each, the likeliest behind those before it; nothing else
+    is asked of it.
+    """
     then: "Request | None" = None
-    """What takes its place when it has ended: of that prompt only what differs from its own is read."""
+    """What takes its place when it has ended: of that prompt only what differs from its own is
+    read.
+    """
 
     @property
     def chain(self) -> "list[Request]":
@@ -154,8 +172,9 @@ class Request:
 class Completion:
     """The output of the engine for one request.
 
-    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains neither. A loop that
-    ends the output is part of both, up to the token that completes it. Behind choices there is no EOS.
+    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains
+    neither. A loop that ends the output is part of both, up to the token that completes it. Behind
+    choices there is no EOS.
     """
 
     request_id: str
@@ -164,13 +183,16 @@ class Completion:
     finish_reason: FinishReason
     stats: DecodingStats
     leads: tuple[float, ...] = ()
-    """Of each token, by how much of its logit it stood above every other; behind choices, of its choice."""
+    """Of each token, by how much of its logit it stood above every other; behind choices, of its
+    choice.
+    """
     scored: tuple[Scored, ...] = ()
     """All values of a request's choices, choice by choice."""
 
 
 def mended(value: Any, *, decodes: bool = False) -> Any:
-    """Return a value in which halves of surrogate pairs are U+FFFD, those inside of its lists and fields as well.
+    """Return a value in which halves of surrogate pairs are U+FFFD, those inside of its lists and
+    fields as well.
 
     decodes: bytes become text, in which what is not UTF-8 is U+FFFD, too.
     """
@@ -189,19 +211,24 @@ def mended(value: Any, *, decodes: bool = False) -> Any:
 def printable(text: str, keep: str = "") -> str:
     r"""Escape text so that it is safe on a terminal, in a log line and in a report.
 
-    Control characters, line ends of every kind, characters that are invisible or reorder their neighbours, halves of
-    surrogate pairs and private-use characters become codes such as `\x1b` and `\u202e`, except those in `keep`. Text
-    in any language is left unchanged, including the joiners, separators and signs that its script needs.
+    Control characters, line ends of every kind, characters that are invisible or reorder their
+    neighbours, halves of surrogate pairs and private-use characters become codes such as `\x1b` and
+    `\u202e`, except those in `keep`. Text in any language is left unchanged, including the joiners,
+    separators and signs that its script needs.
     """
     safe = _NEEDED.union(keep)
     return "".join(
-        each if each in safe or unicodedata.category(each) not in _UNSAFE else each.encode("unicode_escape").decode()
+        each
+        if each in safe or unicodedata.category(each) not in _UNSAFE
+        else each.encode("unicode_escape").decode()
         for each in text
     )
 
 
 def read_json(text: str, **options: Any) -> Any:
-    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises ValueError."""
+    """Parse JSON, with U+FFFD for halves of surrogate pairs, which only escapes can make. Raises
+    ValueError.
+    """
     value = json.loads(text, **options)
     return mended(value) if "\\u" in text else value
 
@@ -212,7 +239,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if none is like it.
+    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if
+    none is like it.
 
     least: similarity from 0 to 1 from which one is.
     """
@@ -232,7 +260,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Let Python look for no garbage during a `with` block: a large import makes none, but objects by the million."""
+    """Let Python look for no garbage during a `with` block: a large import makes none, but objects
+    by the million.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -251,7 +281,8 @@ def how_to_install(extra: str) -> str:
 
 
 def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
-    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is the end.
+    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is
+    the end.
 
     min_tokens: how many tokens the repeats must cover at least.
     """

@@ -1,7 +1,8 @@
-"""From a row of the input to requests for the engine and to its summary: one request, or rounds of parts and merges.
+"""From a row of the input to requests for the engine and to its summary: one request, or rounds of
+parts and merges.
 
-`summarize` is a generator, so that who runs the engine decides how: a worker waits for each request, a `Summarizer`
-decodes those of many documents at once.
+`summarize` is a generator, so that who runs the engine decides how: a worker waits for each
+request, a `Summarizer` decodes those of many documents at once.
 """
 
 from __future__ import annotations
@@ -47,18 +48,26 @@ class Summary:
     prompt: Prompt
     """Says how much of the document was read: all of it, in parts."""
     part_rows: list[Values] | None = None
-    """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
+    """The parts as values of the column `part_summaries`; None for a document that fits into one
+    prompt.
+    """
     num_requests: int = 1
     """Parts and merges."""
     reasoning: str | None = None
-    """What the model wrote while it thought, if it is of a kind that does; it is no part of the text."""
+    """What the model wrote while it thought, if it is of a kind that does; it is no part of the
+    text.
+    """
     tasks: tuple[tuple[Task, Summary], ...] = ()
-    """Those of all tasks if there are several; the completion is the first one's, with the counts of all."""
+    """Those of all tasks if there are several; the completion is the first one's, with the counts
+    of all.
+    """
 
     def timed(self, total_s: float) -> Summary:
-        """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
+        """Return the summary of a document that took `total_s` seconds: in parts, several at a
+        time.
 
-        Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
+        Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s`
+        for writing.
         """
         if self.part_rows is None and not self.tasks:
             return self
@@ -70,17 +79,20 @@ class Summary:
 
 
 Round = tuple[Request, ...]
-"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order, that of each before
-those of the requests that follow it."""
+"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order,
+that of each before those of the requests that follow it.
+"""
 Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
 
 def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Rounds:
-    """Yield the requests for a document, round by round, take their outcomes, and return the summary.
+    """Yield the requests for a document, round by round, take their outcomes, and return the
+    summary.
 
-    name: of the document; the ids of its requests begin with it, and with a colon behind it if there are several.
-    Raises DocumentError for a document that cannot be summarised, also one that the engine has failed over.
+    name: of the document; the ids of its requests begin with it, and with a colon behind it if
+    there are several. Raises DocumentError for a document that cannot be summarised, also one that
+    the engine has failed over.
     """
     limit = max_new_tokens_of(config, row)
     try:
@@ -109,17 +121,21 @@ class Task:
 
 
 def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
-    """Return the tasks of a run. limit: tokens of prompt and output. Raises ValueError for a bad template."""
+    """Return the tasks of a run. limit: tokens of prompt and output. Raises ValueError for a bad
+    template.
+    """
     return [
-        Task(name, each, Prompts(tokenizer, each.prompt, limit, each.parts)) for name, each in config.each_task.items()
+        Task(name, each, Prompts(tokenizer, each.prompt, limit, each.parts))
+        for name, each in config.each_task.items()
     ]
 
 
 def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
     """Yield the requests for all tasks of a document, as `summarize` does for one.
 
-    Those that can be decoded at the same time follow each other, so that the document is read once. A task that fails
-    does not end the others. Raises DocumentError at the end if one has failed, with what the others have answered.
+    Those that can be decoded at the same time follow each other, so that the document is read once.
+    A task that fails does not end the others. Raises DocumentError at the end if one has failed,
+    with what the others have answered.
     """
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
@@ -152,20 +168,31 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
             outcomes = dict(zip(names, found, strict=True))
     answered = tuple((tasks[number], summaries[number]) for number in sorted(summaries))
     if errors:
-        raise _failed_tasks(row, answered, {tasks[number].name: error for number, error in sorted(errors.items())})
+        raise _failed_tasks(
+            row, answered, {tasks[number].name: error for number, error in sorted(errors.items())}
+        )
     stats = DecodingStats()
     for _, summary in answered:
         stats.add(summary.completion.stats)
     first = answered[0][1]
     num_requests = sum(summary.num_requests for _, summary in answered)
-    return Summary(replace(first.completion, stats=stats), first.prompt, num_requests=num_requests, tasks=answered)
+    return Summary(
+        replace(first.completion, stats=stats),
+        first.prompt,
+        num_requests=num_requests,
+        tasks=answered,
+    )
 
 
 def _chained(requests: Iterable[Request | None]) -> Request:
-    """Let requests follow each other, those beside each other whose prompts begin alike; the scored ones, last."""
+    """Let requests follow each other, those beside each other whose prompts begin alike; the scored
+    ones, last.
+    """
     chain: Request | None = None
     given = [request for request in requests if request is not None]
-    for request in sorted(given, key=lambda each: (bool(each.choices), each.prompt_token_ids), reverse=True):
+    for request in sorted(
+        given, key=lambda each: (bool(each.choices), each.prompt_token_ids), reverse=True
+    ):
         chain = replace(request, then=chain)
     assert chain is not None
     return chain
@@ -177,9 +204,13 @@ def _failed_tasks(
     """Return what becomes of a document of which tasks have failed."""
     first = next(iter(errors.values()))
     message = "; ".join(f"task {name}: {error.message}" for name, error in errors.items())
-    failed = DocumentError(first.error_class, message, first.stage, any(each.retryable for each in errors.values()))
+    failed = DocumentError(
+        first.error_class, message, first.stage, any(each.retryable for each in errors.values())
+    )
     failed.summary = first.summary
-    failed.tasks = [_task_row(task, summary, _assessed(task.config, row, summary)) for task, summary in answered]
+    failed.tasks = [
+        _task_row(task, summary, _assessed(task.config, row, summary)) for task, summary in answered
+    ]
     return failed
 
 
@@ -187,13 +218,27 @@ def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
     """Assess a summary, which may take 0.1 s."""
     dropped, fields = summary.prompt.num_dropped_tokens, config.output.evidence_for
     left_out = summary.prompt.left_out if config.output.sources else None
-    return assess(summary.completion, row.document.text, dropped, row.reference, config.quality, fields, left_out)
+    return assess(
+        summary.completion,
+        row.document.text,
+        dropped,
+        row.reference,
+        config.quality,
+        fields,
+        left_out,
+    )
 
 
 def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
     """Return what the column `tasks` has of a task."""
     completion, prompt, stats = summary.completion, summary.prompt, summary.completion.stats
-    counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "prefill_s", "total_s")
+    counts = (
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "mean_acceptance_length",
+        "prefill_s",
+        "total_s",
+    )
     return {
         "name": task.name,
         "text": completion.text,
@@ -211,7 +256,9 @@ def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
-    """Send outcomes to a document's rounds, None at first; return the next round or, after the last, the summary."""
+    """Send outcomes to a document's rounds, None at first; return the next round or, after the
+    last, the summary.
+    """
     try:
         return next(rounds) if outcomes is None else rounds.send(outcomes)
     except StopIteration as end:
@@ -220,11 +267,19 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
 
 
 def finished_row(
-    config: RunConfig, row: Row, summary: Summary, *, received: float, ended: float, worker: str, attempts: int
+    config: RunConfig,
+    row: Row,
+    summary: Summary,
+    *,
+    received: float,
+    ended: float,
+    worker: str,
+    attempts: int,
 ) -> Values:
     """Assess a summary, which may take 0.1 s, and make the row of its document.
 
-    received, ended: when the document was asked for, and when its last request was done, by `time.monotonic`.
+    received, ended: when the document was asked for, and when its last request was done, by
+    `time.monotonic`.
     """
     completion, prompt = summary.completion, summary.prompt
     total_s = completion.stats.total_s
@@ -248,12 +303,17 @@ def finished_row(
         started_at=time.time() - (time.monotonic() - ended) - total_s,
         worker=worker,
         attempts=attempts,
-        tasks=[_task_row(*each, quality) for each, quality in zip(summary.tasks, qualities, strict=True)] or None,
+        tasks=[
+            _task_row(*each, quality)
+            for each, quality in zip(summary.tasks, qualities, strict=True)
+        ]
+        or None,
     )
 
 
 def _joined(summary: Summary, qualities: Sequence[Quality]) -> tuple[Completion, Prompt, Quality]:
-    """Return what the row of a document has of all its tasks: how one ended that did not stop, all choices and flags.
+    """Return what the row of a document has of all its tasks: how one ended that did not stop, all
+    choices and flags.
 
     Of the rest its row has the first one's.
     """
@@ -274,10 +334,13 @@ def _joined(summary: Summary, qualities: Sequence[Quality]) -> tuple[Completion,
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:
-    """Raise ValueError if no document could be summarised: as data, or in parts if rows have no limits of their own."""
+    """Raise ValueError if no document could be summarised: as data, or in parts if rows have no
+    limits of their own.
+    """
     if config.output.schema is not None and prompts.begins_thinking:
         raise ValueError(
-            "output.schema leaves no room to think, with which the model begins: set prompt.template_options to what "
+            "output.schema leaves no room to think, with which the model begins: set "
+            "prompt.template_options to what "
             "keeps it from that, such as {enable_thinking: false}"
         )
     if config.prompt.length_policy == "parts" and not config.input.has_limits:
@@ -308,11 +371,20 @@ class _InParts:
         outcomes = yield step
         part_rows: list[Values] = []
         for part, outcome in zip(parts, outcomes, strict=True):
-            which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
+            which = (
+                f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to "
+                f"{part.span.end})"
+            )
             summary = self._counted(outcome, which)
             if by_rules:
                 summary = _whole(self.config, summary, f"{which}: ")
-            part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
+            part_rows.append(
+                {
+                    **part.span._asdict(),
+                    "text": summary.text,
+                    "finish_reason": summary.finish_reason,
+                }
+            )
         texts = [part["text"] for part in part_rows]
         if schema and by_rules:
             last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self.stats)
@@ -321,7 +393,10 @@ class _InParts:
             prompts = part_prompts.merges(texts, limit, self.row.instruction)
             is_last = len(prompts) == 1
             step = self._round(prompts, is_last=is_last)
-            merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
+            merged = [
+                self._counted(outcome, f"a merge of {len(texts)} summaries")
+                for outcome in (yield step)
+            ]
             if is_last:
                 [request], [last] = step, merged
                 whole = _whole(self.config, replace(last, stats=self.stats))
@@ -335,24 +410,31 @@ class _InParts:
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
         first, self.num_requests = self.num_requests, self.num_requests + len(prompts)
         return tuple(
-            document_request(self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last)
+            document_request(
+                self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last
+            )
             for number, prompt in enumerate(prompts, first)
         )
 
     def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
-        """Add the counts of a request to the document's; leave what the model thought out of its text.
+        """Add the counts of a request to the document's; leave what the model thought out of its
+        text.
 
         Raises DocumentError that names the step if it failed.
         """
         if isinstance(outcome, DocumentError):
-            raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
+            raise DocumentError(
+                outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable
+            )
         self.stats.add(outcome.stats)
         answer, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
         return replace(outcome, text=answer)
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
-    """Derive a document's own seed: the same on every worker, in every order, after every restart."""
+    """Derive a document's own seed: the same on every worker, in every order, after every
+    restart.
+    """
     return int.from_bytes(blake2b(f"{run_seed}:{doc_id}".encode(), digest_size=8).digest()) >> 1
 
 
@@ -361,14 +443,19 @@ def max_new_tokens_of(config: RunConfig, row: Row) -> int:
     return config.decoding.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
 
 
-def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str, *, is_last: bool) -> Request:
-    """Make a request with the options of the run and the document's seed; the last one of a document has its schema."""
+def document_request(
+    config: RunConfig, row: Row, prompt: Prompt, request_id: str, *, is_last: bool
+) -> Request:
+    """Make a request with the options of the run and the document's seed; the last one of a
+    document has its schema.
+    """
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
         sampling=replace(
-            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
+            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)),
+            **row.sampling,
         ),
         schema=(config.output.json_schema or "") if is_last else "",
         choices=choices_of(config.output.json_schema) if is_last else (),
@@ -376,18 +463,23 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
 
 
 def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
-    """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema` ends."""
+    """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema`
+    ends.
+    """
     if config.output.schema is None:
         return answer
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
     advice = (
-        "set decoding.repetition_penalty" if is_loop else "do it again with --retry-errors=all --retry-truncated LIMIT"
+        "set decoding.repetition_penalty"
+        if is_loop
+        else "do it again with --retry-errors=all --retry-truncated LIMIT"
     )
     raise DocumentError(
         INCOMPLETE,
-        f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "
+        f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} "
+        "tokens, before its "
         f"object did: {advice}, or limit the fields in output.schema (maxLength, maxItems)",
         "decode",
         summary=answer.text,
@@ -408,7 +500,8 @@ def as_document_error(error: Exception) -> DocumentError:
 
 
 class Inbox:
-    """Requests that wait for the engine, longest first, but those about one document one after another.
+    """Requests that wait for the engine, longest first, but those about one document one after
+    another.
 
     An engine reads a document once for requests that follow each other. Thread-safe.
     """
@@ -417,7 +510,9 @@ class Inbox:
         self._waiting: list[tuple[int, str, Request]] = []
         """Negative sizes, ids and requests, sorted by the first two."""
         self._last: list[int] = []
-        """The first half of the prompt that was taken last: what begins so, too, is about the same document."""
+        """The first half of the prompt that was taken last: what begins so, too, is about the same
+        document.
+        """
         self._changed = threading.Condition()
 
     def put(self, request: Request) -> None:
@@ -450,9 +545,13 @@ class Inbox:
 
 
 def _begins(token_ids: list[int], start: list[int]) -> bool:
-    """Return True if the tokens begin with `start`; its last one tells most others apart without a copy."""
+    """Return True if the tokens begin with `start`; its last one tells most others apart without a
+    copy.
+    """
     n = len(start)
-    return not n or (len(token_ids) >= n and token_ids[n - 1] == start[-1] and token_ids[:n] == start)
+    return not n or (
+        len(token_ids) >= n and token_ids[n - 1] == start[-1] and token_ids[:n] == start
+    )
 
 
 def in_order(requests: Iterable[Request]) -> list[Request]:
@@ -463,19 +562,22 @@ def in_order(requests: Iterable[Request]) -> list[Request]:
     return [*iter(lambda: inbox.take(block=False), None)]
 
 
-# A document that is too long for one prompt: split where sections, paragraphs or sentences end, and merged again
+# A document that is too long for one prompt: split where sections, paragraphs or sentences end, and
+# merged again
 
 
 Ints = NDArray[np.int64]
 LEAST_TOKENS = 64
 """Tokens of a part for which there must be room."""
 _LEAST_SHARE = 0.75
-"""A part may end before its even share of what is left to end with a section, a paragraph, or so, but not before this
-part of the share."""
+"""A part may end before its even share of what is left to end with a section, a paragraph, or so,
+but not before this part of the share.
+"""
 _BREAKS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"\n(?=#{1,6}\s)|\n(?=[ \t]*(?:chapter|section|part|article|appendix|book)\s+(?:\d+|[ivxlc]+)\b)|\f"
+        r"\n(?=#{1,6}\s)|\n(?=[ "
+        r"\t]*(?:chapter|section|part|article|appendix|book)\s+(?:\d+|[ivxlc]+)\b)|\f"
         r"|(?:\n[ \t]*){4}",
         r"\n[ \t]*\n\s*",
         r"[.!?\u2026][\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]\s*",
@@ -483,8 +585,9 @@ _BREAKS = tuple(
         r"\s+",
     )
 )
-"""Where a text may be cut, the best places first: sections, paragraphs, sentences, lines, words. A cut is at the end of
-a match."""
+"""Where a text may be cut, the best places first: sections, paragraphs, sentences, lines, words. A
+cut is at the end of a match.
+"""
 
 
 class TextSpan(NamedTuple):
@@ -495,10 +598,11 @@ class TextSpan(NamedTuple):
 
 
 def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
-    """Split a text into parts of at most `most` tokens, all about as long; together they are the whole text.
+    """Split a text into parts of at most `most` tokens, all about as long; together they are the
+    whole text.
 
-    Only a part of one character may have more of them. starts: the character at which each of its tokens starts,
-    rising.
+    Only a part of one character may have more of them. starts: the character at which each of its
+    tokens starts, rising.
     """
     starts = np.asarray(starts, np.int64)
     places = np.append(starts, len(text))
@@ -507,9 +611,11 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
     while (left := len(starts) - first) > most:
         share = math.ceil(left / math.ceil(left / most))
         least, wanted, last = (
-            places[min(first + count, len(starts))] for count in (max(1, int(_LEAST_SHARE * share)), share, most)
+            places[min(first + count, len(starts))]
+            for count in (max(1, int(_LEAST_SHARE * share)), share, most)
         )
-        end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)  # a character may have many tokens
+        # a character may have many tokens
+        end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)
         spans.append(TextSpan(begin, end))
         begin, first = end, int(starts.searchsorted(end))
     is_over = bool(spans) and begin == len(text)
@@ -517,9 +623,15 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
 
 
 def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
-    """Find the best place to cut behind character `least`, up to `last`, and as near to `wanted` as it may be."""
+    """Find the best place to cut behind character `least`, up to `last`, and as near to `wanted` as
+    it may be.
+    """
     for pattern in _BREAKS:
-        places = [found.end() for found in pattern.finditer(text, least, last) if least < found.end() <= last]
+        places = [
+            found.end()
+            for found in pattern.finditer(text, least, last)
+            if least < found.end() <= last
+        ]
         if places:
             return min(places, key=lambda place: abs(place - wanted))
     return wanted
@@ -533,7 +645,9 @@ class Part(NamedTuple):
 
 
 class PartPrompts:
-    """The prompts of documents that do not fit into one: for each part, and for merges of the parts' summaries."""
+    """The prompts of documents that do not fit into one: for each part, and for merges of the
+    parts' summaries.
+    """
 
     def __init__(self, prompts: Prompts):
         """Take the prompts of the run, whose `parts` are the options."""
@@ -543,7 +657,8 @@ class PartPrompts:
         self._merge = prompts.with_instruction(options.merge_instruction or task)
 
     def check(self, max_new_tokens: int, *, merges: bool = True) -> None:
-        """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`.
+        """Raise ValueError if no document could be summarised in parts with summaries of
+        `max_new_tokens`.
 
         merges: the model merges them.
         """
@@ -555,15 +670,17 @@ class PartPrompts:
         needed = 2 * (max_new_tokens + self._entry_size(_entry("", 999, 999)))
         if merges and needed > room:
             raise ValueError(
-                f"prompt.length_policy parts: two summaries of parts may have {needed} tokens, but a prompt that "
+                f"prompt.length_policy parts: two summaries of parts may have {needed} tokens, "
+                "but a prompt that "
                 f"merges them has room for {room}: lower decoding.max_new_tokens"
             )
 
     def parts(self, text: str, max_new_tokens: int, instruction: Around | None) -> list[Part]:
         """Split a document and render its parts. max_new_tokens, instruction: of the document.
 
-        What holds only white space has no prompt: it belongs to the part before it, at the beginning to the first one.
-        Raises DocumentError (`PromptTooLong`) if there is no room for parts.
+        What holds only white space has no prompt: it belongs to the part before it, at the
+        beginning to the first one. Raises DocumentError (`PromptTooLong`) if there is no room for
+        parts.
         """
         size = self._size(max_new_tokens, instruction)
         starts = self._part.token_starts(text)
@@ -572,7 +689,9 @@ class PartPrompts:
                 return self._rendered(text, split(text, starts, size), max_new_tokens, instruction)
             except PromptTooLongError:
                 size -= 1 + size // 64  # cuts change tokens
-        raise DocumentError("PromptTooLong", "a character of it has more tokens than fit", stage="prompt")
+        raise DocumentError(
+            "PromptTooLong", "a character of it has more tokens than fit", stage="prompt"
+        )
 
     def _rendered(
         self, text: str, spans: Sequence[TextSpan], max_new_tokens: int, instruction: Around | None
@@ -582,15 +701,21 @@ class PartPrompts:
         begins = [0, *(spans[number].begin for number in written[1:])]
         ends = [spans[following - 1].end for following in [*written[1:], len(spans)]]
         return [
-            Part(TextSpan(begin, end), self._part.render(pieces[number], max_new_tokens, instruction))
+            Part(
+                TextSpan(begin, end), self._part.render(pieces[number], max_new_tokens, instruction)
+            )
             for begin, end, number in zip(begins, ends, written, strict=True)
         ]
 
-    def merges(self, texts: Sequence[str], max_new_tokens: int, instruction: Around | None) -> list[Prompt]:
-        """Render the prompts that merge texts in order, as few as hold them all; if one does, it is the last merge.
+    def merges(
+        self, texts: Sequence[str], max_new_tokens: int, instruction: Around | None
+    ) -> list[Prompt]:
+        """Render the prompts that merge texts in order, as few as hold them all; if one does, it is
+        the last merge.
 
-        Where a number of texts cannot be halved, one of them is alone in its prompt. max_new_tokens, instruction: of
-        the document. Raises DocumentError (`PromptTooLong`) if two do not fit.
+        Where a number of texts cannot be halved, one of them is alone in its prompt.
+        max_new_tokens, instruction: of the document. Raises DocumentError (`PromptTooLong`) if two
+        do not fit.
         """
         entries = [_entry(text, number, len(texts)) for number, text in enumerate(texts, 1)]
         sizes = [self._entry_size(entry) for entry in entries]
@@ -601,13 +726,17 @@ class PartPrompts:
                 return [self._merge.render(text, max_new_tokens, instruction) for text in joined]
             except PromptTooLongError:
                 continue  # joined texts may have more tokens than they have alone
-        message = f"two summaries of parts have up to {2 * max(sizes)} tokens, a merge has room for {room}"
+        message = (
+            f"two summaries of parts have up to {2 * max(sizes)} tokens, a merge has room "
+            f"for {room}"
+        )
         raise DocumentError("PromptTooLong", message, stage="prompt")
 
     def work(self, num_tokens: Ints, max_new_tokens: Ints) -> tuple[Ints, Ints]:
         """Estimate the prompt and output tokens of all requests for documents that do not fit.
 
-        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns two arrays [N].
+        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns two arrays
+        [N].
         """
         limits, which = np.unique(max_new_tokens, return_inverse=True)
         sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
@@ -641,9 +770,11 @@ def _entry(text: str, number: int, count: int) -> str:
 
 
 def _groupings(sizes: Sequence[int], room: int) -> Iterator[list[range]]:
-    """Yield ways to cut texts of some sizes into groups that fit, with about as many each; the fewest groups first.
+    """Yield ways to cut texts of some sizes into groups that fit, with about as many each; the
+    fewest groups first.
 
-    There are at most half as many groups as texts, rounded up, so that each round of merges leaves fewer texts.
+    There are at most half as many groups as texts, rounded up, so that each round of merges leaves
+    fewer texts.
     """
     count = len(sizes)
     for num_groups in range(1, (count + 1) // 2 + 1):

@@ -24,7 +24,9 @@ class RunResult:
     """Say what a run has come to."""
 
     exit_code: int
-    """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again to resume."""
+    """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again
+    to resume.
+    """
     output: str
     """The folder of the run."""
     report: ReadOnly | None = field(repr=False)
@@ -32,7 +34,9 @@ class RunResult:
 
     @property
     def summaries(self) -> str:
-        """Return the folder of Parquet files with the summaries, which a run that had nothing to do does not have."""
+        """Return the folder of Parquet files with the summaries, which a run that had nothing to do
+        does not have.
+        """
         return f"{self.output}/summaries"
 
     @property
@@ -65,36 +69,55 @@ def run(
 ) -> RunResult:
     """Run or resume a job, in this process and any of its threads.
 
-    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or a list of these,
-    such as a pair and a task. input, output, settings (`{"job.workers": 2}`), run_date, retry_errors, retry_truncated:
-    as on the command line. cancel: once it is set, finished work is committed and the run ends with exit code 75, as it
-    does on Ctrl-C. progress: show it on stderr.
-    Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
+    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or
+    a list of these, such as a pair and a task. input, output, settings (`{"job.workers": 2}`),
+    run_date, retry_errors, retry_truncated: as on the command line. cancel: once it is set,
+    finished work is committed and the run ends with exit code 75, as it does on Ctrl-C. progress:
+    show it on stderr. Raises in one line what the command would say: ValueError for what must be
+    changed, others for what may pass.
     """
     paths = {"input.path": input, "output.path": output}
-    values = {key: str(path) for key, path in paths.items() if path is not None} | dict(settings or {})
+    values = {key: str(path) for key, path in paths.items() if path is not None} | dict(
+        settings or {}
+    )
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     loaded = RunConfig.load(config, overrides, run_date=run_date)
     _prepare_environment()
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
-        from specextend.cluster.lifecycle import run_job  # it imports Ray, which reads the environment
+        # it imports Ray, which reads the environment
+        from specextend.cluster.lifecycle import run_job
 
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:
-                code = run_job(loaded, display, interrupt, retry_errors=retry_errors, retry_truncated=retry_truncated)
+                code = run_job(
+                    loaded,
+                    display,
+                    interrupt,
+                    retry_errors=retry_errors,
+                    retry_truncated=retry_truncated,
+                )
             except InterruptedRunError:
                 code = EXIT_INTERRUPTED
-    return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))
+    return RunResult(
+        code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED)
+    )
 
 
 def _prepare_environment() -> None:
-    """Set what a private Ray reads when it is imported. Raises RefusedError if it was imported without that."""
+    """Set what a private Ray reads when it is imported. Raises RefusedError if it was imported
+    without that.
+    """
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return
-    if ray is not None and "RAY_AUTH_MODE" not in os.environ and os.environ.get("RAY_ADDRESS", "local") == "local":
+    if (
+        ray is not None
+        and "RAY_AUTH_MODE" not in os.environ
+        and os.environ.get("RAY_ADDRESS", "local") == "local"
+    ):
         raise RefusedError(
-            "ray was imported before specextend.run could keep its Ray to this user: import it after the first run, or "
+            "ray was imported before specextend.run could keep its Ray to this user: import it "
+            "after the first run, or "
             "call ray.init() before and the run takes that Ray"
         )
     prepare_environment(os.environ)
@@ -111,7 +134,9 @@ def _report(output: str, *, is_over: bool) -> ReadOnly | None:
 
 
 class _Cancel(Interrupt):
-    """Requests to stop a run inside somebody's process: an event or Ctrl-C. It never ends that process."""
+    """Requests to stop a run inside somebody's process: an event or Ctrl-C. It never ends that
+    process.
+    """
 
     def __init__(self, event: threading.Event, deadline_s: float):
         super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)

@@ -29,7 +29,14 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive
 from specextend.model_files import find_folder, read_json
-from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, target_bytes, target_device
+from specextend.models import (
+    DTYPES,
+    ModelFacts,
+    load_target,
+    load_tokenizer,
+    target_bytes,
+    target_device,
+)
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 from specextend.proof.confirmation import what_is_wrong_in_logits
 from specextend.proof.ladder import LADDER, Proof, load_proof
@@ -39,13 +46,21 @@ from specextend.proof.tiny_pair import random_model
 _log = logging.getLogger(__name__)
 GIB = 1024**3
 _TRIED_LAYERS = 4
-"""Layers with which kernels are tried without the target's weights: more than a processor's caches hold."""
+"""Layers with which kernels are tried without the target's weights: more than a processor's caches
+hold.
+"""
 _WIDTH = 16
-"""Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
+"""Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times
+as wide.
+"""
 _GRAPHS_OF_A_BATCH = 9
-"""Captured functions of a batch of one size: a draft, an absorption, and verifications of trees of several sizes."""
+"""Captured functions of a batch of one size: a draft, an absorption, and verifications of trees of
+several sizes.
+"""
 _MEAN_LOGITS = 0.2
-"""Logits of a step, on average over the sizes of batches and trees, as a share of the largest step's."""
+"""Logits of a step, on average over the sizes of batches and trees, as a share of the largest
+step's.
+"""
 _PLANNED = 0.95
 """Share of a GPU that a batch which is chosen by itself may take: the plan is rough."""
 
@@ -53,9 +68,9 @@ _PLANNED = 0.95
 def load_engine(config: Configs) -> Engine:
     """Load the models of a configuration (what `RunConfig.load` takes) into an engine.
 
-    `decoding.mode` decides which options count: `tree` runs dense tree attention and the full cache whatever the
-    configuration says, `autoregressive` loads no draft. Raises ValueError if a model cannot be found or served, or the
-    draft does not fit its target.
+    `decoding.mode` decides which options count: `tree` runs dense tree attention and the full cache
+    whatever the configuration says, `autoregressive` loads no draft. Raises ValueError if a model
+    cannot be found or served, or the draft does not fit its target.
     """
     config = RunConfig.load(config)
     device = target_device(config.target)  # first: a GPU that is not there makes all else moot
@@ -70,17 +85,27 @@ def load_engine(config: Configs) -> Engine:
     target.trials += proof.trials
     graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
     if config.attention.backend == "auto" and proof.kernels.steps == "triton":
-        config = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
+        config = config.model_copy(
+            update={"attention": replace(config.attention, backend="triton")}
+        )
     tree_attention = _tree_attention(config, target)
     cache, drafter = config.cache, None
-    if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
+    if config.decoding.mode == "tree" or (
+        config.draft is not None and config.draft.kind == "ngram"
+    ):
         cache = CacheOptions(policy="full")
     if config.active_draft is not None:
         drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
     adaptive = None
     if config.decoding.mode == "specextend":
-        costs = load_step_costs(target, config.tree, tree_attention, config.decoding.batch_size, graphs)
-        adaptive = None if costs is None else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+        costs = load_step_costs(
+            target, config.tree, tree_attention, config.decoding.batch_size, graphs
+        )
+        adaptive = (
+            None
+            if costs is None
+            else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+        )
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model),
@@ -98,22 +123,31 @@ def load_engine(config: Configs) -> Engine:
 
 
 def _tree_attention(config: RunConfig, target: CachedModel) -> TreeAttention:
-    """Return how trees attend; a compiled call of all layers attends to prefix and tree apart in any case."""
+    """Return how trees attend; a compiled call of all layers attends to prefix and tree apart in
+    any case.
+    """
     if config.decoding.mode == "tree" or target.runs_in_one_call:
         return "dense"
     if config.attention.tree != "auto":
         return config.attention.tree
-    return "dense" if target.device.type == "cpu" or config.attention.backend == "triton" else "hybrid"
+    return (
+        "dense" if target.device.type == "cpu" or config.attention.backend == "triton" else "hybrid"
+    )
 
 
 def can_capture(config: RunConfig, device: torch.device) -> bool:
-    """Return True if steps may be captured: with the Triton kernel, which alone reads places from a GPU."""
-    has_triton = config.attention.backend in ("auto", "triton") and config.attention.tree != "hybrid"
+    """Return True if steps may be captured: with the Triton kernel, which alone reads places from a
+    GPU.
+    """
+    has_triton = (
+        config.attention.backend in ("auto", "triton") and config.attention.tree != "hybrid"
+    )
     return has_triton and device.type == "cuda"
 
 
 def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -> Proof:
-    """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are proven, else the named.
+    """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are
+    proven, else the named.
 
     A CPU has nothing to choose.
     """
@@ -121,17 +155,23 @@ def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -
     if backend != "auto" or device.type != "cuda":
         graphs = backend == "triton" and can_capture(config, device)
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
-    ladder = [rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")]
+    ladder = [
+        rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")
+    ]
     proof = load_proof(make_subject(config, facts, device), ladder)
     why_eager = "hybrid attention divides rows on the host"
-    eager = [Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder]
+    eager = [
+        Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder
+    ]
     return replace(proof, trials=(*proof.trials, *eager))
 
 
 def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> Subject:
-    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees and cache.
+    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees
+    and cache.
 
-    Batch and cache, which may follow from the documents, are rounded up, so that a night's proof holds for the next.
+    Batch and cache, which may follow from the documents, are rounded up, so that a night's proof
+    holds for the next.
     """
     return Subject(
         device=str(device),
@@ -153,17 +193,24 @@ def _power_of_two(number: int) -> int:
 
 
 def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
-    """Try the kernels of this machine as a start does, on layers of the target's size with random weights."""
+    """Try the kernels of this machine as a start does, on layers of the target's size with random
+    weights.
+    """
     device = target_device(config.target)
     facts = check_pair(config.target, config.active_draft)
     config = with_batch_size(config, facts, device, usable_bytes(config, device))
     proof = choose_kernels(config, facts, device)
     if device.type != "cpu":
         return proof.trials
-    values = make_subject(config, facts, device).config(num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers))
+    values = make_subject(config, facts, device).config(
+        num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers)
+    )
     model = random_model(values, device, DTYPES[config.target.dtype])
     target = CachedModel(
-        model, proof.kernels.attend(device), target_rows(config, facts), quantize=config.target.quantize
+        model,
+        proof.kernels.attend(device),
+        target_rows(config, facts),
+        quantize=config.target.quantize,
     )
     if config.attention.backend == "auto":
         target.join_layers()
@@ -171,7 +218,9 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
 
 
 def confirm(proof: Proof, target: CachedModel) -> Proof:
-    """Check what was proven once more, on the loaded target; take torch's own kernels instead if something differs."""
+    """Check what was proven once more, on the loaded target; take torch's own kernels instead if
+    something differs.
+    """
     if not any(trial.taken for trial in proof.trials):
         return proof
     capture = CudaCapture() if proof.kernels.graphs else None
@@ -180,21 +229,31 @@ def confirm(proof: Proof, target: CachedModel) -> Proof:
     floor = Kernels()
     target.attend, target.kernels = floor.attend(target.device), floor.of_layers(target.device)
     why = f"{wrong} with the target's own weights"
-    trials = tuple(replace(trial, taken=False, why=why) if trial.taken else trial for trial in proof.trials)
+    trials = tuple(
+        replace(trial, taken=False, why=why) if trial.taken else trial for trial in proof.trials
+    )
     for trial in trials:
         _log.warning("%s", trial)
     return Proof(floor, trials)
 
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
-    """Return the cache rows of a sequence of `num_tokens` tokens: one for each, a tree behind them, aligned."""
+    """Return the cache rows of a sequence of `num_tokens` tokens: one for each, a tree behind them,
+    aligned.
+    """
     return aligned(num_tokens + config.tree.most_nodes + config.num_tree_levels + 2)
 
 
 def target_rows(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a full batch can use."""
-    affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(config.target.dtype)
-    return min(affordable, config.decoding.batch_size * rows_per_sequence(config, facts.context_length))
+    """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a
+    full batch can use.
+    """
+    affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(
+        config.target.dtype
+    )
+    return min(
+        affordable, config.decoding.batch_size * rows_per_sequence(config, facts.context_length)
+    )
 
 
 def longest_request(config: RunConfig, facts: ModelFacts) -> int:
@@ -212,21 +271,28 @@ def with_batch_size(
     budget: int | None,
     num_tokens: tuple[int, int] | None = None,
 ) -> RunConfig:
-    """Replace `decoding.max_batch_size: auto` by the number of requests that run together. A number is left as it is.
+    """Replace `decoding.max_batch_size: auto` by the number of requests that run together. A number
+    is left as it is.
 
-    The cache is `decoding.cache_gib`, or what a worker on `device` has left of `budget` bytes (None: any number) if
-    that is less; the batch is as many mean requests as it holds, up to `DeviceTraits.largest_batch`. If not even the
-    longest one fits, one sequence has all of `cache_gib`. num_tokens: of a request, in the mean and at most; if that is
-    not known, all count as the longest that the options allow.
+    The cache is `decoding.cache_gib`, or what a worker on `device` has left of `budget` bytes
+    (None: any number) if that is less; the batch is as many mean requests as it holds, up to
+    `DeviceTraits.largest_batch`. If not even the longest one fits, one sequence has all of
+    `cache_gib`. num_tokens: of a request, in the mean and at most; if that is not known, all count
+    as the longest that the options allow.
     """
     if config.decoding.max_batch_size != "auto":
         return config
-    mean, longest = (rows_per_sequence(config, number) for number in num_tokens or [longest_request(config, facts)] * 2)
+    mean, longest = (
+        rows_per_sequence(config, number)
+        for number in num_tokens or [longest_request(config, facts)] * 2
+    )
     for size in range(traits_of(device).largest_batch, 0, -1):
         sized = _sized(config, max_batch_size=size)
         rows = _rows_within(sized, facts, device, budget)
         if rows >= max(longest, size * mean):
-            return _sized(sized, cache_gib=rows * facts.kv_bytes_per_token(config.target.dtype) / GIB)
+            return _sized(
+                sized, cache_gib=rows * facts.kv_bytes_per_token(config.target.dtype) / GIB
+            )
     return sized
 
 
@@ -234,25 +300,37 @@ def _sized(config: RunConfig, **changes: Any) -> RunConfig:
     return config.model_copy(update={"decoding": replace(config.decoding, **changes)})
 
 
-def _rows_within(config: RunConfig, facts: ModelFacts, device: torch.device, budget: int | None) -> int:
-    """Return the rows of the target's cache for which a share of `budget` bytes has room, those configured at most."""
+def _rows_within(
+    config: RunConfig, facts: ModelFacts, device: torch.device, budget: int | None
+) -> int:
+    """Return the rows of the target's cache for which a share of `budget` bytes has room, those
+    configured at most.
+    """
     rows = target_rows(config, facts)
     if budget is None:
         return rows
     excess = sum(memory_bytes(config, facts, device).values()) - int(_PLANNED * budget)
-    of_draft = [sum(draft_rows(config, config.cache, each, device)) for each in (rows, rows + ALIGNMENT)]
-    drafts = draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
-    per_row = facts.kv_bytes_per_token(config.target.dtype) + drafts * DTYPES[config.target.dtype].itemsize
+    of_draft = [
+        sum(draft_rows(config, config.cache, each, device)) for each in (rows, rows + ALIGNMENT)
+    ]
+    drafts = (
+        draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
+    )
+    per_row = (
+        facts.kv_bytes_per_token(config.target.dtype)
+        + drafts * DTYPES[config.target.dtype].itemsize
+    )
     return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
 
 
 def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> dict[str, int]:
     """Compute the bytes that a worker on `device` takes, from configs and headers alone.
 
-    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds from its start to its
-    end, and roughly what comes on top: `activations` of a forward pass, with what a draft is given for a prompt, and
-    `workspace`, captured steps included. What joining weights leaves behind is given back before the first request.
-    Weights that are packed for a CPU may take more.
+    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds
+    from its start to its end, and roughly what comes on top: `activations` of a forward pass, with
+    what a draft is given for a prompt, and `workspace`, captured steps included. What joining
+    weights leaves behind is given back before the first request. Weights that are packed for a CPU
+    may take more.
     """
     size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
     draft = draft_size(config.active_draft, facts)
@@ -261,23 +339,30 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
-        "draft_caches": sum(map(aligned, draft_rows(config, config.cache, num_rows, device))) * size * draft.num_cached,
+        "draft_caches": sum(map(aligned, draft_rows(config, config.cache, num_rows, device)))
+        * size
+        * draft.num_cached,
         "activations": _forward_bytes(config, facts, device) + features,
         "workspace": traits_of(device).workspace_bytes + _graph_bytes(config, facts, device),
     }
 
 
 def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
-    """Compute what the forwards of a prompt's chunk and of a step take beside weights and caches."""
+    """Compute what the forwards of a prompt's chunk and of a step take beside weights and
+    caches.
+    """
     size, chunk = DTYPES[config.target.dtype].itemsize, traits_of(device).prefill_chunk
     layer = _WIDTH * facts.hidden_size * chunk * size
     step = _logits_bytes(config, facts)
     if device.type == "cpu":
         return max(layer, step)
-    # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of forward.
+    # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of
+    # forward.
     heads = facts.num_heads * facts.head_dim
-    merge = chunk * heads * (2 * size + 3 * 4)  # what the prefix gives, and the chunk, and three copies in fp32
-    copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0  # flash attention takes no fp32
+    # what the prefix gives, and the chunk, and three copies in fp32
+    merge = chunk * heads * (2 * size + 3 * 4)
+    # flash attention takes no fp32
+    copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0
     return layer + step + merge + copies
 
 
@@ -288,7 +373,9 @@ def _logits_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
-    """Compute what captured steps hold: drafts and verifications share memory, each; logits to sample from stay."""
+    """Compute what captured steps hold: drafts and verifications share memory, each; logits to
+    sample from stay.
+    """
     if not can_capture(config, device):
         return 0
     num_graphs = min(MOST_GRAPHS, _GRAPHS_OF_A_BATCH * config.decoding.batch_size)
@@ -306,22 +393,31 @@ def usable_bytes(config: RunConfig, device: torch.device) -> int | None:
 def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> None:
     """Check that a GPU can hold a worker at all, before anything is loaded.
 
-    Raises:
-        ValueError: weights, caches and a forward pass take more than the worker's share of the GPU has.
+    Raises: ValueError: weights, caches and a forward pass take more than the worker's share of the
+        GPU has.
     """
     if (there := usable_bytes(config, device)) is None:
         return
     sizes = memory_bytes(config, facts, device)
     if (needed := sum(sizes.values())) > there:
-        weights, cache = (sum(size for name, size in sizes.items() if kind in name) for kind in ("weights", "cache"))
+        weights, cache = (
+            sum(size for name, size in sizes.items() if kind in name)
+            for kind in ("weights", "cache")
+        )
         raise ValueError(
-            f"a worker needs {needed / GIB:.1f} GiB of GPU memory ({weights / GIB:.1f} for weights, {cache / GIB:.1f} "
-            f"for caches), and has {there / GIB:.1f}; lower decoding.cache_gib, or take a larger GPU"
+            f"a worker needs {needed / GIB:.1f} GiB of GPU memory ({weights / GIB:.1f} for "
+            f"weights, {cache / GIB:.1f} "
+            f"for caches), and has {there / GIB:.1f}; lower decoding.cache_gib, or take a larger "
+            "GPU"
         )
 
 
-def load_cached_target(config: RunConfig, num_rows: int, kernels: Kernels) -> tuple[CachedModel, Tensor]:
-    """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
+def load_cached_target(
+    config: RunConfig, num_rows: int, kernels: Kernels
+) -> tuple[CachedModel, Tensor]:
+    """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing
+    hides in it.
+    """
     device, scheme = target_device(config.target), config.target.quantize
     make_current(device)
     model = load_target(config.target if scheme is None else replace(config.target, device="cpu"))

@@ -1,7 +1,8 @@
-"""The files of a model: on disk, or from the Hugging Face Hub at a commit; checked and hashed, never loaded.
+"""The files of a model: on disk, or from the Hugging Face Hub at a commit; checked and hashed,
+never loaded.
 
-If the Hub does not answer, its cache on this machine is used. What neither has raises ModelError, or
-HubUnreachableError if another try may help.
+If the Hub does not answer, its cache on this machine is used. What neither has raises ModelError,
+or HubUnreachableError if another try may help.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
@@ -66,7 +71,8 @@ _PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range
 _CONVERT = (
     "import sys, torch; from safetensors.torch import save_file; to, *files = sys.argv[1:]; "
     "save_file({n: t.contiguous().clone() for f in files "
-    "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': 'pt'})"
+    "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': "
+    "'pt'})"
 )
 
 
@@ -83,7 +89,9 @@ class TargetOptions:
     Behind the name may stand a branch, tag or commit (`owner/name@main`), otherwise the default
     branch is meant; a run keeps its commit."""
     dtype: Dtype = "bfloat16"
-    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
+    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or
+    `float32`.
+    """
     quantize: Scheme | None = None
     """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability
     8.9 on) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`.
@@ -97,8 +105,12 @@ class TargetOptions:
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("target.model must be a Hub id or a local path, not an address")
         kind, _, number = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
-            raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
+        if kind not in ("auto", "cpu", "cuda") or (
+            number and (kind != "cuda" or not number.isdigit())
+        ):
+            raise ValueError(
+                f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}"
+            )
 
 
 class ModelError(ValueError):
@@ -106,7 +118,9 @@ class ModelError(ValueError):
 
 
 class HubUnreachableError(ModelError):
-    """The Hub does not answer, and its cache on this machine lacks what is asked for; another try may help."""
+    """The Hub does not answer, and its cache on this machine lacks what is asked for; another try
+    may help.
+    """
 
 
 class TensorInfo(NamedTuple):
@@ -147,20 +161,26 @@ def _fetch(model: str, patterns: list[str]) -> Path:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Return the name of `name@revision` on the Hub, and its revision; None for the default branch."""
+    """Return the name of `name@revision` on the Hub, and its revision; None for the default
+    branch.
+    """
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def looks_like_path(model: str) -> bool:
-    """Return True for a name that can only be a place on disk: a Hub id is `name` or `owner/name`."""
+    """Return True for a name that can only be a place on disk: a Hub id is `name` or
+    `owner/name`.
+    """
     is_like_one = model.startswith((".", "~")) or model.endswith(".gguf")
     has_folders = split_revision(model)[0].count("/") > 1
     return is_like_one or has_folders or Path(model).is_absolute() or Path(model).exists()
 
 
 def resolve_revision(model: str) -> str | None:
-    """Return the commit of a Hub id's revision, from the Hub or else from its cache; None for files on disk."""
+    """Return the commit of a Hub id's revision, from the Hub or else from its cache; None for files
+    on disk.
+    """
     if looks_like_path(model):
         return None
     revision = split_revision(model)[1] or ""
@@ -173,12 +193,15 @@ def resolve_revision(model: str) -> str | None:
 
 
 def read_tensors(model: str) -> dict[str, TensorInfo] | None:
-    """Read the headers of a model's safetensors files; None if only the Hub has them, which is asked for their names.
+    """Read the headers of a model's safetensors files; None if only the Hub has them, which is
+    asked for their names.
 
     Raises ModelError if a file is not whole, or there is none.
     """
     folder = find_folder(model, weights=False)
-    if looks_like_path(model) or all((folder / name).is_file() for name in indexed_names(folder) or [_ONE_FILE]):
+    if looks_like_path(model) or all(
+        (folder / name).is_file() for name in indexed_names(folder) or [_ONE_FILE]
+    ):
         return read_folder(folder, model)
     name, revision = split_revision(model)
     with _said(model):
@@ -188,7 +211,9 @@ def read_tensors(model: str) -> dict[str, TensorInfo] | None:
 
 
 def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
-    """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or there is none."""
+    """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or
+    there is none.
+    """
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder, model):
         found = read_safetensors_header(file)
@@ -199,8 +224,13 @@ def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path, model: str) -> list[Path]:
-    """List the safetensors files of a folder that are loaded. Raises ModelError if one is missing, or not told."""
-    files = [folder / name for name in _choose_files([path.name for path in folder.iterdir()], folder, model)]
+    """List the safetensors files of a folder that are loaded. Raises ModelError if one is missing,
+    or not told.
+    """
+    files = [
+        folder / name
+        for name in _choose_files([path.name for path in folder.iterdir()], folder, model)
+    ]
     for file in files:
         if not file.is_file():  # to open a pipe would never return
             raise ModelError(f"{file} is no file; put the weights there")
@@ -208,12 +238,20 @@ def weight_files(folder: Path, model: str) -> list[Path]:
 
 
 def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
-    """Choose among a model's files those that the folder's index names, or `model.safetensors`, or the only one."""
+    """Choose among a model's files those that the folder's index names, or `model.safetensors`, or
+    the only one.
+    """
     files = [name for name in names if Path(name).match(_WEIGHTS) and "/" not in name]
     if not files:
-        found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
+        found = (
+            "none (to convert a Hub repository's pickles, fetch it with: hf download ID "
+            "--local-dir DIR)"
+        )
         if pickled := _pickled_files(folder):
-            found = f"only a pickle ({pickled[0].name}), {_convert_pickles(pickled, folder / _ONE_FILE)}"
+            found = (
+                f"only a pickle ({pickled[0].name}), "
+                f"{_convert_pickles(pickled, folder / _ONE_FILE)}"
+            )
         raise ModelError(f"{model} must have weights as safetensors; it has {found}")
     if indexed := indexed_names(folder):
         if missing := [name for name in indexed if name not in files]:
@@ -223,40 +261,52 @@ def _choose_files(names: list[str], folder: Path, model: str) -> list[str]:
         return [_ONE_FILE]
     if len(files) > 1:
         raise ModelError(
-            f"{model} has several weight files and no {INDEX}, which says whether they are all: add it, or leave one"
+            f"{model} has several weight files and no {INDEX}, which says whether they are all: "
+            "add it, or leave one"
         )
     return files
 
 
 def indexed_names(folder: Path) -> list[str]:
-    """List the names that a folder's index gives for its weight files, in order; none without an index.
+    """List the names that a folder's index gives for its weight files, in order; none without an
+    index.
 
-    Raises ModelError if the index is broken, or names anything but safetensors files in the same folder: what lies
-    elsewhere is neither checked nor hashed.
+    Raises ModelError if the index is broken, or names anything but safetensors files in the same
+    folder: what lies elsewhere is neither checked nor hashed.
     """
     if not (folder / INDEX).is_file():
         return []
     index = read_json(folder / INDEX)
     named = index.get("weight_map")
-    if not isinstance(named, dict) or not named or "metadata" not in index:  # which transformers needs, if only as {}
+    # which transformers needs, if only as {}
+    if not isinstance(named, dict) or not named or "metadata" not in index:
         raise ModelError(f"{folder / INDEX} must have a weight_map and metadata")
     for name in named.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
             raise ModelError(
-                f"{folder / INDEX} names {name!r}; weights must be safetensors files in the same folder as their index"
+                f"{folder / INDEX} names {name!r}; weights must be safetensors files in the same "
+                "folder as their index"
             )
     return sorted(set(named.values()))
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Read names, types and shapes of the tensors of a safetensors file, and check that the file is whole.
+    """Read names, types and shapes of the tensors of a safetensors file, and check that the file is
+    whole.
 
     Raises ModelError if it is a pickle, is no safetensors file or was cut short.
     """
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-            return {name: TensorInfo(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            return {
+                name: TensorInfo(each.get_dtype(), tuple(each.get_shape()))
+                for name, each in slices.items()
+            }
     except SafetensorError as error:
         with path.open("rb") as raw:
             if raw.read(8).startswith(_PICKLE_STARTS):
@@ -276,19 +326,25 @@ def read_json(path: Path) -> Values:
 
 
 def _pickled_files(folder: Path) -> list[Path]:
-    """List the files of a folder that are pickled weights by their names, in order; they are never opened."""
+    """List the files of a folder that are pickled weights by their names, in order; they are never
+    opened.
+    """
     found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
     return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
 
 def _convert_pickles(files: Iterable[Path], to: Path) -> str:
-    """Say why pickled weights are refused, and by which command they become the safetensors file `to`."""
+    """Say why pickled weights are refused, and by which command they become the safetensors file
+    `to`.
+    """
     names = " ".join(shlex.quote(str(path)) for path in (to, *files))
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
 
 
 def copy_weights(model: str, folder: Path) -> None:
-    """Copy config and weights of a model to a folder; a pickle, which a process of its own reads, as safetensors."""
+    """Copy config and weights of a model to a folder; a pickle, which a process of its own reads,
+    as safetensors.
+    """
     commit = resolve_revision(model)
     pinned = model if commit is None else f"{split_revision(model)[0]}@{commit}"
     source = find_folder(pinned, weights=True)
@@ -301,14 +357,21 @@ def copy_weights(model: str, folder: Path) -> None:
             source = _fetch(pinned, [*_PICKLED])
         pickled = _pickled_files(source)
         if len(pickled) != 1:
-            raise ModelError(f"{model} must have safetensors or one pickle; it has {counted(len(pickled), 'pickle')}")
+            raise ModelError(
+                f"{model} must have safetensors or one pickle; it has "
+                f"{counted(len(pickled), 'pickle')}"
+            )
         _unpickle(pickled[0], folder / _ONE_FILE)
 
 
 def _unpickle(file: Path, to: Path) -> None:
-    ended = subprocess.run([sys.executable, "-P", "-c", _CONVERT, to, file], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", _CONVERT, to, file], capture_output=True, text=True
+    )
     if ended.returncode != 0:
-        errors = re.findall(r"^\S*Error: .*", ended.stderr, re.MULTILINE) or [f"exit {ended.returncode}"]
+        errors = re.findall(r"^\S*Error: .*", ended.stderr, re.MULTILINE) or [
+            f"exit {ended.returncode}"
+        ]
         raise ModelError(f"{file} cannot be read as nothing but tensors: {errors[-1]}")
 
 
@@ -336,7 +399,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def identify(model: str) -> dict[str, str]:
     """Return what tells a model's `weights`, with its config, and its `tokenizer` from any others.
 
-    Of a Hub id that is the commit, of a folder the SHA-256 of its files; the folder's place makes no difference.
+    Of a Hub id that is the commit, of a folder the SHA-256 of its files; the folder's place makes
+    no difference.
     """
     if (commit := resolve_revision(model)) is not None:
         return {"weights": commit, "tokenizer": commit}
@@ -348,7 +412,9 @@ def identify(model: str) -> dict[str, str]:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """Compute the SHA-256 over names and contents of those files that exist, in the order of their names."""
+    """Compute the SHA-256 over names and contents of those files that exist, in the order of their
+    names.
+    """
     files = sorted((path for path in paths if path.is_file()), key=lambda path: path.name)
     total = hashlib.sha256()
     with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock to others
@@ -388,7 +454,9 @@ def _said(model: str) -> Iterator[None]:
         if _may_pass(error):
             what = f"the Hub does not answer for {model}, nor does its cache here: {line}"
             raise HubUnreachableError(f"{what}; run again") from error
-        raise ModelError(f"{model} is not a local folder and cannot be fetched from the Hub: {line}") from None
+        raise ModelError(
+            f"{model} is not a local folder and cannot be fetched from the Hub: {line}"
+        ) from None
 
 
 def _may_pass(error: BaseException | None) -> bool:
@@ -397,11 +465,15 @@ def _may_pass(error: BaseException | None) -> bool:
         return _may_pass(error.__cause__)
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code in _LATER
-    return isinstance(error, HTTPError | ConnectionError | TimeoutError) and not isinstance(error, OfflineModeIsEnabled)
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError) and not isinstance(
+        error, OfflineModeIsEnabled
+    )
 
 
 def read_token_ids(file: Path, vocab_size: int) -> Tensor:
-    """Read the tensor `draft_token_ids` [R]. Raises ModelError unless it is ascending ids below `vocab_size`."""
+    """Read the tensor `draft_token_ids` [R]. Raises ModelError unless it is ascending ids below
+    `vocab_size`.
+    """
     with safe_open(file, framework="pt") as opened:
         token_ids: Tensor = opened.get_tensor(VOCABULARY)
     if (

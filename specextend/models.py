@@ -1,4 +1,6 @@
-"""Models by transformers: what their configs say, whether they can be served, and loading them and their tokenizers."""
+"""Models by transformers: what their configs say, whether they can be served, and loading them and
+their tokenizers.
+"""
 
 import hashlib
 import json
@@ -38,7 +40,11 @@ with without_collections():  # a seventh of its seconds
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -81,7 +87,9 @@ _GGUF_SPLITS = (
     "megrez",
     "smollm",
 )
-"""Ways to split text that transformers knows by name, and one more; it splits any other as GPT-2's."""
+"""Ways to split text that transformers knows by name, and one more; it splits any other as
+GPT-2's.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +107,9 @@ class ModelFacts:
     context_length: int
     """In tokens, with RoPE scaling."""
     ends: dict[str, tuple[int, ...]]
-    """Tokens that end an output, by the place that names them; those that are not in the vocabulary among them."""
+    """Tokens that end an output, by the place that names them; those that are not in the vocabulary
+    among them.
+    """
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -118,7 +128,9 @@ class ModelFacts:
 
 
 def read_facts(model: str) -> ModelFacts:
-    """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot be served."""
+    """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot
+    be served.
+    """
     folder = find_folder(model, weights=False)
     config = _read_config(folder, model)
     return ModelFacts(
@@ -130,36 +142,48 @@ def read_facts(model: str) -> ModelFacts:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         context_length=context_length(config),
-        ends={name: ids for name in ("config.json", "generation_config.json") if (ids := _read_ends(folder / name))},
+        ends={
+            name: ids
+            for name in ("config.json", "generation_config.json")
+            if (ids := _read_ends(folder / name))
+        },
     )
 
 
 def check_model(model: str) -> ModelFacts:
-    """Read the facts of a model, and check that its weights are whole safetensors files with the right shapes.
+    """Read the facts of a model, and check that its weights are whole safetensors files with the
+    right shapes.
 
-    Only headers are read. Weights that only the Hub has are not fetched: whoever loads them checks them. Raises
-    ModelError.
+    Only headers are read. Weights that only the Hub has are not fetched: whoever loads them checks
+    them. Raises ModelError.
     """
-    facts = read_facts(model)  # refuses a model that cannot be served before its weights are examined
+    # refuses a model that cannot be served before its weights are examined
+    facts = read_facts(model)
     if (tensors := read_tensors(model)) is not None:
         _check_tensors(_config_of(model), model, tensors)
     return facts
 
 
 def num_parameters(model: str) -> int:
-    """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
+    """Count the parameters of a model by its config; tied ones count once. Fetches no weights.
+    Raises ModelError.
+    """
     return sum(parameter.numel() for parameter in _without_weights(_config_of(model)).parameters())
 
 
 def target_bytes(options: TargetOptions) -> int:
-    """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises ModelError."""
+    """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises
+    ModelError.
+    """
     model, dtype = _without_weights(_config_of(options.model)), DTYPES[options.dtype]
     in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
 
 def check_target(options: TargetOptions) -> ModelFacts:
-    """Check the target as `check_model` does, and that its layers can be quantized as the options say."""
+    """Check the target as `check_model` does, and that its layers can be quantized as the options
+    say.
+    """
     facts = check_model(options.model)
     if options.quantize is not None:
         check_quantizable(_without_weights(_config_of(options.model)), options.quantize)
@@ -172,12 +196,17 @@ def load_target(options: TargetOptions) -> PreTrainedModel:
 
 
 def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
-    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
+    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is
+    read.
+    """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
     _check_tensors(config, model, read_folder(folder, model))
-    # Without it transformers takes model.safetensors, whether an index names it or not, and no file of another name.
-    config.transformers_weights = INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
+    # Without it transformers takes model.safetensors, whether an index names it or not, and no file
+    # of another name.
+    config.transformers_weights = (
+        INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
+    )
     with _quiet():
         loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -187,44 +216,64 @@ def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    if config.tie_word_embeddings and loaded.lm_head.weight is not loaded.get_input_embeddings().weight:
-        raise ModelError(f"{model} has an LM head of its own: set tie_word_embeddings to false in its config.json")
+    if (
+        config.tie_word_embeddings
+        and loaded.lm_head.weight is not loaded.get_input_embeddings().weight
+    ):
+        raise ModelError(
+            f"{model} has an LM head of its own: set tie_word_embeddings to false in its "
+            "config.json"
+        )
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
     module.to(resolve_device(device)).eval().requires_grad_(False)
     return loaded
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is none."""
+    """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is
+    none.
+    """
     folder = find_folder(model, weights=False)
     try:
         with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, use_fast=True
+            )
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
-        raise ModelError(f"{model} has no tokenizer that can be loaded: {first_line(error)}") from None
+        raise ModelError(
+            f"{model} has no tokenizer that can be loaded: {first_line(error)}"
+        ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     return tokenizer
 
 
 def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Compute the SHA-256 of a tokenizer's vocabulary: which token each id is, however its file spells that."""
+    """Compute the SHA-256 of a tokenizer's vocabulary: which token each id is, however its file
+    spells that.
+    """
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the torch device of a `target.device` value. Raises ModelError for a GPU that is not there."""
+    """Return the torch device of a `target.device` value. Raises ModelError for a GPU that is not
+    there.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = torch.device(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"target.device is {device!r}, but torch {torch.__version__} sees no GPU here")
+        raise ModelError(
+            f"target.device is {device!r}, but torch {torch.__version__} sees no GPU here"
+        )
     return resolved
 
 
 def target_device(options: TargetOptions) -> torch.device:
-    """Return the device of the target. Raises ValueError if it is not there, or cannot multiply with its weights."""
+    """Return the device of the target. Raises ValueError if it is not there, or cannot multiply
+    with its weights.
+    """
     device = resolve_device(options.device)
     check_device(options.quantize, DTYPES[options.dtype], device)
     return device
@@ -233,8 +282,9 @@ def target_device(options: TargetOptions) -> torch.device:
 def context_length(config: PreTrainedConfig) -> int:
     """Return how many tokens a model can hold.
 
-    `linear` and `yarn` stretch the length before scaling by their factor, whether `max_position_embeddings` gives
-    the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with YaRN); `llama3` always gives the length after.
+    `linear` and `yarn` stretch the length before scaling by their factor, whether
+    `max_position_embeddings` gives the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
+    YaRN); `llama3` always gives the length after.
     """
     rope = config.rope_parameters
     longest = int(config.max_position_embeddings)
@@ -245,7 +295,8 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
-    """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines and cosines.
+    """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines
+    and cosines.
 
     Raises ModelError if that RoPE is not served.
     """
@@ -286,70 +337,100 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _check_raw_config(raw: Values, model: str) -> None:
-    """Raise ModelError for a config that must not reach transformers: unknown architecture, quantized weights."""
+    """Raise ModelError for a config that must not reach transformers: unknown architecture,
+    quantized weights.
+    """
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise ModelError(f"{model} is of type {model_type!r}; served are {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"{model} is of type {model_type!r}; served are {', '.join(ARCHITECTURES)}"
+        )
     named = raw.get("architectures") or [ARCHITECTURES[model_type]]
     if named != [ARCHITECTURES[model_type]]:
-        raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
+        raise ModelError(
+            f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}"
+        )
     if "transformers_weights" in raw:
-        raise ModelError(f"{model} names its weights in config.json (transformers_weights), which is not served")
+        raise ModelError(
+            f"{model} names its weights in config.json (transformers_weights), which is not served"
+        )
     for key, value in raw.items():
         if "_implementation" in key and "/" in str(value):
-            raise ModelError(f"{model} names code to fetch ({key}: {value}); remove it from its config.json")
+            raise ModelError(
+                f"{model} names code to fetch ({key}: {value}); remove it from its config.json"
+            )
     if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > MOST_LAYERS:
-        raise ModelError(f"{model} has {layers:,} layers (num_hidden_layers), of which {MOST_LAYERS:,} are served")
+        raise ModelError(
+            f"{model} has {layers:,} layers (num_hidden_layers), of which {MOST_LAYERS:,} are "
+            "served"
+        )
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "unknown")
         raise ModelError(
-            f"{model} has quantized weights ({method}), which are not served; take its checkpoint in 16 bits with "
+            f"{model} has quantized weights ({method}), which are not served; take its checkpoint "
+            "in 16 bits with "
             "target.quantize: int8, fp8 or int4"
         )
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an architecture, activation, RoPE type or attention window not proven lossless."""
+    """Raise ModelError for an architecture, activation, RoPE type or attention window not proven
+    lossless.
+    """
     if config.model_type not in ARCHITECTURES:
-        raise ModelError(f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}"
+        )
     if config.hidden_act != "silu":
         raise ModelError(f"{model} has the activation {config.hidden_act!r}; served is silu")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ROPE_TYPES:
-        raise ModelError(f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}")
+        raise ModelError(
+            f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{model} rotates only a part of each head (partial_rotary_factor), which is not served")
+        raise ModelError(
+            f"{model} rotates only a part of each head (partial_rotary_factor), which is not served"
+        )
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
-        raise ModelError(f"{model} has layers of type {', '.join(sorted(others))}; served is full_attention")
+        raise ModelError(
+            f"{model} has layers of type {', '.join(sorted(others))}; served is full_attention"
+        )
     window = getattr(config, "sliding_window", None)
     if window is not None and window < context_length(config):
         raise ModelError(
-            f"{model} attends through a sliding window of {window} tokens (context {context_length(config)}), "
+            f"{model} attends through a sliding window of {window} tokens (context "
+            f"{context_length(config)}), "
             "which is not served"
         )
 
 
 def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
-    """Raise ModelError unless the tensors found are those of the architecture, with the same shapes, as floats.
+    """Raise ModelError unless the tensors found are those of the architecture, with the same
+    shapes, as floats.
 
     A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
     """
     expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
     left = {name: info for name, info in found.items() if ".rotary_emb." not in f".{name}"}
     for name, tensor in expected.items():
-        info = left.pop(name, None) or left.pop(name.removeprefix("model."), None)  # of a bare decoder
+        # of a bare decoder
+        info = left.pop(name, None) or left.pop(name.removeprefix("model."), None)
         if info is None:
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             raise ModelError(f"{model} lacks the tensor {name}")
         if info.shape != tuple(tensor.shape):
-            raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
+            raise ModelError(
+                f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}"
+            )
         if info.dtype not in FLOATS:
             raise ModelError(f"{model}: {name} is {info.dtype}; served are {', '.join(FLOATS)}")
     if left:
         raise ModelError(
-            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such as {min(left)}"
+            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such "
+            f"as {min(left)}"
         )
 
 
@@ -361,16 +442,21 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _read_ends(path: Path) -> tuple[int, ...]:
-    """Return the `eos_token_id` of a config; what transformers assumes where there is none is no token of the model."""
+    """Return the `eos_token_id` of a config; what transformers assumes where there is none is no
+    token of the model.
+    """
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = eos if isinstance(eos, list) else [eos]
     if not {type(token_id) for token_id in ids} <= {int, type(None)}:
-        raise ModelError(f"{path} has the eos_token_id {eos!r}, which must be a number or a list of them")
+        raise ModelError(
+            f"{path} has the eos_token_id {eos!r}, which must be a number or a list of them"
+        )
     return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
-    """Unpack a GGUF file to a folder of safetensors, config, tokenizer and chat template, whole or not at all.
+    """Unpack a GGUF file to a folder of safetensors, config, tokenizer and chat template, whole or
+    not at all.
 
     Raises ModelError for a broken file, an unsupported model, and a folder that holds something.
     """
@@ -382,16 +468,23 @@ def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
 
 def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
     with _reading(f"{file} is a GGUF file"):
-        unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
+        # older releases unpack always and have no such option
+        unpack = getattr(transformers, "GgufConfig", None)
         options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
         model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=DTYPES[dtype], trust_remote_code=False, **options
+            file.parent,
+            gguf_file=file.name,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            **options,
         )
         _forget_quantization(model)
         split = _check_gguf(file, model)
         check_supported(model.config, str(file))
         model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, trust_remote_code=False
+        )
         if split == "smollm":  # which parts digits from each other first
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = Sequence([Digits(True), backend.pre_tokenizer])
@@ -399,23 +492,32 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
 
 
 def _check_gguf(file: Path, model: PreTrainedModel) -> str:
-    """Give a model the RoPE scaling of its GGUF file, which transformers ignores, as it does tensors without a place.
+    """Give a model the RoPE scaling of its GGUF file, which transformers ignores, as it does
+    tensors without a place.
 
-    Returns how the file's tokenizer splits text.
-    Raises ModelError for a scaling that cannot be carried over, and for tensors that are missing or have no place.
+    Returns how the file's tokenizer splits text. Raises ModelError for a scaling that cannot be
+    carried over, and for tensors that are missing or have no place.
     """
     import gguf
 
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
-    model.config.rope_parameters |= _gguf_rope(fields, tensors.pop("rope_freqs.weight", None), model.config, str(file))
+    model.config.rope_parameters |= _gguf_rope(
+        fields, tensors.pop("rope_freqs.weight", None), model.config, str(file)
+    )
     for name, value in fields.items():
         if value and _GGUF_PASSED_OVER.search(name):
-            raise ModelError(f"{file} has {name} {value}, which is not carried over; take the model as safetensors")
+            raise ModelError(
+                f"{file} has {name} {value}, which is not carried over; take the model as "
+                "safetensors"
+            )
     split = fields.get("ggml.pre", "default")
     if fields.get("ggml.model") == "gpt2" and split not in _GGUF_SPLITS:
-        raise ModelError(f"{file} splits text as {split}, which is not carried over; take the model as safetensors")
+        raise ModelError(
+            f"{file} splits text as {split}, which is not carried over; take the model as "
+            "safetensors"
+        )
     kind = fields["architecture"]
     [architecture] = [each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
@@ -423,12 +525,16 @@ def _check_gguf(file: Path, model: PreTrainedModel) -> str:
     if model.config.tie_word_embeddings:
         expected.discard("output.weight")
     if different := expected ^ tensors.keys():
-        raise ModelError(f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there")
+        raise ModelError(
+            f"{file} is no {kind} by its tensors; {min(different)} is missing or has no place there"
+        )
     return split
 
 
 def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: str) -> Values:
-    """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which frequencies are divided."""
+    """Return the RoPE parameters that a GGUF file's fields mean, and the tensor by which
+    frequencies are divided.
+    """
     scaling = {name: value for name, value in fields.items() if name.startswith("rope.scal")}
     rope = {ours: scaling.pop(theirs) for theirs, ours in _GGUF_ROPE.items() if theirs in scaling}
     if rope.get("rope_type") == "none":
@@ -438,19 +544,26 @@ def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: st
     if divisors is not None:
         llama3 = _LLAMA3 | {"factor": float(divisors.max())}
         plain, scaled = (
-            rope_frequencies({"rope_parameters": config.rope_parameters | each}, 2 * len(divisors), file)[0]
+            rope_frequencies(
+                {"rope_parameters": config.rope_parameters | each}, 2 * len(divisors), file
+            )[0]
             for each in ({}, llama3)
         )
         if rope or not torch.allclose(plain / scaled, torch.tensor(divisors), rtol=1e-3):
             scaling["rope_freqs.weight"] = divisors
         rope = llama3
     if strange := scaling.keys() - {"rope.scaling.finetuned"}:
-        raise ModelError(f"{file} has a RoPE that is not carried over ({min(strange)}); take the model as safetensors")
+        raise ModelError(
+            f"{file} has a RoPE that is not carried over ({min(strange)}); take the model as "
+            "safetensors"
+        )
     return rope
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of quantization: the weights are plain tensors now, and move and save like any others."""
+    """Remove the marks of quantization: the weights are plain tensors now, and move and save like
+    any others.
+    """
     vars(model.config).pop("quantization_config", None)
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)
@@ -458,8 +571,13 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence progress bars and advice from third parties while a model loads; errors are raised, not logged."""
-    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    """Silence progress bars and advice from third parties while a model loads; errors are raised,
+    not logged.
+    """
+    verbosity, bars = (
+        transformers.logging.get_verbosity(),
+        transformers.logging.is_progress_bar_enabled(),
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -1,4 +1,6 @@
-"""Target and draft: whether they fit, what their files hold, and how a draft of each kind is loaded."""
+"""Target and draft: whether they fit, what their files hold, and how a draft of each kind is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     """Return the target's facts if both models can be served and have the same tokens.
 
-    Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
+    Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError
+    in one line.
     """
     checked = check_target(target)
     tokenizer = load_tokenizer(target.model)
@@ -57,18 +60,23 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
 
 def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
-    """Return a target's facts with the ends of sequence that its tokenizer and its chat template name.
+    """Return a target's facts with the ends of sequence that its tokenizer and its chat template
+    name.
 
-    Raises ModelError if the tokenizer has tokens that the model lacks, or no end that is named is a token.
+    Raises ModelError if the tokenizer has tokens that the model lacks, or no end that is named is a
+    token.
     """
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= facts.vocab_size:
         raise ModelError(
-            f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with token {last} "
+            f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with "
+            f"token {last} "
             f"({token!r}): take the model's own tokenizer"
         )
     said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}
-    ends = facts.ends | {place: (token_id,) for place, token_id in said.items() if token_id is not None}
+    ends = facts.ends | {
+        place: (token_id,) for place, token_id in said.items() if token_id is not None
+    }
     facts = replace(facts, ends=ends)
     if ends and not facts.eos_token_ids:
         raise ModelError(f"{facts.name} ends its outputs with tokens that it lacks: {ends}")
@@ -76,7 +84,9 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
 
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
-    """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of a Hub id."""
+    """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of
+    a Hub id.
+    """
     found = identify(target.model)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
     if draft is not None and draft.model:
@@ -84,13 +94,18 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     return named
 
 
-def check_files(target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]) -> None:
-    """Raise ModelError unless the files on this machine have the hashes that `pair_hashes` found on the driver's."""
+def check_files(
+    target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]
+) -> None:
+    """Raise ModelError unless the files on this machine have the hashes that `pair_hashes` found on
+    the driver's.
+    """
     for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
             model = draft.model if part == "draft" and draft is not None else target.model
             raise ModelError(
-                f"the {part} in {model} on {platform.node()} is not the run's: its files have the hash {sha256[:12]}, "
+                f"the {part} in {model} on {platform.node()} is not the run's: its files have the "
+                f"hash {sha256[:12]}, "
                 f"the run's {expected[part][:12]}; put the run's files there"
             )
 
@@ -103,9 +118,11 @@ def load_drafter(
     num_rows: int,
     graphs: Graphs | None = None,
 ) -> Drafter:
-    """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as the target's.
+    """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as
+    the target's.
 
-    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache. graphs: the engine's.
+    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache. graphs:
+    the engine's.
     """
     draft = config.draft
     assert draft is not None, "the configuration names a draft in every mode but autoregressive"
@@ -120,29 +137,41 @@ def load_drafter(
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
-        tree_attention = "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
-    clock = perf_counter if config.tree.nodes == "auto" else None  # with trees of one size counts repeat
-    drafter = CausalDrafter(network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock)
+        tree_attention = (
+            "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
+        )
+    # with trees of one size counts repeat
+    clock = perf_counter if config.tree.nodes == "auto" else None
+    drafter = CausalDrafter(
+        network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock
+    )
     return NgramDrafter(config.tree, target.device, drafter, clock) if draft.ngram else drafter
 
 
-def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> tuple[int, int]:
+def draft_rows(
+    config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device
+) -> tuple[int, int]:
     """Return the rows of a draft's full and working cache, from those of the target's.
 
-    The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of each.
+    The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of
+    each.
     """
     levels, options = config.num_tree_levels, config.decoding
     trees, window = config.tree.most_nodes * levels, cache.draft_prefill_window
-    staged = window * (1 - -traits_of(device).prefill_chunk // window)  # whole pieces of a prompt, and one before them
+    # whole pieces of a prompt, and one before them
+    staged = window * (1 - -traits_of(device).prefill_chunk // window)
     num_full = num_rows + options.batch_size * aligned(2 * levels + 1)
-    if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:  # each may need any number
+    # each may need any number
+    if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:
         return num_full, num_full + options.batch_size * aligned(trees + staged)
     seen = cache.top_k_chunks * cache.chunk_size + config.most_new_tokens + 2 * levels + 1
     return num_full, options.batch_size * aligned(max(staged, seen + trees))
 
 
 def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
-    """Return the size of a draft by its config and the headers of its files, for a target with these facts."""
+    """Return the size of a draft by its config and the headers of its files, for a target with
+    these facts.
+    """
     if draft is None:
         return DraftSize(0, 0, num_layers_read=0)
     if draft.kind == "ngram":
@@ -173,8 +202,12 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
         raise ModelError(f"draft {draft.model} does not fit target {facts.name}: {error}") from None
     _check_equal("hidden_size", draft.model, head.target_hidden_size, facts.name, facts.hidden_size)
     _check_equal("vocab_size", draft.model, head.vocab_size, facts.name, facts.vocab_size)
-    if head.tokens_sha256 is not None and head.tokens_sha256 != tokens_sha256(tokenizer):  # a head has no tokenizer
-        raise ModelError(f"draft {draft.model} does not fit target {facts.name}: it was trained for another tokenizer")
+    # a head has no tokenizer
+    if head.tokens_sha256 is not None and head.tokens_sha256 != tokens_sha256(tokenizer):
+        raise ModelError(
+            f"draft {draft.model} does not fit target {facts.name}: it was trained for another "
+            "tokenizer"
+        )
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
@@ -185,28 +218,46 @@ def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     _check_shared_tokens(draft.model, theirs.get_vocab(), facts.name, ours.get_vocab(), num_rows)
 
 
-def _check_shared_tokens(draft: str, theirs: dict[str, int], target: str, ours: dict[str, int], num_rows: int) -> None:
-    """Raise ModelError unless each id below `num_rows` that both vocabularies use is the same token in both."""
-    their_tokens, our_tokens = ({token_id: token for token, token_id in each.items()} for each in (theirs, ours))
+def _check_shared_tokens(
+    draft: str, theirs: dict[str, int], target: str, ours: dict[str, int], num_rows: int
+) -> None:
+    """Raise ModelError unless each id below `num_rows` that both vocabularies use is the same token
+    in both.
+    """
+    their_tokens, our_tokens = (
+        {token_id: token for token, token_id in each.items()} for each in (theirs, ours)
+    )
     for token_id in sorted(their_tokens.keys() & our_tokens.keys()):
         if token_id < num_rows:
-            _check_equal(f"token {token_id}", draft, their_tokens[token_id], target, our_tokens[token_id])
+            _check_equal(
+                f"token {token_id}", draft, their_tokens[token_id], target, our_tokens[token_id]
+            )
 
 
 def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:
     if theirs != ours:
-        raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is {ours!r}")
+        raise ModelError(
+            f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is "
+            f"{ours!r}"
+        )
 
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
     head = read_head(draft.model)
-    count = sum(math.prod(info.shape) for _, _, info in head.sources.values() if info.dtype in FLOATS)
-    if head.is_ours and head.draft_vocab_size < head.vocab_size:  # it copies rows of the target's LM head
+    count = sum(
+        math.prod(info.shape) for _, _, info in head.sources.values() if info.dtype in FLOATS
+    )
+    # it copies rows of the target's LM head
+    if head.is_ours and head.draft_vocab_size < head.vocab_size:
         count += head.draft_vocab_size * head.hidden_size
-    return DraftSize(count, 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read)
+    return DraftSize(
+        count, 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read
+    )
 
 
-def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows: tuple[int, int]) -> EagleNetwork:
+def _load_eagle(
+    draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows: tuple[int, int]
+) -> EagleNetwork:
     head = read_head(draft.model)
     return EagleNetwork(
         head,
@@ -221,7 +272,11 @@ def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows:
 
 
 def _load_model(
-    draft: DraftOptions, options: TargetOptions, target: CachedModel, rows: tuple[int, int], prefill_window: int
+    draft: DraftOptions,
+    options: TargetOptions,
+    target: CachedModel,
+    rows: tuple[int, int],
+    prefill_window: int,
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, rows[1], target.kernels)
@@ -230,5 +285,7 @@ def _load_model(
         return ModelNetwork(cached, rows[0], prefill_window, chunk)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
     num_shared = min(facts.vocab_size, target.config.vocab_size)
-    other_id = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
+    other_id = next(
+        (token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0
+    )
     return ModelNetwork(cached, rows[0], prefill_window, chunk, num_shared, other_id)

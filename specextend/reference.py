@@ -1,8 +1,9 @@
-"""SpecExtend for one prompt on one page (arXiv 2505.20776, algorithm 1): retrieve, grow, verify, accept.
+"""SpecExtend for one prompt on one page (arXiv 2505.20776, algorithm 1): retrieve, grow, verify,
+accept.
 
-Slow and plain: nothing is cached or batched, every forward reads the whole text, and decoding is greedy. It shows what
-the engine does, and its tests hold the engine to it. One thing differs: the draft reads the chosen chunks anew, where
-the engine gathers their keys and values.
+Slow and plain: nothing is cached or batched, every forward reads the whole text, and decoding is
+greedy. It shows what the engine does, and its tests hold the engine to it. One thing differs: the
+draft reads the chosen chunks anew, where the engine gathers their keys and values.
 
 Shapes: `S` tokens of a text, `N` nodes of a tree, `V` vocabulary.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 
 @dataclass
 class Tree:
-    """Candidates for the next tokens. A node stands behind its parent, which is -1 for those behind the text."""
+    """Candidates for the next tokens. A node stands behind its parent, which is -1 for those behind
+    the text.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -66,21 +69,30 @@ def generate(
 
 
 def retrieve(target: Any, text: list[int], chunk_size: int, top_k_chunks: int) -> list[int]:
-    """Return the positions that the draft may see: the chunks that the target's last layer attends to most (3.2).
+    """Return the positions that the draft may see: the chunks that the target's last layer attends
+    to most (3.2).
 
-    It is the attention of the last token, its mean over heads, added up by chunk. The last chunk is always seen.
+    It is the attention of the last token, its mean over heads, added up by chunk. The last chunk is
+    always seen.
     """
     attention = target(torch.tensor([text]), output_attentions=True).attentions[-1]
     mass = torch.stack([each.sum() for each in attention[0, :, -1].mean(0).split(chunk_size)])
     mass[-1] = torch.inf
     chosen = mass.topk(min(top_k_chunks, len(mass))).indices.sort().values.tolist()
-    return [i for chunk in chosen for i in range(chunk * chunk_size, (chunk + 1) * chunk_size) if i < len(text)]
+    return [
+        i
+        for chunk in chosen
+        for i in range(chunk * chunk_size, (chunk + 1) * chunk_size)
+        if i < len(text)
+    ]
 
 
 def grow(draft: Any, text: list[int], num_nodes: int, max_depth: int) -> Tree:
-    """Grow the tree whose nodes are likeliest by the product of their probabilities (OPT-Tree, arXiv 2406.17276).
+    """Grow the tree whose nodes are likeliest by the product of their probabilities (OPT-Tree,
+    arXiv 2406.17276).
 
-    Each level is read by the draft; the best nodes of all levels stay. A parent is never less likely than its child.
+    Each level is read by the draft; the best nodes of all levels stay. A parent is never less
+    likely than its child.
     """
     tree, level = Tree(), [-1]
     for depth in range(max_depth):
@@ -96,7 +108,9 @@ def grow(draft: Any, text: list[int], num_nodes: int, max_depth: int) -> Tree:
 
 
 def best_of(tree: Tree, num_nodes: int) -> Tree:
-    """Return a tree of the likeliest nodes; of equally likely ones the earlier, which is no deeper."""
+    """Return a tree of the likeliest nodes; of equally likely ones the earlier, which is no
+    deeper.
+    """
     ranked = sorted(range(len(tree.tokens)), key=lambda node: -tree.log_probs[node])[:num_nodes]
     places = {node: place for place, node in enumerate(sorted(ranked))}
     best = Tree()
@@ -106,7 +120,8 @@ def best_of(tree: Tree, num_nodes: int) -> Tree:
 
 
 def logits_of(model: Any, text: list[int], tree: Tree) -> Tensor:
-    """Return the logits [1 + N, V] behind the text and behind each node, from one forward over both (3.1).
+    """Return the logits [1 + N, V] behind the text and behind each node, from one forward over both
+    (3.1).
 
     A token of the text sees those before it, a node the text and its own path.
     """
@@ -120,19 +135,26 @@ def logits_of(model: Any, text: list[int], tree: Tree) -> Tensor:
         positions.append(num_read + len(path) - 1)
     mask = torch.zeros(size, size).masked_fill(~sees, torch.finfo(torch.float32).min)
     tokens = torch.tensor([text + tree.tokens])
-    logits: Tensor = model(tokens, position_ids=torch.tensor([positions]), attention_mask=mask[None, None]).logits
+    logits: Tensor = model(
+        tokens, position_ids=torch.tensor([positions]), attention_mask=mask[None, None]
+    ).logits
     return logits[0, num_read - 1 :]
 
 
 def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
-    """Return the path of nodes that are the target's own choices, and the token that it chooses behind them.
+    """Return the path of nodes that are the target's own choices, and the token that it chooses
+    behind them.
 
     logits [1 + N, V] as `logits_of` returns them.
     """
     path, node = list[int](), -1
     while True:
         token = int(logits[1 + node].argmax())
-        children = [each for each, parent in enumerate(tree.parents) if parent == node and tree.tokens[each] == token]
+        children = [
+            each
+            for each, parent in enumerate(tree.parents)
+            if parent == node and tree.tokens[each] == token
+        ]
         if not children:
             return path, token
         [node] = children

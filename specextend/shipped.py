@@ -1,7 +1,8 @@
 """The package as it is installed: its version, and what comes with it.
 
-Those are the configurations, the draft of the default pair and the documents of the demo. In a wheel they lie in the
-package, in a checkout beside it. Needs the standard library alone, for shell completion.
+Those are the configurations, the draft of the default pair and the documents of the demo. In a
+wheel they lie in the package, in a checkout beside it. Needs the standard library alone, for shell
+completion.
 """
 
 import json
@@ -21,8 +22,12 @@ DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 
 
 def shipped_configs() -> dict[str, Path]:
-    """List the files of the shipped configurations by name: the pairs, then the tasks, which are given beside one."""
-    return {path.stem: path for folder in (CONFIGS, TASKS) for path in sorted(folder.glob("*.yaml"))}
+    """List the files of the shipped configurations by name: the pairs, then the tasks, which are
+    given beside one.
+    """
+    return {
+        path.stem: path for folder in (CONFIGS, TASKS) for path in sorted(folder.glob("*.yaml"))
+    }
 
 
 def find_config(config: str | Path) -> Path:
@@ -31,7 +36,9 @@ def find_config(config: str | Path) -> Path:
 
 
 def models_folder() -> Path:
-    """Return the folder of models that were made or fetched: `.models` of a checkout, or in the user's cache."""
+    """Return the folder of models that were made or fetched: `.models` of a checkout, or in the
+    user's cache.
+    """
     if _IS_CHECKOUT:
         return SHIPPED / ".models"
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -48,12 +55,15 @@ def package_version(package: str) -> str | None:
 
 @cache
 def code_commit() -> str | None:
-    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
+    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that
+    is unknown.
 
     It is known of a package that pip installed from a repository, and of a working copy.
     """
     try:
-        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
+        installed = json.loads(
+            metadata.distribution("specextend").read_text("direct_url.json") or "{}"
+        )
     except (metadata.PackageNotFoundError, ValueError):
         installed = {}
     if "vcs_info" in installed:
@@ -61,8 +71,19 @@ def code_commit() -> str | None:
     folder = _PACKAGE.parent
     if not (folder / ".git").exists():
         return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

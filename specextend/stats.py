@@ -20,14 +20,17 @@ def ratio(numerator: float, denominator: float | None) -> float | None:
 class DecodingStats:
     """Counts and seconds of one request.
 
-    `ttft_s` (from the start of prefill to the first token) and `decode_s` (from the first token to the last) are wall
-    clock. `prefill_s` to `other_s` are shares of the engine's time: a batched step is divided equally among its
-    sequences, so they add up over requests to the engine's busy time.
+    `ttft_s` (from the start of prefill to the first token) and `decode_s` (from the first token to
+    the last) are wall clock. `prefill_s` to `other_s` are shares of the engine's time: a batched
+    step is divided equally among its sequences, so they add up over requests to the engine's busy
+    time.
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Tokens at the prompt's start that the target had read for another prompt, and did not read again."""
+    """Tokens at the prompt's start that the target had read for another prompt, and did not read
+    again.
+    """
     num_output_tokens: int = 0
     num_spec_steps: int = 0
     num_plain_steps: int = 0
@@ -42,15 +45,17 @@ class DecodingStats:
     retrieval_coverage_sum: float = 0.0
     """Sum over retrievals of the share of the target's attention on visible rows."""
     retrieval_churn_sum: float = 0.0
-    """Sum over retrievals from the second on of `1 - |A and B| / |A or B|`, where A and B are the chunks that it and
-    the retrieval before it chose by score."""
+    """Sum over retrievals from the second on of `1 - |A and B| / |A or B|`, where A and B are the
+    chunks that it and the retrieval before it chose by score.
+    """
     num_fallbacks: int = 0
     """Times that its draft was given up for a while."""
     num_hybrid_steps: int = 0
     """Speculative steps whose tree attention was hybrid; that of the others was dense."""
     num_forwards: float = 0.0
-    """Verifications by the target, each divided among the sequences of its batch; over requests they add up to those
-    that the engine ran."""
+    """Verifications by the target, each divided among the sequences of its batch; over requests
+    they add up to those that the engine ran.
+    """
     num_memory_retries: int = 0
     """Number of times that the request was started again because memory ran out."""
     ttft_s: float = 0.0
@@ -74,7 +79,9 @@ class DecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Return the tokens per speculative step, including the bonus token; None if there was no such step."""
+        """Return the tokens per speculative step, including the bonus token; None if there was no
+        such step.
+        """
         extra = ratio(self.num_accepted_tokens, self.num_spec_steps)
         return None if extra is None else 1.0 + extra
 
@@ -91,7 +98,11 @@ class DecodingStats:
     @property
     def retrieval_churn(self) -> float | None:
         """Return the mean change of the selection from one retrieval to the next."""
-        return ratio(self.retrieval_churn_sum, self.num_retrievals - 1) if self.num_retrievals > 1 else None
+        return (
+            ratio(self.retrieval_churn_sum, self.num_retrievals - 1)
+            if self.num_retrievals > 1
+            else None
+        )
 
     @property
     def output_tokens_per_s(self) -> float | None:

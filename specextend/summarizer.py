@@ -1,4 +1,6 @@
-"""Summaries in a pipeline or a notebook: of a text, some documents, or batches (`ray.data.Dataset.map_batches`)."""
+"""Summaries in a pipeline or a notebook: of a text, some documents, or batches
+(`ray.data.Dataset.map_batches`).
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ _Timed = tuple[Completion | DocumentError, float]
 class Summarizer:
     """Summarises documents. Loads its models once, when it is made; one process needs one.
 
-    A call takes a text, a dictionary, a list of either, a dictionary of columns, a data frame or an Arrow table, with
-    the columns of `config.input`, and returns its results in the same form and order: the columns of a summary, then
-    the passthrough columns. A document that fails has its error in `error_class`, `message`, `stage` and `retryable`.
-    `input.path`, `output` and `job` are not used.
+    A call takes a text, a dictionary, a list of either, a dictionary of columns, a data frame or an
+    Arrow table, with the columns of `config.input`, and returns its results in the same form and
+    order: the columns of a summary, then the passthrough columns. A document that fails has its
+    error in `error_class`, `message`, `stage` and `retryable`. `input.path`, `output` and `job` are
+    not used.
     """
 
     def __init__(
@@ -55,12 +58,15 @@ class Summarizer:
     ):
         """Load the models of a configuration: what `RunConfig.load` takes.
 
-        Raises ValueError if they cannot be found or served, or do not fit each other, and for options that choose rows,
-        which no batch can follow.
+        Raises ValueError if they cannot be found or served, or do not fit each other, and for
+        options that choose rows, which no batch can follow.
         """
         config = RunConfig.load(config)
         if config.tasks:
-            raise ValueError("a Summarizer answers one task; make one for each, or use specextend.run for `tasks`")
+            raise ValueError(
+                "a Summarizer answers one task; make one for each, or use specextend.run for "
+                "`tasks`"
+            )
         check_batch_options(config.input, config.output)
         self._config = config
         self._decoder = RowDecoder(config, factory(config))
@@ -69,18 +75,22 @@ class Summarizer:
     def __call__(self, documents: Any) -> Any:
         """Summarise documents; many at once keep the engine's batch full.
 
-        Raises InputError for missing or mistyped columns, and if `input.id_column` is not set for documents other than
-        texts; and what makes the engine unusable, such as a broken GPU.
+        Raises InputError for missing or mistyped columns, and if `input.id_column` is not set for
+        documents other than texts; and what makes the engine unusable, such as a broken GPU.
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
         found = read_batch(batch, RowReader(self._config.input, (self._config.prompt.template,)))
         decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
         results = [
-            _failed(row.doc_id, row) if isinstance(row, DocumentError) else self._result(row, next(decoded), received)
+            _failed(row.doc_id, row)
+            if isinstance(row, DocumentError)
+            else self._result(row, next(decoded), received)
             for row in found
         ]
-        return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output))
+        return given_back(
+            result_table(results, batch, self._config.input.passthrough, self._config.output)
+        )
 
     def _result(self, row: Row, document: DecodedRow, received: float) -> Values:
         """Make the row of a document."""
@@ -103,21 +113,30 @@ class RowDecoder:
         check_requests(config, self._prompts)
 
     def decode(self, rows: Sequence[Row], **changes: Any) -> list[DecodedRow]:
-        """Decode rows together, each to its summary or its error. changes: of the fields of all requests."""
+        """Decode rows together, each to its summary or its error. changes: of the fields of all
+        requests.
+        """
         documents = [
-            DecodedRow(summarize(self._config, self._prompts, row, str(number))) for number, row in enumerate(rows)
+            DecodedRow(summarize(self._config, self._prompts, row, str(number)))
+            for number, row in enumerate(rows)
         ]
         for document in documents:
             document.advance(None)
         while requests := [request for document in documents for request in document.requests]:
-            outcomes = self._outcomes([replace(request, **changes) for request in in_order(requests)])
+            outcomes = self._outcomes(
+                [replace(request, **changes) for request in in_order(requests)]
+            )
             for document in documents:
                 if document.requests:
-                    document.advance([outcomes[request.request_id] for request in document.requests])
+                    document.advance(
+                        [outcomes[request.request_id] for request in document.requests]
+                    )
         return documents
 
     def _outcomes(self, requests: Sequence[Request]) -> dict[str, _Timed]:
-        """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
+        """Decode requests; return each one's outcome and when it came. After a batch failed, its
+        members run alone.
+        """
         outcomes: dict[str, _Timed] = {}
 
         def on_error(request_id: str, error: Exception) -> None:
@@ -135,14 +154,18 @@ class RowDecoder:
                 if is_device_error(error.__cause__ or error):
                     raise
                 open_ones = [request for request in group if request.request_id not in outcomes]
-                groups.append([each for each in open_ones if each.request_id not in error.request_ids])
+                groups.append(
+                    [each for each in open_ones if each.request_id not in error.request_ids]
+                )
                 groups += [[each] for each in open_ones if each.request_id in error.request_ids]
         return outcomes
 
 
 @dataclass(slots=True)
 class DecodedRow:
-    """A document on its way: the round that is to be decoded, and when its first one began and its last one ended."""
+    """A document on its way: the round that is to be decoded, and when its first one began and its
+    last one ended.
+    """
 
     rounds: Rounds
     state: Round | Summary | DocumentError | None = None
@@ -157,14 +180,18 @@ class DecodedRow:
         return self.state if isinstance(self.state, tuple) else ()
 
     def advance(self, outcomes: Sequence[_Timed] | None) -> None:
-        """Take the outcomes of its requests in, with the times at which they came; None at first."""
+        """Take the outcomes of its requests in, with the times at which they came; None at
+        first.
+        """
         for outcome, at in outcomes or ():
             self.ended = max(self.ended, at)
             if isinstance(outcome, Completion):
                 self.began = min(self.began, at - outcome.stats.total_s)
                 self.completions.append(outcome)
         try:
-            step = advance(self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes])
+            step = advance(
+                self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes]
+            )
         except DocumentError as error:
             self.state = error
         else:
@@ -172,7 +199,10 @@ class DecodedRow:
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:
-    details = {name: getattr(error, name) for name in ("error_class", "message", "stage", "retryable", "summary")}
+    details = {
+        name: getattr(error, name)
+        for name in ("error_class", "message", "stage", "retryable", "summary")
+    }
     return {"doc_id": doc_id, **details, "attempts": 1}
 
 
@@ -180,47 +210,76 @@ def _failed(doc_id: str, error: DocumentError) -> Values:
 
 
 BATCH_SCHEMA = pa.schema(
-    [*SUMMARY_SCHEMA, *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable"))]
+    [
+        *SUMMARY_SCHEMA,
+        *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable")),
+    ]
 )
-"""Our columns of a result: those of `summaries/`, then of `errors/`, which are null for a document that is done."""
+"""Our columns of a result: those of `summaries/`, then of `errors/`, which are null for a document
+that is done.
+"""
 
 
 def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
-    """Raise InputError for options that batches cannot follow, before a model is loaded for them."""
+    """Raise InputError for options that batches cannot follow, before a model is loaded for
+    them.
+    """
     if options.selects:
-        chosen = [name for name in ("filter", "sample", "except_done_in", "limit") if getattr(options, name)]
+        chosen = [
+            name
+            for name in ("filter", "sample", "except_done_in", "limit")
+            if getattr(options, name)
+        ]
         raise InputError(
-            f"input.{chosen[0]} chooses rows of files, not of batches: leave it out, and choose them in the pipeline"
+            f"input.{chosen[0]} chooses rows of files, not of batches: leave it out, and choose "
+            "them in the pipeline"
         )
     check_names(options, output)
-    if taken := [name for name in options.passthrough if name in {*BATCH_SCHEMA.names} - {"summary"}]:
-        raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
+    if taken := [
+        name for name in options.passthrough if name in {*BATCH_SCHEMA.names} - {"summary"}
+    ]:
+        raise InputError(
+            f"input.passthrough names {taken[0]}, which is a column of the result; rename it in "
+            "the input"
+        )
 
 
 def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[[pa.Table], Any]]:
     """Return documents as a table, and what gives results back in the form that they came in.
 
-    documents: a table or data frame; one text or document (a dictionary), or a list of them; a dictionary of columns.
-    Texts alone have their number as id. Raises InputError for anything else, and if `input.id_column` is not set.
+    documents: a table or data frame; one text or document (a dictionary), or a list of them; a
+    dictionary of columns. Texts alone have their number as id. Raises InputError for anything else,
+    and if `input.id_column` is not set.
     """
     documents = mended(documents)
     if isinstance(documents, str):
         return _of_texts([documents], options), _first
-    if isinstance(documents, list) and all(each is None or isinstance(each, str) for each in documents):
+    if isinstance(documents, list) and all(
+        each is None or isinstance(each, str) for each in documents
+    ):
         return _of_texts(documents, options), pa.Table.to_pylist
     if options.id_column is None:
-        raise InputError("input.id_column must be set: a document of a batch has no place in a file to be its id")
+        raise InputError(
+            "input.id_column must be set: a document of a batch has no place in a file to be its id"
+        )
     if isinstance(documents, pa.Table | pa.RecordBatch):
         return documents, lambda table: table
     if isinstance(documents, list) and all(isinstance(each, Mapping) for each in documents):
         return pa.Table.from_pylist(documents), pa.Table.to_pylist
-    if isinstance(documents, Mapping) and isinstance(documents.get(options.text_column), str | None):
+    if isinstance(documents, Mapping) and isinstance(
+        documents.get(options.text_column), str | None
+    ):
         return pa.Table.from_pylist([documents]), _first
     if isinstance(documents, Mapping):
         return pa.table(dict(documents)), pa.Table.to_pydict
     if hasattr(documents, "__arrow_c_stream__"):
-        return pa.table(documents), pa.Table.to_pandas if hasattr(documents, "iloc") else lambda table: table
-    raise InputError(f"documents must be texts, dictionaries, a table or a data frame, got {type(documents).__name__}")
+        return pa.table(documents), pa.Table.to_pandas if hasattr(
+            documents, "iloc"
+        ) else lambda table: table
+    raise InputError(
+        "documents must be texts, dictionaries, a table or a data frame, got "
+        f"{type(documents).__name__}"
+    )
 
 
 def _first(results: pa.Table) -> Values:
@@ -235,9 +294,11 @@ def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
 
 
 def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
-    """Read the documents of a table; one that cannot be processed is its error. A row's key is its place in the table.
+    """Read the documents of a table; one that cannot be processed is its error. A row's key is its
+    place in the table.
 
-    Without `input.id_column` that place is its id. Raises InputError if a configured column is missing or mistyped.
+    Without `input.id_column` that place is its id. Raises InputError if a configured column is
+    missing or mistyped.
     """
     check_columns("the batch", batch.schema, reader)
     rows = plain_rows(batch, reader.document_columns)
@@ -259,13 +320,18 @@ def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | Doc
 def result_table(
     results: Sequence[Values], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
 ) -> pa.Table:
-    """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the passthrough columns.
+    """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the
+    passthrough columns.
 
-    results: of `result_row`, or the facts of a failure, one for each row of the batch. output: names `summary` and the
-    fields.
+    results: of `result_row`, or the facts of a failure, one for each row of the batch. output:
+    names `summary` and the fields.
     """
     table = rows_table(results, BATCH_SCHEMA)
-    answers = zip(answer_fields(output.json_schema), answer_columns(output.json_schema, table["summary"]), strict=True)
+    answers = zip(
+        answer_fields(output.json_schema),
+        answer_columns(output.json_schema, table["summary"]),
+        strict=True,
+    )
     table = table.rename_columns({"summary": output.column})
     for of_answer, values in answers:
         table = table.append_column(of_answer, values)

@@ -1,4 +1,6 @@
-"""Standard streams that are safe to write any text to, in any encoding, even after their reader has gone."""
+"""Standard streams that are safe to write any text to, in any encoding, even after their reader has
+gone.
+"""
 
 import os
 import sys
@@ -14,16 +16,21 @@ _UP = "\x1b[A"
 class PlainStream:
     """A stream that escapes control characters, and drops output once its reader has gone.
 
-    unescaped: the underlying stream, for code that draws on the terminal with its own control characters.
+    unescaped: the underlying stream, for code that draws on the terminal with its own control
+    characters.
     """
 
     def __init__(self, stream: TextIO, *, bars: bool = False):
-        """Take the stream; `bars` allows the cursor movements of progress bars, such as that of a model download."""
+        """Take the stream; `bars` allows the cursor movements of progress bars, such as that of a
+        model download.
+        """
         self.unescaped = stream
         self._bars = bars
 
     def write(self, text: str) -> int:
-        """Write text with its control characters escaped. Raises TypeError for bytes, as a stream of text does."""
+        """Write text with its control characters escaped. Raises TypeError for bytes, as a stream
+        of text does.
+        """
         if not isinstance(text, str):
             raise TypeError(f"a stream of text takes no {type(text).__name__}")
         try:
@@ -40,7 +47,9 @@ class PlainStream:
             self._drop()
 
     def _drop(self) -> None:
-        """Discard what is buffered and all later output; otherwise Python would complain again at exit."""
+        """Discard what is buffered and all later output; otherwise Python would complain again at
+        exit.
+        """
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.unescaped.fileno())
         os.close(nowhere)
@@ -50,7 +59,9 @@ class PlainStream:
 
 
 def guard_streams() -> None:
-    """Make stdout and stderr safe for any text, whatever their encoding. Jobs call this before they print."""
+    """Make stdout and stderr safe for any text, whatever their encoding. Jobs call this before they
+    print.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
@@ -81,7 +92,9 @@ def _plain(text: str) -> str:
 
 
 def _plain_bar(text: str) -> str:
-    """Escape text, except cursor movements between lines and a leading carriage return: progress bars need these."""
+    """Escape text, except cursor movements between lines and a leading carriage return: progress
+    bars need these.
+    """
     if not text.replace(_UP, "").strip("\n"):
         return text
     return "\r" + _plain(text[1:]) if text.startswith("\r") else _plain(text)

@@ -1,4 +1,5 @@
-"""The site of the documentation: the pages of this repository as they are, and an API reference. `make docs` builds it.
+"""The site of the documentation: the pages of this repository as they are, and an API reference.
+`make docs` builds it.
 
 Nothing is loaded from a network when it is read, and the search needs no server.
 """

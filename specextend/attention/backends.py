@@ -1,10 +1,11 @@
 """The attention backends by name.
 
-A backend is a function of type `Attend`. `reference.py` is the specification, which every other one must equal. Kernels
-of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in `compiled/`, the one in Triton in
-`tree_kernel.py`.
+A backend is a function of type `Attend`. `reference.py` is the specification, which every other one
+must equal. Kernels of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in
+`compiled/`, the one in Triton in `tree_kernel.py`.
 
-Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
+Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key
+heads, `D` head size.
 """
 
 import logging
@@ -32,7 +33,9 @@ from specextend.core import how_to_install
 
 BACKENDS = ("reference", "sdpa", "compiled", "flash", "triton")
 _SUMS, _LSE = 5e-5, 2e-4
-"""Errors that any kernel may have in fp32, whose sums have another order: of a result, in its length, and of an LSE."""
+"""Errors that any kernel may have in fp32, whose sums have another order: of a result, in its
+length, and of an LSE.
+"""
 _ENOUGH_S = 0.2
 """Seconds of runs after which none is repeated."""
 
@@ -56,7 +59,9 @@ class Trial:
     is_wrong: bool = False
     """True if it can run here and is not right."""
     is_late: bool = False
-    """True if time or memory ran out, or the device failed, so that another try may find something else."""
+    """True if time or memory ran out, or the device failed, so that another try may find something
+    else.
+    """
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
@@ -72,7 +77,8 @@ class Trial:
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
-    """Return the backend called `name`; `auto` is the one that a CPU always runs, or for a GPU torch's own.
+    """Return the backend called `name`; `auto` is the one that a CPU always runs, or for a GPU
+    torch's own.
 
     Raises:
         ValueError: no such backend, its package is not installed, or it does not run on the device.
@@ -80,12 +86,16 @@ def load_backend(name: str, device: torch.device) -> Attend:
     if name == "auto":
         return attend_on_cpu if device.type == "cpu" else attend_cuda
     if name not in BACKENDS:
-        raise ValueError(f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(
+            f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}"
+        )
     if name == "reference":
         return attend_reference
     if name == "flash":
         if (kernel := find_flash_attn()) is None:
-            raise ValueError(f"attention.backend flash needs the flash extra: {how_to_install('flash')}")
+            raise ValueError(
+                f"attention.backend flash needs the flash extra: {how_to_install('flash')}"
+            )
         if device.type == "cpu":
             raise ValueError("attention.backend flash runs on a GPU only; choose auto")
         return attend_with(kernel, attend_cuda)
@@ -93,40 +103,65 @@ def load_backend(name: str, device: torch.device) -> Attend:
         return load_triton(device)
     if device.type == "cpu" and name == "compiled":
         if compiled() is None:
-            raise ValueError(f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}")
+            raise ValueError(
+                f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}"
+            )
         return attend_on_cpu
     if device.type == "cpu":
         return attend_by_head
     if name == "sdpa":
         return attend_cuda
-    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa, flash or triton")
+    raise ValueError(
+        f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa, flash or "
+        "triton"
+    )
 
 
 @cache
 def compiled_is_right(dtype: torch.dtype) -> bool:
-    """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it is right here."""
+    """Compile our kernel for a CPU and tensors of `dtype`, or read it from disk; return True if it
+    is right here.
+    """
     if (kernel := compiled()) is None or dtype not in kernel.ELEMENTS:
         return False
     if not kernel.can_make(kernel.items.kernel, kernel.ELEMENTS[dtype]):
         return False
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in ((1, 70, 4, 64), *[(2, 200, 64)] * 2))
+    q, k, v = (
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((1, 70, 4, 64), *[(2, 200, 64)] * 2)
+    )
     mask = torch.eye(70, dtype=torch.bool) | (torch.arange(70) == 0)
-    for span in (KeySpan([3], [130]), KeySpan([3], [135], mask.unsqueeze(0)), KeySpan([3], [135], causal=True)):
+    for span in (
+        KeySpan([3], [130]),
+        KeySpan([3], [135], mask.unsqueeze(0)),
+        KeySpan([3], [135], causal=True),
+    ):
         out, lse = kernel.attend_compiled(q, k, v, span, 0.125)
         exact, exact_lse = attend_reference(q.float(), k, v, span, 0.125)
         errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
-        is_right = errors.max() <= 2 * max(torch.finfo(dtype).eps, _SUMS) and (lse - exact_lse).abs().max() <= _LSE
+        is_right = (
+            errors.max() <= 2 * max(torch.finfo(dtype).eps, _SUMS)
+            and (lse - exact_lse).abs().max() <= _LSE
+        )
         if not is_right:
-            _log.warning("the compiled attention kernel is not used, because it is wrong on this processor")
+            _log.warning(
+                "the compiled attention kernel is not used, because it is wrong on this processor"
+            )
             return False
     return True
 
 
-def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by our compiled kernel where it is right and takes such heads, else by torch's flash kernel."""
+def attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by our compiled kernel where it is right and takes such heads, else by torch's flash
+    kernel.
+    """
     kernel = compiled() if compiled_is_right(q.dtype) else None
-    attend = kernel.attend_compiled if kernel and kernel.serves(q.shape[3], q.dtype) else attend_by_head
+    attend = (
+        kernel.attend_compiled if kernel and kernel.serves(q.shape[3], q.dtype) else attend_by_head
+    )
     return attend(q, k, v, span, scale)
 
 
@@ -140,29 +175,35 @@ def compiled() -> Any:
 
 
 def load_triton(device: torch.device) -> Attend:
-    """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to flash-attn or `sdpa`.
+    """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to
+    flash-attn or `sdpa`.
 
-    Raises:
-        ValueError: triton is not installed, or the device is a CPU, where it is only interpreted for tests.
+    Raises: ValueError: triton is not installed, or the device is a CPU, where it is only
+        interpreted for tests.
     """
     try:
         from specextend.attention.tree_kernel import attend_triton, is_interpreted, serves
     except ImportError as error:
-        raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
+        raise ValueError(
+            "attention.backend triton needs the package triton: pip install triton"
+        ) from error
     if device.type == "cpu" and not is_interpreted():
         raise ValueError("attention.backend triton runs on a GPU only; choose auto")
     otherwise = load_backend("sdpa", device)
     if device.type != "cpu" and (flash := find_flash_attn()) is not None:
         otherwise = attend_with(flash, attend_cuda)
 
-    def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    def triton(
+        q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         return (attend_triton if serves(q, span) else otherwise)(q, k, v, span, scale)
 
     return triton
 
 
 def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
-    """Return the kernels of a layer that go with the backend called `name`: Triton's with `triton`, else torch's own.
+    """Return the kernels of a layer that go with the backend called `name`: Triton's with `triton`,
+    else torch's own.
 
     Raises:
         ValueError: as `load_triton`.
@@ -175,11 +216,14 @@ def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
     return TRITON
 
 
-def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:
-    """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
+def shortest_runs(
+    candidates: Mapping[str, Callable[[], object]], num_runs: int
+) -> dict[str, float]:
+    """Return the seconds of the shortest of some runs of each candidate, after a first one that
+    builds what they use.
 
-    They take turns, so that a machine that is busy for a while slows all of them. Long runs say enough before there are
-    so many.
+    They take turns, so that a machine that is busy for a while slows all of them. Long runs say
+    enough before there are so many.
     """
     for run in candidates.values():
         run()

@@ -1,12 +1,13 @@
-"""What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and writes its rows once.
+"""What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and
+writes its rows once.
 
-Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a captured CUDA graph stays
-right while sequences grow. `torch_kernels.TORCH` says what they compute.
+Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a
+captured CUDA graph stays right while sequences grow. `torch_kernels.TORCH` says what they compute.
 
 Import this module only where triton is installed.
 
-Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key
-heads, `S` cache rows, `D` head size.
+Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H`
+query heads, `K` key heads, `S` cache rows, `D` head size.
 """
 
 import torch
@@ -23,13 +24,19 @@ GATED = 1024
 
 
 def norm_warps(hidden_size: int) -> int:
-    """Return the warps that normalise a row of `hidden_size` elements: up to 16 elements a thread, then more."""
+    """Return the warps that normalise a row of `hidden_size` elements: up to 16 elements a thread,
+    then more.
+    """
     return max(1, min(16, triton.next_power_of_2(hidden_size) // 512))
 
 
 @triton.jit
-def add_norm_rows(x, delta, weight, total, normed, size, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr):
-    """Add and normalise one row of `size` elements. The grid is [R]; BLOCK is a power of two, no less than the size."""
+def add_norm_rows(
+    x, delta, weight, total, normed, size, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
+):
+    """Add and normalise one row of `size` elements. The grid is [R]; BLOCK is a power of two, no
+    less than the size.
+    """
     start = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     exists = column < size
@@ -50,19 +57,28 @@ def _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM: t
     scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
     by_query = is_query[:, None]
     query_low = tl.load(query_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    query_high = tl.load(query_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    query_high = tl.load(query_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[
+        None, :
+    ]
     key_low = tl.load(key_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    key_high = tl.load(key_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    return low * scale * tl.where(by_query, query_low, key_low), high * scale * tl.where(by_query, query_high, key_high)
+    key_high = tl.load(key_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[
+        None, :
+    ]
+    return low * scale * tl.where(by_query, query_low, key_low), high * scale * tl.where(
+        by_query, query_high, key_high
+    )
 
 
 @triton.jit
 def rotate_rows(
-    qkv, cos, sin, query_weight, key_weight, query, keys, values, rows, k_head, k_row, v_head, v_row, eps,
-    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    qkv, cos, sin, query_weight, key_weight, query, keys, values, rows, k_head, k_row, v_head,
+    v_row, eps,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate GROUP heads of one token, or move them to the cache. The grid is [R, groups of the H + 2K heads].
+    """Rotate GROUP heads of one token, or move them to the cache. The grid is [R, groups of the H +
+    2K heads].
 
     HALF is a power of two, no less than half of DIM.
     """
@@ -97,7 +113,9 @@ def rotate_rows(
     key = keys + row * k_row + (head - NUM_HEADS).to(tl.int64)[:, None] * k_head + dims[None, :]
     tl.store(key, turned_low, mask=is_key[:, None] & in_half[None, :])
     tl.store(key + DIM // 2, turned_high, mask=is_key[:, None] & in_half[None, :])
-    value = values + row * v_row + (head - first_value).to(tl.int64)[:, None] * v_head + dims[None, :]
+    value = (
+        values + row * v_row + (head - first_value).to(tl.int64)[:, None] * v_head + dims[None, :]
+    )
     tl.store(value, stored_low, mask=is_value[:, None] & in_half[None, :])
     tl.store(value + DIM // 2, stored_high, mask=is_value[:, None] & in_half[None, :])
 
@@ -128,7 +146,13 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def rotate_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
 ) -> Tensor:
     """Do what `torch_kernels.rotate_heads` does; the host does not read `rows`."""
     assert all(x.is_contiguous() for x in (qkv, cos, sin, rows))
@@ -136,11 +160,14 @@ def rotate_heads(
     num_tokens, num_all, head_dim = qkv.shape
     num_heads = num_all - 2 * len(keys)
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    query_weight, key_weight, eps = (cos, cos, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    query_weight, key_weight, eps = (
+        (cos, cos, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    )
     rotate_rows[num_tokens, triton.cdiv(num_all, HEADS)](
         qkv, cos, sin, query_weight, key_weight, query, keys, values, rows,
         *keys.stride()[:2], *values.stride()[:2], eps,
-        NUM_HEADS=num_heads, NUM_KEY_HEADS=len(keys), DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+        NUM_HEADS=num_heads, NUM_KEY_HEADS=len(keys), DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
         GROUP=HEADS, HAS_NORMS=norms is not None, num_warps=1,
     )  # fmt: skip
     return query

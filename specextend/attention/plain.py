@@ -1,9 +1,11 @@
-"""The specification of a backend, in plain torch: slow, obviously right, on any device; and what a layer's kernels are.
+"""The specification of a backend, in plain torch: slow, obviously right, on any device; and what a
+layer's kernels are.
 
 `attend_reference` computes everything in fp32 and rounds once, to the dtype of the inputs.
 
-Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` cache rows, or rows of a layer (the new tokens of all
-sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key heads, `D` head size.
+Shapes: `B` sequences, `T` queries, `S` keys, `M` masked rows, `R` cache rows, or rows of a layer
+(the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key
+heads, `D` head size.
 """
 
 from collections.abc import Callable
@@ -17,20 +19,28 @@ from specextend.attention.plan import KeySpan, additive
 MAX_QUERIES = 128
 """Queries of a sequence in a call of a step's kernel, at most."""
 MAX_MASKED = 512
-"""Rows that a mask of a step's kernel covers, at most: a draft sees all earlier levels of its tree."""
+"""Rows that a mask of a step's kernel covers, at most: a draft sees all earlier levels of its
+tree.
+"""
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend in plain torch, computed in fp32."""
     results = [_attend_slowly(q[b], k, v, span, b, scale) for b in range(q.shape[0])]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
-def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_slowly(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float
+) -> tuple[Tensor, Tensor]:
     num_queries, num_heads, _ = q.shape
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
     if span.lengths[b] == 0:
-        return torch.zeros_like(q), torch.full((num_queries, num_heads), float("-inf"), device=q.device)
+        return torch.zeros_like(q), torch.full(
+            (num_queries, num_heads), float("-inf"), device=q.device
+        )
     group = num_heads // k.shape[0]
     keys = k[:, rows].float().repeat_interleave(group, dim=0)
     values = v[:, rows].float().repeat_interleave(group, dim=0)
@@ -55,7 +65,8 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
-    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, M / 64], and M.
+    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, M / 64],
+    and M.
 
     Made once per forward. A span without mask has no such rows.
     """
@@ -90,11 +101,17 @@ class LayerKernels:
     """
 
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    """(x [R, C], delta [R, C] or None, weight [C], eps) -> x + delta, and its RMSNorm, both [R, C]."""
-    rotate_heads: Callable[[Tensor, Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
-    """(qkv [R, H + 2K, D], cos [R, D], sin, norms, keys [K, S, D], values, rows [R]) -> queries [R, H, D] after RoPE.
+    """(x [R, C], delta [R, C] or None, weight [C], eps) -> x + delta, and its RMSNorm, both [R,
+    C].
+    """
+    rotate_heads: Callable[
+        [Tensor, Tensor, Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor
+    ]
+    """(qkv [R, H + 2K, D], cos [R, D], sin, norms, keys [K, S, D], values, rows [R]) -> queries [R,
+    H, D] after RoPE.
 
-    Keys after RoPE and values are written to the `rows` of `keys` and `values`. The first half of the sines is
-    negative; `norms`, if there are any, come before RoPE. D is even."""
+    Keys after RoPE and values are written to the `rows` of `keys` and `values`. The first half of
+    the sines is negative; `norms`, if there are any, come before RoPE. D is even.
+    """
     gate: Callable[[Tensor], Tensor]
     """gate_up [R, 2I], whose first half is the gate -> SwiGLU [R, I]."""

@@ -1,8 +1,11 @@
-"""The plan of one forward pass: the cache rows that each query attends to, in one kernel call or two.
+"""The plan of one forward pass: the cache rows that each query attends to, in one kernel call or
+two.
 
-Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of keys, and merges the results.
+Hybrid attention (arXiv 2505.20776, section 3) calls a kernel for each span of keys, and merges the
+results.
 
-Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key heads, `D` head size.
+Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key
+heads, `D` head size.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,11 +19,15 @@ TreeAttention = Literal["dense", "hybrid"]
 
 
 class HostReadError(RuntimeError):
-    """A captured step needs a kernel that reads places on the host; a replay would read those of the capture."""
+    """A captured step needs a kernel that reads places on the host; a replay would read those of
+    the capture.
+    """
 
 
 class _Unreadable(list[int]):
-    """The places of a captured step, which only the device may read: whatever kernel asks for them says so."""
+    """The places of a captured step, which only the device may read: whatever kernel asks for them
+    says so.
+    """
 
     def __iter__(self, *_: object) -> NoReturn:
         raise HostReadError("a kernel reads places of rows on the host")
@@ -32,7 +39,8 @@ class _Unreadable(list[int]):
 class KeySpan:
     """The cache rows that each sequence's queries attend to in one kernel call.
 
-    All `lengths[b]` rows from `starts[b]` on are visible, except where `mask` says otherwise for the last ones.
+    All `lengths[b]` rows from `starts[b]` on are visible, except where `mask` says otherwise for
+    the last ones.
     """
 
     starts: list[int]
@@ -40,33 +48,45 @@ class KeySpan:
     lengths: list[int]
     """[B] number of rows; 0 is allowed and gives LSE -inf."""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False. A node
-    of a tree stands behind those of its path."""
+    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns
+    that are False. A node of a tree stands behind those of its path.
+    """
     causal: bool = False
-    """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones included. Excludes
-    `mask`."""
+    """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones
+    included. Excludes `mask`.
+    """
     window: int | None = None
     """If given, `mask` is the band of a causal call: query t sees so many rows up to its own."""
     needs_lse: bool = True
-    """False if the result is not merged with that of another span, so that a kernel need not compute the LSE."""
+    """False if the result is not merged with that of another span, so that a kernel need not
+    compute the LSE.
+    """
     on_device: tuple[Tensor, Tensor] | None = None
-    """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64 on the device;
-    None: only the host knows them."""
+    """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64
+    on the device; None: only the host knows them.
+    """
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """What a kernel makes of the span once per forward, for all layers."""
 
     def places(self, device: torch.device) -> Tensor:
-        """Return `starts` and `lengths` [2, B] int64 on the device, where a kernel reads them without the host."""
+        """Return `starts` and `lengths` [2, B] int64 on the device, where a kernel reads them
+        without the host.
+        """
         if "places" not in self.made:
             if self.on_device is None:
                 self.made["places"] = torch.tensor([self.starts, self.lengths]).to(device)
             else:
                 starts, rows = self.on_device
-                self.made["places"] = torch.cat([starts, rows[:, -1:] + 1 - starts], 1).T.contiguous()
+                self.made["places"] = torch.cat(
+                    [starts, rows[:, -1:] + 1 - starts], 1
+                ).T.contiguous()
         return self.made["places"]
 
-    def bias(self, b: int, dtype: torch.dtype, device: torch.device, *, tail: bool = False) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, S] over all its rows, or over its `tail`, the rows of the mask.
+    def bias(
+        self, b: int, dtype: torch.dtype, device: torch.device, *, tail: bool = False
+    ) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, S] over all its rows, or over its `tail`, the rows
+        of the mask.
 
         None if there is no mask. Made once per forward and shared by all layers.
         """
@@ -88,10 +108,13 @@ def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor]]
-"""(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B, T, H] fp32.
+"""(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B,
+T, H] fp32.
 
-Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of exponentials, -inf where
-a span is empty; out is finite there. lse may be empty if the span says that it is not needed."""
+Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of
+exponentials, -inf where a span is empty; out is finite there. lse may be empty if the span says
+that it is not needed.
+"""
 
 
 @dataclass(slots=True)
@@ -108,7 +131,9 @@ class AttentionPlan:
     num_new: int
     """T"""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows (M >= T), True = visible; all earlier rows are visible. None: causal."""
+    """[B, T, M] bool over the last M rows (M >= T), True = visible; all earlier rows are visible.
+    None: causal.
+    """
     tree: TreeAttention = "hybrid"
     """The kind of attention of a masked forward."""
     keep_layers: frozenset[int] = frozenset()
@@ -118,9 +143,13 @@ class AttentionPlan:
     spans: tuple[KeySpan, ...] = ()
     """One or two disjoint sets of keys, whose results are merged."""
     on_device: tuple[Tensor, Tensor] | None = None
-    """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None: made from the lists."""
+    """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None:
+    made from the lists.
+    """
     captured: bool = False
-    """True while a step is captured: its replays have other `starts` and `lengths`, so that reading them raises."""
+    """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
+    them raises.
+    """
     made_rows: Tensor | None = None
     """The new rows, once they are made from the lists."""
 
@@ -140,10 +169,22 @@ class AttentionPlan:
         return self.made_rows
 
     def _split(self) -> tuple[KeySpan, ...]:
-        """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""
+        """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one
+        span.
+        """
         if self.mask is None or self.tree == "dense":
-            causal = self.mask is None and self.num_new > 1  # the one query of a plain step sees every row
-            return (KeySpan(self.starts, self.lengths, self.mask, causal, needs_lse=False, on_device=self.on_device),)
+            # the one query of a plain step sees every row
+            causal = self.mask is None and self.num_new > 1
+            return (
+                KeySpan(
+                    self.starts,
+                    self.lengths,
+                    self.mask,
+                    causal,
+                    needs_lse=False,
+                    on_device=self.on_device,
+                ),
+            )
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
@@ -154,8 +195,12 @@ class AttentionPlan:
         return (KeySpan(self.starts, prefix), tail)
 
 
-def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names. Returns [B, T, H, D]."""
+def attend_plan(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names. Returns [B, T,
+    H, D].
+    """
     out, lse = attend(q, k, v, plan.spans[0], scale)
     for span in plan.spans[1:]:
         out = merge_states(out, lse, *attend(q, k, v, span, scale))

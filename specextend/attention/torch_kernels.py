@@ -1,10 +1,12 @@
-"""Kernels of torch and of flash-attn: attention on a CPU and a GPU, and what stands between a layer's products.
+"""Kernels of torch and of flash-attn: attention on a CPU and a GPU, and what stands between a
+layer's products.
 
 A CPU attends by torch's flash kernel where ours cannot be compiled (`backends.py`).
 
-The flash-attn package, version 2 or 3, attends to prefixes and causal chunks, one sequence after the other, on a GPU.
-It is imported only where it is chosen. It takes no tree mask and no float32; another kernel, which the caller names,
-attends to those calls. Keys are never copied: a sequence is a slice of the cache.
+The flash-attn package, version 2 or 3, attends to prefixes and causal chunks, one sequence after
+the other, on a GPU. It is imported only where it is chosen. It takes no tree mask and no float32;
+another kernel, which the caller names, attends to those calls. Keys are never copied: a sequence is
+a slice of the cache.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or of a layer, `C` hidden size,
 `I` intermediate size, `H` query heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
@@ -29,11 +31,16 @@ _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
 def _each(kernel: _Kernel) -> Attend:
-    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys."""
+    """Make a kernel for one sequence into a backend, which calls it for each sequence that has
+    keys.
+    """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         before = [length - q.shape[1] for length in span.lengths]
-        if span.causal and any(before):  # prefix and own rows apart, because the kernel takes no causal prefix
+        # prefix and own rows apart, because the kernel takes no causal prefix
+        if span.causal and any(before):
             own = [start + length for start, length in zip(span.starts, before, strict=True)]
             prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
             chunk = attend(q, k, v, KeySpan(own, [q.shape[1]] * len(own), causal=True), scale)
@@ -55,28 +62,42 @@ def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
 
 
-def _by_head(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+def _by_head(
+    q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
+) -> tuple[Tensor, Tensor]:
     bias = span.bias(b, q.dtype, q.device)  # the kernel wants the query's dtype
     mask = None if bias is None else bias[None, None]
-    out, lse = _cpu_flash(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale)
+    out, lse = _cpu_flash(
+        q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale
+    )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _on_cuda(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
+def _on_cuda(
+    q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to masked rows and to those before them apart, because the flash kernel takes no
+    mask.
+    """
     bias = span.bias(b, q.dtype, q.device, tail=True)
     if bias is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
     before = key.shape[2] - bias.shape[1]
-    tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
+    tail = _attend_efficiently(
+        q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False
+    )
     if before == 0:
         return tail
     prefix = _attend_unmasked(q, key[:, :, :before], value[:, :, :before], scale, causal=False)
     return merge_states(*prefix, *tail), torch.logaddexp(prefix[1], tail[1])
 
 
-def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads than query heads."""
+def _attend_unmasked(
+    q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads
+    than query heads.
+    """
     if q.dtype == torch.float32:  # flash does not take it
         return _attend_efficiently(q, key, value, None, scale, causal=causal)
     out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
@@ -86,16 +107,22 @@ def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, cau
 def _attend_efficiently(
     q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys for each head."""
+    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys
+    for each head.
+    """
     num_queries, num_heads = q.shape[1:3]
     key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
     padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
-    out, lse, *_ = _efficient_cuda(q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale)
+    out, lse, *_ = _efficient_cuda(
+        q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale
+    )
     return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
+    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel
+    requires.
+    """
     padding = -bias.shape[1] % 16
     return pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
 
@@ -112,14 +139,24 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def rotate_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
 ) -> Tensor:
-    """Apply RoPE to queries and keys at once, and write keys and values to the cache; see `LayerKernels`."""
+    """Apply RoPE to queries and keys at once, and write keys and values to the cache; see
+    `LayerKernels`.
+    """
     turned, value = qkv.tensor_split([-len(keys)], 1)
     if norms is not None:
         query, key = turned.tensor_split([-len(keys)], 1)
         parts = (query, norms.query), (key, norms.key)
-        turned = torch.cat([rms_norm(heads, weight.shape, weight, norms.eps) for heads, weight in parts], 1)
+        turned = torch.cat(
+            [rms_norm(heads, weight.shape, weight, norms.eps) for heads, weight in parts], 1
+        )
     swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     turned = torch.addcmul(turned * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
     query, key = turned.tensor_split([-len(keys)], 1)
@@ -143,7 +180,9 @@ with `return_softmax_lse` the first two of its results are out [B, T, H, D] and 
 
 
 def find_flash_attn() -> FlashKernel | None:
-    """Import the kernel of flash-attn, version 3 if both are installed; return None if none can be imported."""
+    """Import the kernel of flash-attn, version 3 if both are installed; return None if none can be
+    imported.
+    """
     try:
         from flash_attn_interface import flash_attn_with_kvcache
     except ImportError:
@@ -156,16 +195,29 @@ def find_flash_attn() -> FlashKernel | None:
 
 
 def attend_with(kernel: FlashKernel, otherwise: Attend) -> Attend:
-    """Return a backend that attends with flash-attn's kernel, and with `otherwise` to calls that it does not take."""
+    """Return a backend that attends with flash-attn's kernel, and with `otherwise` to calls that it
+    does not take.
+    """
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if span.mask is not None or 0 in span.lengths or q.dtype == torch.float32:
             return otherwise(q, k, v, span, scale)
         results = []
         for query, start, length in zip(q.split(1), span.starts, span.lengths, strict=True):
-            keys, values = (stored[:, start : start + length].transpose(0, 1).unsqueeze(0) for stored in (k, v))
+            keys, values = (
+                stored[:, start : start + length].transpose(0, 1).unsqueeze(0) for stored in (k, v)
+            )
             results.append(
-                kernel(query, keys, values, softmax_scale=scale, causal=span.causal, return_softmax_lse=True)[:2]
+                kernel(
+                    query,
+                    keys,
+                    values,
+                    softmax_scale=scale,
+                    causal=span.causal,
+                    return_softmax_lse=True,
+                )[:2]
             )
         out, lse = results[0] if len(q) == 1 else map(torch.cat, zip(*results, strict=True))
         return out, lse.transpose(1, 2)

@@ -1,17 +1,19 @@
-"""Hybrid tree attention as one Triton kernel, for GPUs: prefix and tree of all sequences in one call.
+"""Hybrid tree attention as one Triton kernel, for GPUs: prefix and tree of all sequences in one
+call.
 
-The queries of all heads that share a key head are *rows* of one matrix product, so a key is read once for all of them:
-row r is query r // G in head r % G of its group. A sequence's keys are divided into a fixed number of splits, which a
-second kernel merges by their log-sum-exp, as hybrid attention merges prefix and tree. Masks are looked at only in
-blocks of keys that reach past the prefix.
+The queries of all heads that share a key head are *rows* of one matrix product, so a key is read
+once for all of them: row r is query r // G in head r % G of its group. A sequence's keys are
+divided into a fixed number of splits, which a second kernel merges by their log-sum-exp, as hybrid
+attention merges prefix and tree. Masks are looked at only in blocks of keys that reach past the
+prefix.
 
-Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a captured CUDA graph stays
-right while sequences grow. `reference.py` is the specification.
+Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a
+captured CUDA graph stays right while sequences grow. `reference.py` is the specification.
 
 Import this module only where triton is installed.
 
-Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads, `K` key heads, `G` =
-H / K heads of a group, `D` head size.
+Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads,
+`K` key heads, `G` = H / K heads of a group, `D` head size.
 """
 
 import math
@@ -29,7 +31,9 @@ from specextend.attention.plan import KeySpan
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 64
 WAVE_SLACK = 1.05
-"""How many times as long as with the best number of splits the kernel may take; fewer splits leave less to merge."""
+"""How many times as long as with the best number of splits the kernel may take; fewer splits leave
+less to merge.
+"""
 MERGED_PARTS = 64
 """Parts that a program merges, of one row or of several."""
 LOG2_E = 1 / math.log(2)
@@ -58,9 +62,11 @@ def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
 
 
 def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
-    """Choose the fewest splits that keep a GPU of so many multiprocessors busy, of `num_programs` programs without any.
+    """Choose the fewest splits that keep a GPU of so many multiprocessors busy, of `num_programs`
+    programs without any.
 
-    Programs run in waves, of which the last may be nearly empty. Lengths do not matter: a captured graph outlives them.
+    Programs run in waves, of which the last may be nearly empty. Lengths do not matter: a captured
+    graph outlives them.
     """
     resident = 2 if num_warps <= 4 else 1  # programs that a multiprocessor has registers for
 
@@ -68,39 +74,57 @@ def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) ->
         return math.ceil(num_programs * num_splits / (resident * num_processors)) / num_splits
 
     nearly_best = WAVE_SLACK * min(map(time, range(1, MAX_SPLITS + 1)))
-    return next(num_splits for num_splits in range(1, MAX_SPLITS + 1) if time(num_splits) <= nearly_best)
+    return next(
+        num_splits for num_splits in range(1, MAX_SPLITS + 1) if time(num_splits) <= nearly_best
+    )
 
 
 @triton.jit
 def _window(words, is_row, first, num_words):
-    """Load 64 bits of each row's words [rows] from bit `first` >= -64 on; those before bit 0 are 1."""
+    """Load 64 bits of each row's words [rows] from bit `first` >= -64 on; those before bit 0 are
+    1.
+    """
     word = tl.full(is_row.shape, (first + 64) // 64 - 1, tl.int32)
     here = tl.load(words + word, mask=is_row & (word >= 0), other=-1).to(tl.uint64, bitcast=True)
-    behind = tl.load(words + word + 1, mask=is_row & (word + 1 < num_words), other=0).to(tl.uint64, bitcast=True)
+    behind = tl.load(words + word + 1, mask=is_row & (word + 1 < num_words), other=0).to(
+        tl.uint64, bitcast=True
+    )
     shift = (first & 63).to(tl.uint64)
     return (here >> shift) | ((behind << 1) << (63 - shift))
 
 
 @triton.jit
 def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.constexpr):
-    """Set the scores of keys that a row does not see to -inf. The masked rows are those from `tail` to `length`."""
+    """Set the scores of keys that a row does not see to -inf. The masked rows are those from `tail`
+    to `length`.
+    """
     column = tl.arange(0, KEYS)
     seen = (_window(words, is_row, block - tail, num_words)[:, None] >> column[None, :]) & 1
     exists = block + column < length
     return tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["starts", "lengths", "num_queries", "num_key_heads", "num_masked", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "starts",
+        "lengths",
+        "num_queries",
+        "num_key_heads",
+        "num_masked",
+        "num_splits",
+    ]
+)
 def attend_splits(
     q, k, v, starts, lengths, visible, part_out, part_lse,
     q_sequence, q_token, q_head, k_head, k_row, v_head, v_row,
     num_queries, num_key_heads, num_masked, num_splits, log2_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile of rows to a split of their sequence's keys. The grid is [row tiles, S, B * K].
+    """Attend with a tile of rows to a split of their sequence's keys. The grid is [row tiles, S, B
+    * K].
 
-    Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] in fp32, the latter to base 2. A split without keys writes
-    only -inf.
+    Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] in fp32, the latter to base 2. A split
+    without keys writes only -inf.
     """
     split = tl.program_id(1)
     b = tl.program_id(2) // num_key_heads
@@ -145,11 +169,17 @@ def attend_splits(
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(v + keys[:, None] * v_row + dims[None, :], mask=exists[:, None], other=0.0)
-        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+        sums = tl.dot(
+            weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee"
+        )
         top = higher
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
-    tl.store(part_out + place[:, None] * HEAD_DIM + dims[None, :], sums / total[:, None], mask=is_row[:, None])
+    tl.store(
+        part_out + place[:, None] * HEAD_DIM + dims[None, :],
+        sums / total[:, None],
+        mask=is_row[:, None],
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -157,19 +187,25 @@ def merge_splits(
     part_out, part_lse, out, lse, num_rows, num_splits,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a tile of rows, of B * T * H in all. PADDED is a power of two, no less than the splits."""
+    """Merge the splits of a tile of rows, of B * T * H in all. PADDED is a power of two, no less
+    than the splits.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     splits = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
     is_row = rows < num_rows
     parts = rows[:, None] * num_splits + splits[None, :]
-    part = tl.load(part_lse + parts, mask=is_row[:, None] & (splits < num_splits)[None, :], other=float("-inf"))
+    part = tl.load(
+        part_lse + parts, mask=is_row[:, None] & (splits < num_splits)[None, :], other=float("-inf")
+    )
     top = tl.max(part, 1)
     weights = tl.exp2(part - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weights, 1)
     total = tl.where(total == 0.0, 1.0, total)
     written = (part > float("-inf"))[:, :, None]
-    each = tl.load(part_out + parts[:, :, None] * HEAD_DIM + dims[None, None, :], mask=written, other=0.0)
+    each = tl.load(
+        part_out + parts[:, :, None] * HEAD_DIM + dims[None, None, :], mask=written, other=0.0
+    )
     merged = tl.sum(each * weights[:, :, None], 1) / total[:, None]
     where = rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out + where, merged.to(out.dtype.element_ty), mask=is_row[:, None])
@@ -187,14 +223,17 @@ def attend_tree(
     scale: float,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with q [B, T, H, D] to rows of k, v [K, R, D], each sequence's keys divided into `num_splits` parts.
+    """Attend with q [B, T, H, D] to rows of k, v [K, R, D], each sequence's keys divided into
+    `num_splits` parts.
 
-    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M = `num_masked` of them are
-    visible to query t as the bits `visible[b, t]` say ([B, T, M / 64] int64, see `pack_mask`); all earlier ones are
-    visible. M may exceed a length: bits of rows before the start do not count. `starts`, `lengths` and `visible` are
-    contiguous on the device of q; the host does not read them.
+    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M =
+    `num_masked` of them are visible to query t as the bits `visible[b, t]` say ([B, T, M / 64]
+    int64, see `pack_mask`); all earlier ones are visible. M may exceed a length: bits of rows
+    before the start do not count. `starts`, `lengths` and `visible` are contiguous on the device of
+    q; the host does not read them.
 
-    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; out is 0 and lse -inf where no row is visible.
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; out is 0 and lse -inf where no row
+    is visible.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     group = num_heads // len(k)
@@ -215,18 +254,29 @@ def attend_tree(
     padded = triton.next_power_of_2(num_splits)
     rows = max(1, MERGED_PARTS // padded)
     merge_splits[(triton.cdiv(lse.numel(), rows),)](
-        part_out, part_lse, out, lse, lse.numel(), num_splits, HEAD_DIM=head_dim, PADDED=padded, ROWS=rows
+        part_out,
+        part_lse,
+        out,
+        lse,
+        lse.numel(),
+        num_splits,
+        HEAD_DIM=head_dim,
+        PADDED=padded,
+        ROWS=rows,
     )
     return out, lse
 
 
 def is_interpreted() -> bool:
-    """Return True if triton was imported with TRITON_INTERPRET=1, so that kernels run on a CPU, slowly."""
+    """Return True if triton was imported with TRITON_INTERPRET=1, so that kernels run on a CPU,
+    slowly.
+    """
     return not isinstance(attend_splits, triton.JITFunction)
 
 
 def serves(q: Tensor, span: KeySpan) -> bool:
-    """Return True if the kernel takes a call: up to 128 queries and 512 masked rows, heads of 64 or 128 elements.
+    """Return True if the kernel takes a call: up to 128 queries and 512 masked rows, heads of 64 or
+    128 elements.
 
     The interpreter multiplies the bits of bfloat16 as if they were integers, so there it does not.
     """
@@ -235,7 +285,9 @@ def serves(q: Tensor, span: KeySpan) -> bool:
     return fits and not (is_interpreted() and q.dtype == torch.bfloat16)
 
 
-def attend_triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+def attend_triton(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend by one call of the kernel. Places and mask are made once per forward."""
     starts, lengths = span.places(q.device)
     visible, num_masked = masked_rows(span, q)
@@ -244,7 +296,9 @@ def attend_triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) 
 
 
 @cache
-def _num_splits(shape: torch.Size, num_key_heads: int, dtype: torch.dtype, device: torch.device) -> int:
+def _num_splits(
+    shape: torch.Size, num_key_heads: int, dtype: torch.dtype, device: torch.device
+) -> int:
     """Return the number of splits for queries of a shape [B, T, H, D]."""
     batch, num_queries, num_heads, head_dim = shape
     num_rows = num_queries * num_heads // num_key_heads

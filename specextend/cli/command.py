@@ -25,7 +25,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ConfigFile(click.Path):
     """A configuration: the name of a shipped one, or a file."""
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         """Complete the names, and let the shell complete files."""
         names = [CompletionItem(name) for name in shipped_configs() if name.startswith(incomplete)]
         return names + super().shell_complete(ctx, param, incomplete)
@@ -33,11 +35,18 @@ class ConfigFile(click.Path):
 
 def config_option(**attributes: Any) -> Callable[[Function], Function]:
     """Make the option `--config`, which may be repeated."""
-    text = "a YAML file, or a name that `specextend configs` lists; of several (a pair, then a task) later ones win"
-    return click.option("--config", type=ConfigFile(), multiple=True, metavar="NAME|FILE", help=text, **attributes)
+    text = (
+        "a YAML file, or a name that `specextend configs` lists; of several (a pair, then a "
+        "task) later ones win"
+    )
+    return click.option(
+        "--config", type=ConfigFile(), multiple=True, metavar="NAME|FILE", help=text, **attributes
+    )
 
 
-SET = click.option("settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value")
+SET = click.option(
+    "settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value"
+)
 OUTPUT = click.argument("output", type=click.Path())
 
 
@@ -67,7 +76,11 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
         return error.exit_code
     except Exception as error:
         number = getattr(error, "errno", None)
-        is_memory = isinstance(error, MemoryError) or number == errno.ENOMEM or _NO_MEMORY.search(str(error))
+        is_memory = (
+            isinstance(error, MemoryError)
+            or number == errno.ENOMEM
+            or _NO_MEMORY.search(str(error))
+        )
         if not is_memory and number != errno.EMFILE:
             raise
         traceback.clear_frames(error.__traceback__)  # or there may be no memory to say so
@@ -76,7 +89,12 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
             if is_memory
             else f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files (ulimit -n)"
         )
-        complain(OSError(f"the limit of {limit} is reached; raise it and run again ({type(error).__name__}: {error})"))
+        complain(
+            OSError(
+                f"the limit of {limit} is reached; raise it and run again "
+                f"({type(error).__name__}: {error})"
+            )
+        )
         return 1
 
 
@@ -100,7 +118,9 @@ def machine_bytes() -> int:
 
 
 def script(command: click.Command) -> NoReturn:
-    """Run a command with the arguments of this process, which is a script in `jobs/`, and end the process."""
+    """Run a command with the arguments of this process, which is a script in `jobs/`, and end the
+    process.
+    """
     guard_streams()
     end(call(command, sys.argv[1:], os.path.basename(sys.argv[0])))
 
@@ -108,8 +128,8 @@ def script(command: click.Command) -> NoReturn:
 def end(code: int) -> NoReturn:
     """End the process with that code at once.
 
-    Python's own exit takes a second, in which SIGTERM would change the code. It also waits for libraries whose store
-    has never answered, and ends with another code if stdout is closed.
+    Python's own exit takes a second, in which SIGTERM would change the code. It also waits for
+    libraries whose store has never answered, and ends with another code if stdout is closed.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -118,7 +138,9 @@ def end(code: int) -> NoReturn:
 
 
 def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
-    """Let a command say its errors in one line each, and return their exit codes; 2 for what a user got wrong."""
+    """Let a command say its errors in one line each, and return their exit codes; 2 for what a user
+    got wrong.
+    """
 
     @wraps(function)
     def wrapped(**given: Any) -> int:
@@ -146,11 +168,15 @@ def show(text: str, end: str = "\n") -> None:
     except OSError as error:
         from specextend.cluster.exits import OutputError
 
-        raise OutputError(f"stdout cannot be written: {error}; make room and run the command again") from error
+        raise OutputError(
+            f"stdout cannot be written: {error}; make room and run the command again"
+        ) from error
 
 
 def show_found(text: str, path: str | None, found: object) -> None:
-    """Print what a command has found, and write it to the path of `--json`, if there is one; `-`: only as JSON."""
+    """Print what a command has found, and write it to the path of `--json`, if there is one; `-`:
+    only as JSON.
+    """
     if path != "-":
         show(text, end="")
     if path is not None:
@@ -158,7 +184,9 @@ def show_found(text: str, path: str | None, found: object) -> None:
 
 
 def write_json(path: str, value: object) -> None:
-    """Write the value of `--json`, or print it if the path is `-`. Raises RefusedError and OutputError."""
+    """Write the value of `--json`, or print it if the path is `-`. Raises RefusedError and
+    OutputError.
+    """
     from specextend.cluster.exits import RefusedError
 
     text = json.dumps(value, indent=2)
@@ -167,4 +195,6 @@ def write_json(path: str, value: object) -> None:
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise RefusedError(f"--json {path} cannot be written: {error}; name another file") from error
+        raise RefusedError(
+            f"--json {path} cannot be written: {error}; name another file"
+        ) from error

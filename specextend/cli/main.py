@@ -1,4 +1,6 @@
-"""The command `specextend`. Its modules import what takes long when they are called, so that `--help` takes no time."""
+"""The command `specextend`. Its modules import what takes long when they are called, so that
+`--help` takes no time.
+"""
 
 import sys
 from typing import NoReturn
@@ -35,7 +37,22 @@ def specextend() -> None:
     """
 
 
-for command in (demo, prepare, init, run, plan, status, report, compare, audit, export, train, check, configs, config):
+for command in (
+    demo,
+    prepare,
+    init,
+    run,
+    plan,
+    status,
+    report,
+    compare,
+    audit,
+    export,
+    train,
+    check,
+    configs,
+    config,
+):
     specextend.add_command(command)
 
 

@@ -29,7 +29,12 @@ def _one(context: click.Context, parameter: click.Parameter, values: tuple[str, 
 
 
 _ROWS = takes(
-    click.option("--text-field", multiple=True, callback=_one, help="field of a row that holds the text (text)"),
+    click.option(
+        "--text-field",
+        multiple=True,
+        callback=_one,
+        help="field of a row that holds the text (text)",
+    ),
     click.option("--id-field", help="field of a row that holds the id; default: <file>:<line>"),
     click.option("--skip-unreadable", is_flag=True, help="exit 0 although some cannot be read"),
     click.option("--limit", type=_POSITIVE, help="most files, or rows of the Hub, of this call"),
@@ -41,36 +46,49 @@ _ROWS = takes(
 def prepare() -> None:
     """Turn files and data sets into Parquet.
 
-    \b
-    specextend prepare documents reports/ notes/ --output data/documents
-    specextend prepare documents reports/ --pattern '*.md' --encoding cp1252 --output data/documents
-    specextend prepare hf ccdv/govreport-summarization --split test --text-field report --output data/govreport
-    specextend prepare openai requests.jsonl --output data/requests.parquet
-    specextend prepare repartition large.parquet --output data/smaller/
-    specextend prepare model file.gguf --output models/mine
-    specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
+    \b specextend prepare documents reports/ notes/ --output data/documents specextend prepare
+    documents reports/ --pattern '*.md' --encoding cp1252 --output data/documents specextend prepare
+    hf ccdv/govreport-summarization --split test --text-field report --output data/govreport
+    specextend prepare openai requests.jsonl --output data/requests.parquet specextend prepare
+    repartition large.parquet --output data/smaller/ specextend prepare model file.gguf --output
+    models/mine specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
 
-    The same command again reads the files that are new, that have changed or that have failed. Exit 3: some could not
-    be read; _errors.jsonl in the data set names each, with the reason.
+    The same command again reads the files that are new, that have changed or that have failed. Exit
+    3: some could not be read; _errors.jsonl in the data set names each, with the reason.
     """
 
 
 @prepare.command()
 @click.argument("sources", metavar="INPUT...", nargs=-1, required=True)
 @takes(
-    click.option("patterns", "--pattern", multiple=True, help="take only files like this (*.md); may be repeated"),
+    click.option(
+        "patterns",
+        "--pattern",
+        multiple=True,
+        help="take only files like this (*.md); may be repeated",
+    ),
     click.option("--encoding", help="of what is not UTF-8 and names none, such as cp1252"),
     click.option("--keep-lines", is_flag=True, help="do not join the lines of PDFs"),
     click.option("--main-only", is_flag=True, help="no menus, footers and cookie banners of HTML"),
-    click.option("time_limit_s", "--time-limit", type=float, metavar="SECONDS", help="for each file (60)"),
-    click.option("memory_gib", "--memory-limit", type=float, metavar="GIB", help="of each process that reads (4)"),
+    click.option(
+        "time_limit_s", "--time-limit", type=float, metavar="SECONDS", help="for each file (60)"
+    ),
+    click.option(
+        "memory_gib",
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="of each process that reads (4)",
+    ),
     click.option("--workers", type=_POSITIVE, help="processes that read files; all processors"),
     click.option("--remove-gone", is_flag=True, help="remove documents whose file is gone"),
 )
 @_ROWS
 @in_one_line
 def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **given: Any) -> int:
-    """Read files, folders and globs, local or URIs: PDF, DOCX, HTML, Markdown, text, JSON Lines, CSV."""
+    """Read files, folders and globs, local or URIs: PDF, DOCX, HTML, Markdown, text, JSON Lines,
+    CSV.
+    """
     from specextend.data.document_kinds import DocumentOptions
     from specextend.data.documents import prepare_documents
 
@@ -92,7 +110,9 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
 @click.option("--subset", help="the data set's configuration, if it has several")
 @_ROWS
 @in_one_line
-def hf(source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any) -> int:
+def hf(
+    source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any
+) -> int:
     """Read a data set of the Hugging Face Hub, or a local folder of one."""
     from specextend.data.document_kinds import DocumentOptions, hub_rows
     from specextend.data.documents import prepare_rows
@@ -153,7 +173,12 @@ def repartition(source: str, output: str) -> int:
 
 @prepare.command()
 @click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", help="of weights")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    help="of weights",
+)
 @_OUTPUT
 @in_one_line
 def model(source: Path, dtype: Literal["bfloat16", "float16", "float32"], output: str) -> int:
@@ -174,5 +199,10 @@ def draft(source: str, output: str) -> int:
     from specextend.drafters.formats import convert_head
 
     kind = convert_head(source, Path(output))
-    show(printable(f"{kind} head in {output}; give specextend run: --set draft.kind=eagle --set draft.model={output}"))
+    show(
+        printable(
+            f"{kind} head in {output}; give specextend run: --set draft.kind=eagle --set "
+            f"draft.model={output}"
+        )
+    )
     return 0

@@ -1,4 +1,6 @@
-"""The commands `report`, `compare`, `audit` and `export`: what a run has come to, and its answers for others."""
+"""The commands `report`, `compare`, `audit` and `export`: what a run has come to, and its answers
+for others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ EXIT_OVER_LIMIT = 3
 def report(output: str) -> int:
     """Print the report of a run.
 
-    It is written into the run's folder, too, as report.json and report.html, if you may write there.
+    It is written into the run's folder, too, as report.json and report.html, if you may write
+    there.
     """
     from specextend import report as reports  # seconds: not for --help
 
@@ -33,7 +36,10 @@ def report(output: str) -> int:
     except OSError as error:
         found = reports.build_report(output)  # fails again if it was not the writing that failed
         why = error.strerror or first_line(error)
-        click.echo(printable(f"note: report.json and report.html cannot be written into {output}: {why}"), err=True)
+        click.echo(
+            printable(f"note: report.json and report.html cannot be written into {output}: {why}"),
+            err=True,
+        )
     show(reports.render(found), end="")
     return 0
 
@@ -41,16 +47,29 @@ def report(output: str) -> int:
 @click.command()
 @OUTPUT
 @click.argument("other", type=click.Path())
-@click.option("--json", metavar="FILE", help="write the comparison there, too; -: print it in place of the tables")
 @click.option(
-    "--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the common texts differs"
+    "--json",
+    metavar="FILE",
+    help="write the comparison there, too; -: print it in place of the tables",
 )
-@click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if OUTPUT's workers are slower by more")
+@click.option(
+    "--max-differing",
+    type=click.FloatRange(0, 1),
+    help="exit 3 if a larger share of the common texts differs",
+)
+@click.option(
+    "--max-slower",
+    type=click.FloatRange(0, 1),
+    help="exit 3 if OUTPUT's workers are slower by more",
+)
 @in_one_line
-def compare(output: str, other: str, json: str | None, max_differing: float | None, max_slower: float | None) -> int:
+def compare(
+    output: str, other: str, json: str | None, max_differing: float | None, max_slower: float | None
+) -> int:
     """Compare OUTPUT, the candidate, with OTHER, the baseline: figures, texts, configuration.
 
-    Nothing is written into their folders. With a limit the exit code says whether the candidate keeps it.
+    Nothing is written into their folders. With a limit the exit code says whether the candidate
+    keeps it.
     """
     from specextend.report import compare, render_comparison
 
@@ -68,23 +87,32 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
 
 
 def over_limits(found: Values, max_differing: float | None, max_slower: float | None) -> list[str]:
-    """Say in one line for each limit that is exceeded what was measured. Raises ValueError if nothing was."""
+    """Say in one line for each limit that is exceeded what was measured. Raises ValueError if
+    nothing was.
+    """
     texts, (candidate, baseline) = found["texts"], found["outputs"]
     differing, common, lines = texts["differing"], texts["common"], []
     if not common:
-        raise ValueError(f"nothing to compare: {candidate} and {baseline} have no finished document in common")
+        raise ValueError(
+            f"nothing to compare: {candidate} and {baseline} have no finished document in common"
+        )
     if max_differing is not None and (share := differing / common) > max_differing:
         of = f"{differing:,} of the {counted(common, 'document')} that both have done"
         lines.append(
-            f"--max-differing {max_differing:g}: {share:.2g} of the texts of the candidate {candidate} differ from "
+            f"--max-differing {max_differing:g}: {share:.2g} of the texts of the candidate "
+            f"{candidate} differ from "
             f"those of the baseline {baseline} ({of})"
         )
     here, there = found["figures"]["output tokens per second of a worker"]
     if max_slower is not None and (not here or not there):
-        lines.append(f"--max-slower {max_slower:g}: the speed of {baseline if here else candidate} is not known")
+        lines.append(
+            f"--max-slower {max_slower:g}: the speed of {baseline if here else candidate} is not "
+            "known"
+        )
     elif max_slower is not None and (share := 1 - here / there) > max_slower:
         lines.append(
-            f"--max-slower {max_slower:g}: a worker of the candidate {candidate} is slower by {share:.2g} than one of "
+            f"--max-slower {max_slower:g}: a worker of the candidate {candidate} is slower by "
+            f"{share:.2g} than one of "
             f"the baseline {baseline} ({here:.1f} and {there:.1f} output tokens a second at work)"
         )
     return lines
@@ -92,15 +120,26 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
 
 @click.command()
 @OUTPUT
-@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="most rows to decode again")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="most rows to decode again",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="another sample of the rows")
-@click.option("--json", metavar="FILE", help="write what was found there, too; -: print it in place of the table")
+@click.option(
+    "--json",
+    metavar="FILE",
+    help="write what was found there, too; -: print it in place of the table",
+)
 @in_one_line
 def audit(output: str, rows: int, seed: int, json: str | None) -> int:
-    """Decode finished rows of a run again, here, without a draft: are they equal, and how much faster is the draft?
+    """Decode finished rows of a run again, here, without a draft: are they equal, and how much
+    faster is the draft?
 
-    What it finds is written into the run's folder as audit.json, and the report has it. The exit code is 3 if a row
-    differs by more than rounding, or fails.
+    What it finds is written into the run's folder as audit.json, and the report has it. The exit
+    code is 3 if a row differs by more than rounding, or fails.
     """
     from specextend.audit import audit
     from specextend.data.run_folder import write_audit
@@ -114,19 +153,47 @@ def audit(output: str, rows: int, seed: int, json: str | None) -> int:
 
 
 _DEST = "a file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
-_FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Lines in the output format of its Batch API"
+_FORMAT = (
+    "instead of what DEST ends in; parquet for a folder. openai: JSON Lines in the output "
+    "format of its Batch API"
+)
 
 
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 @click.option("--to", required=True, metavar="DEST", help=_DEST)
-@click.option("kind", "--format", type=click.Choice(["jsonl", "csv", "parquet", "openai"]), help=_FORMAT)
-@click.option("--follow", is_flag=True, help="add the answers to the folder DEST as they come, until the run has ended")
-@click.option("--replace", is_flag=True, help="write DEST anew if it is a file that is there, whole or not at all")
-@click.option("--latest", is_flag=True, help="merge runs, or those that globs find: the newest answer to each id")
-@click.option("--only-ids-in", metavar="INPUT", help="leave out documents that are gone from this file, folder or glob")
-@click.option("--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given")
-@click.option("is_safe", "--spreadsheet-safe", is_flag=True, help="CSV: put ' before cells that begin like a formula")
+@click.option(
+    "kind", "--format", type=click.Choice(["jsonl", "csv", "parquet", "openai"]), help=_FORMAT
+)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="add the answers to the folder DEST as they come, until the run has ended",
+)
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="write DEST anew if it is a file that is there, whole or not at all",
+)
+@click.option(
+    "--latest",
+    is_flag=True,
+    help="merge runs, or those that globs find: the newest answer to each id",
+)
+@click.option(
+    "--only-ids-in",
+    metavar="INPUT",
+    help="leave out documents that are gone from this file, folder or glob",
+)
+@click.option(
+    "--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given"
+)
+@click.option(
+    "is_safe",
+    "--spreadsheet-safe",
+    is_flag=True,
+    help="CSV: put ' before cells that begin like a formula",
+)
 @in_one_line
 def export(
     runs: tuple[str, ...],
@@ -159,8 +226,12 @@ def export(
         raise click.UsageError("--spreadsheet-safe is for CSV")
     if kind == "openai" and columns:
         raise click.UsageError("--columns is not for --format openai")
-    if (follow or kind == "openai") and (latest or only_ids_in or (follow and (replace or kind == "openai"))):
-        raise click.UsageError("--follow and --format openai are for one run, without other options")
+    if (follow or kind == "openai") and (
+        latest or only_ids_in or (follow and (replace or kind == "openai"))
+    ):
+        raise click.UsageError(
+            "--follow and --format openai are for one run, without other options"
+        )
     if kind == "openai":
         check_place([output], place, replace)
         written, errors, rows = write_responses(output, place)
@@ -176,7 +247,9 @@ def export(
     return 0
 
 
-def _follow(output: Location, folder: Location, kind: str, to: str, columns: list[str], is_safe: bool) -> int:
+def _follow(
+    output: Location, folder: Location, kind: str, to: str, columns: list[str], is_safe: bool
+) -> int:
     """Export a run while it goes on. Returns the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
@@ -209,4 +282,6 @@ def _say(exported: Exported, to: str) -> str:
 
 
 def _of(count: int, rows: int | None) -> str:
-    return counted(count, "document") if rows is None else f"{count:,} of {counted(rows, 'document')}"
+    return (
+        counted(count, "document") if rows is None else f"{count:,} of {counted(rows, 'document')}"
+    )

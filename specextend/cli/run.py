@@ -1,4 +1,6 @@
-"""The commands `run`, `plan` and `status`; `jobs/summarize.py` is all three. docs/input-output.md has exit codes."""
+"""The commands `run`, `plan` and `status`; `jobs/summarize.py` is all three. docs/input-output.md
+has exit codes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from specextend.cli.command import OUTPUT, SET, ConfigFile, config_option, in_one_line, show, takes, write_json
+from specextend.cli.command import (
+    OUTPUT,
+    SET,
+    ConfigFile,
+    config_option,
+    in_one_line,
+    show,
+    takes,
+    write_json,
+)
 from specextend.core import Values, first_line, printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -48,9 +59,14 @@ class Arguments:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the values of the command line as `key.path=value`; --input and --output win over --set."""
+        """Return the values of the command line as `key.path=value`; --input and --output win over
+        --set.
+        """
         paths = {"input.path": self.input, "output.path": self.output}
-        return [*self.settings, *(f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None)]
+        return [
+            *self.settings,
+            *(f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None),
+        ]
 
     def load(self) -> RunConfig:
         """Load the configuration. Raises RefusedError."""
@@ -62,12 +78,16 @@ class Arguments:
         try:
             tasks: list[Any] = [{"tasks": [*self.task]}] if self.task else []
             config = [*self.config, *tasks]
-            return RunConfig.load(config, self.overrides, allow_relative=allow_relative, run_date=self.run_date)
+            return RunConfig.load(
+                config, self.overrides, allow_relative=allow_relative, run_date=self.run_date
+            )
         except ConfigError as error:
             raise RefusedError(str(error)) from error
 
 
-def _date(context: click.Context, parameter: click.Parameter, value: datetime | None) -> date | None:
+def _date(
+    context: click.Context, parameter: click.Parameter, value: datetime | None
+) -> date | None:
     return value and value.date()
 
 
@@ -93,7 +113,8 @@ _WHERE = takes(
         type=click.DateTime(["%Y-%m-%d"]),
         callback=_date,
         metavar="YYYY-MM-DD",
-        help="what {run_date} in the paths of input and output stands for, today by default; a start that resumes a "
+        help="what {run_date} in the paths of input and output stands for, today by default; a "
+        "start that resumes a "
         "run after midnight needs it",
     ),
     click.option(
@@ -101,7 +122,8 @@ _WHERE = takes(
         is_flag=False,
         flag_value="retryable",
         type=click.Choice(["retryable", "all"]),
-        help="do those error rows again that another try may mend, and nothing else; =all: every error row",
+        help="do those error rows again that another try may mend, and nothing else; =all: every "
+        "error row",
     ),
     click.option(
         "--retry-truncated",
@@ -109,12 +131,18 @@ _WHERE = takes(
         metavar="LIMIT",
         help="of a finished run, do texts again that were cut, with up to LIMIT new tokens",
     ),
-    click.option("--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"),
+    click.option(
+        "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"
+    ),
 )
 _PLAN = takes(
     click.option("--json", metavar="FILE", help="write the plan there, too"),
     click.option(
-        "--calibrate", type=int, callback=_several, metavar="N", help="decode N documents to measure the time"
+        "--calibrate",
+        type=int,
+        callback=_several,
+        metavar="N",
+        help="decode N documents to measure the time",
     ),
     click.option("--by", metavar="TIME", help="say how many workers are done by then (HH:MM)"),
 )
@@ -146,15 +174,21 @@ def status(output: str) -> int:
 
 @click.command()
 @config_option()
-@click.option("--status", metavar="OUTPUT", help="say how far the run of this output folder is, and exit")
+@click.option(
+    "--status", metavar="OUTPUT", help="say how far the run of this output folder is, and exit"
+)
 @_WHERE
 @click.option("--dry-run", is_flag=True, help="say what there is to do; write no output")
 @_PLAN
 def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
-    """Run a job, plan it (--dry-run) or say how far it is (--status): Parquet in, Parquet out, on Ray."""
+    """Run a job, plan it (--dry-run) or say how far it is (--status): Parquet in, Parquet out, on
+    Ray.
+    """
     if bool(given["config"]) == (status is not None):
         raise click.UsageError("Give either --config or --status.")
-    if wrong := [name for name in ("json", "calibrate", "by") if given[name] is not None and not dry_run]:
+    if wrong := [
+        name for name in ("json", "calibrate", "by") if given[name] is not None and not dry_run
+    ]:
         raise click.UsageError(f"--{wrong[0]} goes with --dry-run.")
     if status is not None:
         return _status(output=status)
@@ -162,7 +196,9 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
 
 
 def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments], int]:
-    """Do it in an environment of its own, and say in one line how it ended if not well. Returns the exit code."""
+    """Do it in an environment of its own, and say in one line how it ended if not well. Returns the
+    exit code.
+    """
 
     @wraps(do)
     def guarded(arguments: Arguments) -> int:
@@ -175,11 +211,16 @@ def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments],
             try:
                 return do(arguments, stack)
             except exits.RunError as error:
-                is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
+                # of differences, each of which is one line
+                is_list = isinstance(error, exits.OtherRunError)
                 _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
                 return exits.exit_code(error)
             except exits.InterruptedRunError as error:
-                _say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
+                _say(
+                    f"interrupted: {error}; finished work is on disk, run again to resume",
+                    "interrupted",
+                    arguments,
+                )
                 return exits.exit_code(error)
 
     return guarded
@@ -211,12 +252,19 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     with closing(open_display(log=arguments.log)) as display:
         retry = arguments.retry_errors or "none"
         limit = arguments.retry_truncated
-        code = run_job(config, display, interrupt, retry_errors=retry, retry_truncated=limit, ray=ray)
+        code = run_job(
+            config, display, interrupt, retry_errors=retry, retry_truncated=limit, ray=ray
+        )
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
         conclude(config.output.path)
-    except (OSError, ValueError) as error:  # a store that is away by now, a stdout that takes no more
-        _say(f"the run ended with {code}, but cannot be shown: {first_line(error)}", "note", arguments)
+    # a store that is away by now, a stdout that takes no more
+    except (OSError, ValueError) as error:
+        _say(
+            f"the run ended with {code}, but cannot be shown: {first_line(error)}",
+            "note",
+            arguments,
+        )
     return code
 
 
@@ -233,14 +281,21 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
     except ValueError as error:
         raise RefusedError(str(error)) from error
     if by is not None and arguments.calibrate is None:
-        raise RefusedError("--by needs the time of a document: add --calibrate N, which measures it on N documents")
+        raise RefusedError(
+            "--by needs the time of a document: add --calibrate N, which measures it on N documents"
+        )
     measure = None
     if arguments.calibrate is not None:
         told = partial(_say, event="calibration", arguments=arguments)
-        measure = partial(calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told)
+        measure = partial(
+            calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
+        )
     retry = arguments.retry_errors or "none"
     found = dry_run(
-        prepare(config, retry_truncated=arguments.retry_truncated), retry_errors=retry, by=by, calibrate=measure
+        prepare(config, retry_truncated=arguments.retry_truncated),
+        retry_errors=retry,
+        by=by,
+        calibrate=measure,
     )
     show(describe_dry_run(found))
     if arguments.json:
@@ -249,7 +304,9 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print what people want to see of a finished run: what it did, where the rest is, and how its first rows read."""
+    """Print what people want to see of a finished run: what it did, where the rest is, and how its
+    first rows read.
+    """
     from specextend.data.fingerprint import output_columns
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
@@ -260,14 +317,22 @@ def conclude(output: str) -> None:
     print(render_outcome(report), end="")
     folder, text_column = summaries_folder(resolve(output)), output_columns(resolve(output))[0]
     names = list_results(folder)
-    print(f"summaries: {shown}/summaries" if names else "summaries: none, because there was nothing to do")
+    print(
+        f"summaries: {shown}/summaries"
+        if names
+        else "summaries: none, because there was nothing to do"
+    )
     print(f"report: {shown}/report.html; specextend report {shown} prints it")
     files = (open_parquet(folder.child(name)) for name in names)
     columns = dict.fromkeys(["doc_id", "title", text_column, *_QUALITY])
     tables = (
-        table for file in files for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
+        table
+        for file in files
+        for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
     )
-    if rows := list(islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)):
+    if rows := list(
+        islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)
+    ):
         examples = {example["assistant"].strip() for example in report["run"]["prompt"]["examples"]}
         _show_texts(rows, text_column, examples, is_all=report["rows"]["done"] == len(rows))
 
@@ -281,8 +346,15 @@ def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: 
 
     best = min(rows, key=lambda row: (row[column].strip() in examples, *_by_quality(row)))
     others = [row for row in rows if row is not best]
-    why = f", by its quality figures the best of {'' if is_all else 'the first '}{len(rows)}" if others else ""
-    print(f"\n{column.capitalize()} of {_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}")
+    why = (
+        f", by its quality figures the best of {'' if is_all else 'the first '}{len(rows)}"
+        if others
+        else ""
+    )
+    print(
+        f"\n{column.capitalize()} of "
+        f"{_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}"
+    )
     if others:
         print("\nThe others begin:")
     for row in others:
@@ -292,7 +364,9 @@ def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: 
 
 
 def _by_quality(row: Values) -> tuple[float, ...]:
-    """Return what is less for a text that reads better: flags, then unlike its reference, then copied."""
+    """Return what is less for a text that reads better: flags, then unlike its reference, then
+    copied.
+    """
     return len(row["quality_flags"]), -(row["rougeL"] or 0.0), row["copied_fraction"] or 0.0
 
 
@@ -318,7 +392,9 @@ def _status(output: str) -> int:
 
 
 def _say(line: str, event: str, arguments: Arguments, keep: str = "") -> None:
-    """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for `printable`."""
+    """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for
+    `printable`.
+    """
     from specextend.cluster.progress import Forgiving, JsonDisplay
 
     stderr = Forgiving(sys.stderr)

@@ -1,4 +1,6 @@
-"""The commands `configs`, `config` and `init`: configurations that there are, what one holds, and one to begin with."""
+"""The commands `configs`, `config` and `init`: configurations that there are, what one holds, and
+one to begin with.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def configs() -> int:
     width = max(map(len, found))
     for name, file in found.items():
         lines = file.read_text(encoding="utf-8").splitlines()
-        about = " ".join(line.removeprefix("#").strip() for line in lines[:2] if line.startswith("#"))
+        about = " ".join(
+            line.removeprefix("#").strip() for line in lines[:2] if line.startswith("#")
+        )
         kind = "task" if file.parent == TASKS else "pair"
         show(f"{name:{width}}  {kind}  {about.partition('. ')[0].removesuffix('.')}")
     return 0
@@ -72,16 +76,31 @@ def schema() -> int:
 
 
 def described_schema(config: type[RunConfig]) -> Values:
-    """Return the JSON Schema of the configuration, with the meaning of each key: the docstring below its field."""
+    """Return the JSON Schema of the configuration, with the meaning of each key: the docstring
+    below its field.
+    """
 
     class Described(config):  # type: ignore[misc, valid-type]
-        model_config = config.model_config | {"use_attribute_docstrings": True, "title": config.__name__}
+        model_config = config.model_config | {
+            "use_attribute_docstrings": True,
+            "title": config.__name__,
+        }
 
     found = Described.model_json_schema()
-    base = "A configuration, or several in a list, whose values this one changes: a shipped name, or a file."
+    base = (
+        "A configuration, or several in a list, whose values this one changes: a shipped name, "
+        "or a file."
+    )
     found["properties"]["base"] = {"type": ["string", "array"], "description": base}
-    tasks = "Several things to ask of each document: names of tasks, or mappings with a `name` and keys of their own."
-    found["properties"]["tasks"] = {"type": "array", "items": {"type": ["string", "object"]}, "description": tasks}
+    tasks = (
+        "Several things to ask of each document: names of tasks, or mappings with a `name` "
+        "and keys of their own."
+    )
+    found["properties"]["tasks"] = {
+        "type": "array",
+        "items": {"type": ["string", "object"]},
+        "description": tasks,
+    }
     for owner in found["$defs"].values():
         for key in owner["properties"].values():
             key["description"] = " ".join(key.get("description", "").split())
@@ -91,13 +110,16 @@ def described_schema(config: type[RunConfig]) -> Values:
 @click.command()
 @click.argument("path", metavar="INPUT")
 @config_option(default=["smollm2"])
-@click.option("--to", type=click.Path(path_type=Path), help="the file to write; default: the input's name")
+@click.option(
+    "--to", type=click.Path(path_type=Path), help="the file to write; default: the input's name"
+)
 @in_one_line
 def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     """Write a configuration for your own Parquet.
 
-    It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says in the file why it
-    takes which columns for the text and the id. --config: the pair to begin with, and perhaps a task.
+    It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says
+    in the file why it takes which columns for the text and the id. --config: the pair to begin
+    with, and perhaps a task.
     """
     from specextend.config import merge
     from specextend.data.check import guess_columns
@@ -112,8 +134,14 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
         config = ("smollm2", *config)
     instruction = merge(config, ())[0].get("prompt", {}).get("instruction", "")
     found = guess_columns(path)
-    to.write_text(_begun(path, config, to, "-".join([f"out/{stem}", *tasks]), found), encoding="utf-8")
-    show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"))
+    to.write_text(
+        _begun(path, config, to, "-".join([f"out/{stem}", *tasks]), found), encoding="utf-8"
+    )
+    show(
+        printable(
+            f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"
+        )
+    )
     if found.differs:
         show(printable(f"the files differ: {found.differs}"))
     has = tuple(filter(None, (found.text, found.id, *found.others)))
@@ -125,24 +153,31 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
 
 
 def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Guess) -> str:
-    """Return the text of a configuration: the user's own keys, above those of the pair that `base` names."""
+    """Return the text of a configuration: the user's own keys, above those of the pair that `base`
+    names.
+    """
     from specextend.data.storage import is_uri
 
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
-    bases = [name if name in shipped_configs() else os.path.relpath(name, to.parent) for name in config]
+    bases = [
+        name if name in shipped_configs() else os.path.relpath(name, to.parent) for name in config
+    ]
     others = ", ".join(map(_quoted, found.others))
     id_line = f"id_column: {_quoted(found.id)}" if found.id else "# id_column: NAME"
     without = "" if found.id else "; an id is then the file and the number of its row"
     lines = [
         "# Begun by `specextend init`. Relative paths are relative to this file.",
-        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}",
-        f"base: [{', '.join(map(_quoted, bases))}] # all other keys; specextend config show --config {to} prints them",
+        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run "
+        f"--config {to}",
+        f"base: [{', '.join(map(_quoted, bases))}] # all other keys; specextend config show "
+        f"--config {to} prints them",
         "input:",
         f"  path: {_quoted(place)}",
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
         f"  {id_line} # {printable(found.why_id)}{without}",
         "  # limit: 20 # for a trial",
-        f"  # except_done_in: [{_quoted(f'{output}/*')}] # every night: only what is new, with output.path as below",
+        f"  # except_done_in: [{_quoted(f'{output}/*')}] # every night: only what is new, with "
+        "output.path as below",
         *([f"  # passthrough: [{others}] # columns to copy to the summaries"] if others else []),
         "output:",
         f"  path: {_quoted(output)}",

@@ -22,12 +22,25 @@ LINE_S = 30.0
 @click.command()
 @config_option(default=["smollm2"])
 @SET
-@click.option("--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from")
+@click.option(
+    "--text",
+    required=True,
+    metavar="PATH",
+    help="Parquet file or folder with the documents to learn from",
+)
 @click.option("--text-column", default="text", help="column that holds the text")
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
-@click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from")
-@click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation")
-@click.option("--answers", "num_answers", type=int, help="answers of the target that each round adds")
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to"
+)
+@click.option(
+    "--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"
+)
+@click.option(
+    "--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"
+)
+@click.option(
+    "--answers", "num_answers", type=int, help="answers of the target that each round adds"
+)
 @click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document")
 @click.option("--max-tokens", type=int, help="tokens of the longest piece of a document")
 @click.option("--vocabulary", type=int, help="number of tokens that the draft can propose")
@@ -37,17 +50,24 @@ LINE_S = 30.0
 @click.option("--seed", type=int, help="seed of pieces and training")
 @in_one_line
 def train(
-    config: tuple[str, ...], settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any
+    config: tuple[str, ...],
+    settings: tuple[str, ...],
+    text: str,
+    text_column: str,
+    output: Path,
+    **options: Any,
 ) -> int:
     """Distil an EAGLE head with copy heads, a draft for the target of a configuration.
 
-    In rounds: the target answers pieces of the documents with the configuration's prompt and sampling, the draft learns
-    its choices, and held-out documents (one in ten) show how many tokens a step the draft brings. After two rounds that
-    brought nothing training ends. OUTPUT has the best draft, with the curve in README.md. After an interruption (exit
-    code 75) the same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code
-    2: the configuration, the text or the output folder cannot be used.
+    In rounds: the target answers pieces of the documents with the configuration's prompt and
+    sampling, the draft learns its choices, and held-out documents (one in ten) show how many tokens
+    a step the draft brings. After two rounds that brought nothing training ends. OUTPUT has the
+    best draft, with the curve in README.md. After an interruption (exit code 75) the same command
+    resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
+    configuration, the text or the output folder cannot be used.
     """
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
+    # a shell may have started us in the background, with SIGINT ignored
+    for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.default_int_handler)
 
     from specextend.config import RunConfig
@@ -58,7 +78,9 @@ def train(
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
-    figures = distil(loaded, open_source(documents, templates=[loaded.prompt.template]), given, output, _Shown())
+    figures = distil(
+        loaded, open_source(documents, templates=[loaded.prompt.template]), given, output, _Shown()
+    )
     written = json.dumps(figures, indent=1)
     (output / "training.json").write_text(written + "\n")
     show(f"{written}\ndraft: {output}")
@@ -66,7 +88,9 @@ def train(
 
 
 class _Shown:
-    """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line every half minute."""
+    """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line
+    every half minute.
+    """
 
     _stage = ""
     _first = 0
@@ -88,7 +112,12 @@ class _Shown:
             line += f", {describe_duration(left_s)} left"
         if sys.stderr.isatty():
             bar = "━" * (BAR * done // total)
-            print(f"\r{bar:{BAR}} {line:<80}", end="\n" if is_last else "", file=sys.stderr, flush=True)
+            print(
+                f"\r{bar:{BAR}} {line:<80}",
+                end="\n" if is_last else "",
+                file=sys.stderr,
+                flush=True,
+            )
         elif is_last or now - self._shown >= LINE_S:
             print(line, file=sys.stderr, flush=True)
             self._shown = now

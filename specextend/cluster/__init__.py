@@ -1,1 +1,3 @@
-"""The job: a pure scheduler, a driver that alone writes the output, and Ray actors that each hold an engine."""
+"""The job: a pure scheduler, a driver that alone writes the output, and Ray actors that each hold
+an engine.
+"""

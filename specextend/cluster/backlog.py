@@ -1,11 +1,13 @@
-"""The documents of a start: their estimated tokens, and those that wait for a worker, by neighbourhood. Pure.
+"""The documents of a start: their estimated tokens, and those that wait for a worker, by
+neighbourhood. Pure.
 
-Estimates are columns: a few bytes for each of ten million documents. A neighbourhood is the rows of one row group,
-which a worker reads whole.
+Estimates are columns: a few bytes for each of ten million documents. A neighbourhood is the rows of
+one row group, which a worker reads whole.
 
-A worker takes its documents from one neighbourhood until that is empty, so that each row group is read once, not once
-for every row. Neighbourhoods are begun in the order of their longest documents, and each gives its longest first. Only
-where none is left to begin do workers share one, and each of them reads it.
+A worker takes its documents from one neighbourhood until that is empty, so that each row group is
+read once, not once for every row. Neighbourhoods are begun in the order of their longest documents,
+and each gives its longest first. Only where none is left to begin do workers share one, and each of
+them reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from specextend.core import DocumentKey
 
 Ints = NDArray[np.int64]
 LENGTH_STEP = 1.1
-"""Factor between two lengths that count as different; documents of about one length go in input order."""
+"""Factor between two lengths that count as different; documents of about one length go in input
+order.
+"""
 
 Rank = tuple[int, DocumentKey]
 """A document with its place in the order of work; the smallest comes first."""
@@ -37,7 +41,9 @@ def rank(num_tokens: int, key: DocumentKey) -> Rank:
 
 
 def ranks(num_tokens: Ints) -> Ints:
-    """Return the places [N] of lengths [N] in the order of work, equal for those of about one length."""
+    """Return the places [N] of lengths [N] in the order of work, equal for those of about one
+    length.
+    """
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
@@ -67,7 +73,9 @@ class RowSet:
         return self._size
 
     def __contains__(self, key: DocumentKey) -> bool:
-        """Return True for a key of the set; a part of another input may have keys of rows that no file has."""
+        """Return True for a key of the set; a part of another input may have keys of rows that no
+        file has.
+        """
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])
 
@@ -75,8 +83,8 @@ class RowSet:
 class Estimates(Mapping[DocumentKey, TokenEstimate]):
     """The documents of a start in input order, each at its position.
 
-    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document; `span` gives the
-    positions of a file.
+    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document;
+    `span` gives the positions of a file.
     """
 
     def __init__(
@@ -87,7 +95,9 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         max_new_tokens: NDArray[Any],
     ):
         """Take columns [N] in input order."""
-        assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), "not in input order"
+        assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), (
+            "not in input order"
+        )
         self.rows = rows.astype(np.int64, copy=False)
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
         self.max_new_tokens = max_new_tokens.astype(np.int32, copy=False)
@@ -105,10 +115,14 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
 
     def __getitem__(self, key: DocumentKey) -> TokenEstimate:
         position = self.position(key)
-        return TokenEstimate(int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position]))
+        return TokenEstimate(
+            int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position])
+        )
 
     def totals(self, positions: Ints | slice = slice(None)) -> Ints:
-        """Return the tokens of the documents at some positions, or of all [N], prompt and output."""
+        """Return the tokens of the documents at some positions, or of all [N], prompt and
+        output.
+        """
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
     def span(self, file: int) -> slice:
@@ -149,7 +163,10 @@ class Backlog:
     """Documents that wait. Of those in neighbourhoods that are not begun, no object is held."""
 
     def __init__(
-        self, estimates: Estimates, group_rows: Sequence[Sequence[int]] = (), without: Iterable[DocumentKey] = ()
+        self,
+        estimates: Estimates,
+        group_rows: Sequence[Sequence[int]] = (),
+        without: Iterable[DocumentKey] = (),
     ):
         """Take all documents but those of `without`.
 
@@ -161,7 +178,9 @@ class Backlog:
         self._size = len(estimates) - len(self._without)
         self._not_begun = self._in_order()
         self._open: dict[int, list[int]] = {}
-        """The positions of the documents that wait in each neighbourhood that has been begun, the next one last."""
+        """The positions of the documents that wait in each neighbourhood that has been begun, the
+        next one last.
+        """
         self._used: dict[str, int] = {}
         """The neighbourhood from which each worker takes."""
         self._users: Counter[int] = Counter()
@@ -200,7 +219,9 @@ class Backlog:
             self._users[number] -= 1
 
     def first(self, limit: int) -> list[DocumentKey]:
-        """List documents that wait, up to a number, in about the order in which they will be taken."""
+        """List documents that wait, up to a number, in about the order in which they will be
+        taken.
+        """
         return list(islice(self._keys(), limit))
 
     def _keys(self) -> Iterator[DocumentKey]:
@@ -211,7 +232,9 @@ class Backlog:
             yield from map(self._estimates.key, reversed(self._positions(number)))
 
     def _in_order(self) -> array[int]:
-        """Number the neighbourhoods, those with the longest documents last, others in input order."""
+        """Number the neighbourhoods, those with the longest documents last, others in input
+        order.
+        """
         if not len(self._starts):
             return array("i")
         longest = np.maximum.reduceat(self._estimates.totals(), self._starts)
@@ -220,19 +243,29 @@ class Backlog:
     def _positions(self, number: int) -> list[int]:
         """List the documents of a neighbourhood that has not been begun, the next one last."""
         begin = int(self._starts[number])
-        end = int(self._starts[number + 1]) if number + 1 < len(self._starts) else len(self._estimates)
+        end = (
+            int(self._starts[number + 1])
+            if number + 1 < len(self._starts)
+            else len(self._estimates)
+        )
         positions = np.arange(begin, end)
         order = np.argsort(ranks(self._estimates.totals(positions)), kind="stable")
         found: list[int] = positions[order][::-1].tolist()
         return [each for each in found if each not in self._without] if self._without else found
 
     def _choose(self) -> int:
-        """Choose a neighbourhood: one that others have left, else a new one, else that with most for each worker."""
-        if (left := next((number for number in self._open if not self._users[number]), None)) is not None:
+        """Choose a neighbourhood: one that others have left, else a new one, else that with most
+        for each worker.
+        """
+        if (
+            left := next((number for number in self._open if not self._users[number]), None)
+        ) is not None:
             return left
         while self._not_begun:
             number = self._not_begun.pop()
             if positions := self._positions(number):
                 self._open[number] = positions
                 return number
-        return max(self._open, key=lambda number: len(self._open[number]) / (self._users[number] + 1))
+        return max(
+            self._open, key=lambda number: len(self._open[number]) / (self._users[number] + 1)
+        )

@@ -13,7 +13,14 @@ from specextend.config import RunConfig
 from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.check import check_task_columns
-from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
+from specextend.data.commits import (
+    DamagedCommitError,
+    Progress,
+    Retry,
+    StrangeCommitError,
+    pending,
+    read_commits,
+)
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
@@ -32,7 +39,9 @@ from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, pair_hashes
 
 Models = dict[str, dict[str, str | None]]
-"""`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the Hub."""
+"""`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
+Hub.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,15 @@ class Prepared:
         return self.tasks[0].prompts
 
 
-def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_truncated: int | None = None) -> Prepared:
-    """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
+def prepare(
+    config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_truncated: int | None = None
+) -> Prepared:
+    """Check input, models and prompt without writing anything. Raises RefusedError, StoreError,
+    OtherRunError.
 
-    Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
-    checkpoint: called between the steps of long operations; may raise. retry_truncated: of the result, whose `config`
-    has this limit; the manifest has the run's own.
+    Nothing depends on this machine, which may be another one than the workers': `check_machine`
+    checks that. checkpoint: called between the steps of long operations; may raise.
+    retry_truncated: of the result, whose `config` has this limit; the manifest has the run's own.
     """
     check_device(config.target, config.job)
     limit = config.decoding.max_new_tokens
@@ -87,7 +99,9 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_trun
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model)
-        known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(f"prompt.template_options.{CLOCK}")
+        known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(
+            f"prompt.template_options.{CLOCK}"
+        )
         config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
         tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
         _check_cache(config, facts)
@@ -99,13 +113,16 @@ def prepare(config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_trun
             source = recall_selection(source, output, begun)
         else:
             whole = build_manifest(source, values, hashes, models)
-            earlier, notes_on_earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
+            earlier, notes_on_earlier = find_earlier(
+                config.input.except_done_in, output, whole, checkpoint
+            )
             source = select_rows(source, earlier, notes_on_earlier, checkpoint)
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
     notes += tuple(
-        f"task {task.name} reads each document again: before it stands something else than for {tasks[0].name}"
+        f"task {task.name} reads each document again: before it stands something else than for "
+        f"{tasks[0].name}"
         for task in tasks[1:]
         if task.prompts.opening != tasks[0].prompts.opening
     )
@@ -127,10 +144,13 @@ def _with_limit(config: RunConfig, limit: int) -> RunConfig:
     if config.tasks:
         raise RefusedError("--retry-truncated: each of several tasks has a limit of its own")
     if config.input.has_limits:
-        raise RefusedError("--retry-truncated: the rows have limits of their own; raise those in a run of its own")
+        raise RefusedError(
+            "--retry-truncated: the rows have limits of their own; raise those in a run of its own"
+        )
     if limit <= config.decoding.max_new_tokens:
         raise RefusedError(
-            f"--retry-truncated must be above decoding.max_new_tokens, which is {config.decoding.max_new_tokens}"
+            "--retry-truncated must be above decoding.max_new_tokens, which is "
+            f"{config.decoding.max_new_tokens}"
         )
     return config.model_copy(update={"decoding": replace(config.decoding, max_new_tokens=limit)})
 
@@ -141,13 +161,16 @@ def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
     least = len(tokenizer(shortest_answer(schema), add_special_tokens=False)["input_ids"])
     if least > most and not config.input.has_limits and not choices_of(schema):
         raise ValueError(
-            f"decoding.max_new_tokens is {most}, and the shortest answer of output.schema takes about {least} tokens; "
+            f"decoding.max_new_tokens is {most}, and the shortest answer of output.schema takes "
+            f"about {least} tokens; "
             "raise it"
         )
 
 
 def check_machine(config: RunConfig) -> None:
-    """Raise RefusedError if the job would start a private Ray and no worker could ever run on this machine."""
+    """Raise RefusedError if the job would start a private Ray and no worker could ever run on this
+    machine.
+    """
     check_device(config.target, config.job)
     if is_local():
         check_resources(config.job)
@@ -156,8 +179,12 @@ def check_machine(config: RunConfig) -> None:
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:
-    """Return the manifest of a run that has chosen its rows once and for all, because earlier outputs may grow."""
-    has_chosen = recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
+    """Return the manifest of a run that has chosen its rows once and for all, because earlier
+    outputs may grow.
+    """
+    has_chosen = (
+        recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
+    )
     return recorded if has_chosen and config.input.except_done_in else None
 
 
@@ -182,7 +209,9 @@ def _run_again(error: OSError) -> str:
 
 
 def read_recorded(output: Location) -> Values | None:
-    """Read the manifest in the output folder, if there is one. Raises OtherRunError if it is not ours, StoreError."""
+    """Read the manifest in the output folder, if there is one. Raises OtherRunError if it is not
+    ours, StoreError.
+    """
     try:
         return read_manifest(output)
     except ValueError as error:
@@ -196,8 +225,8 @@ def read_recorded(output: Location) -> Values | None:
 def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models, tuple[str, ...]]:
     """Put commits in the place of branches and tags, so that every worker loads the same files.
 
-    A name that the run's manifest has `recorded` keeps the commit that it stood for then. Returns the configuration,
-    what goes into the manifest, and notes for the user. Raises ModelError.
+    A name that the run's manifest has `recorded` keeps the commit that it stood for then. Returns
+    the configuration, what goes into the manifest, and notes for the user. Raises ModelError.
     """
     models: Models = {}
     notes: list[str] = []
@@ -213,7 +242,9 @@ def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models
         if commit is not None and commit != revision:
             changed[name] = replace(options, model=f"{on_hub}@{commit}")
             begun = ", with which this run began" if is_known else ""
-            notes.append(f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}")
+            notes.append(
+                f"{name} {on_hub} ({revision or 'default branch'}) is commit {commit}{begun}"
+            )
     return config.model_copy(update=changed), models, tuple(notes)
 
 
@@ -224,44 +255,65 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
         try:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
-            raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
+            raise ValueError(
+                f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}"
+            ) from error
     check_requests(config, prompts)
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
     """Raise ValueError if the cache cannot hold one full prompt and its output."""
     longest = longest_request(config, facts)
-    needed = rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
+    needed = (
+        rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
+    )
     if config.decoding.cache_gib < needed:
         raise ValueError(
-            f"decoding.cache_gib is {config.decoding.cache_gib:g}, but a prompt and its output may take {longest:,} "
+            f"decoding.cache_gib is {config.decoding.cache_gib:g}, but a prompt and its output "
+            f"may take {longest:,} "
             f"tokens = {needed:.3f} GiB: raise it, or lower prompt.max_prompt_tokens"
         )
 
 
 def check_same_run(prepared: Prepared) -> bool:
-    """Return True if the output folder holds this run already. Raises OtherRunError if it holds another one."""
+    """Return True if the output folder holds this run already. Raises OtherRunError if it holds
+    another one.
+    """
     recorded = read_recorded(prepared.output)
     if recorded is None:
         return False
     if lines := differences(recorded, prepared.manifest):
         is_input = all(line.startswith(ABOUT_INPUT) for line in lines)
-        said = _say_other_input(prepared) if is_input else "give another output.path, or restore what differs:"
-        raise OtherRunError("\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines]))
+        said = (
+            _say_other_input(prepared)
+            if is_input
+            else "give another output.path, or restore what differs:"
+        )
+        raise OtherRunError(
+            "\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines])
+        )
     return True
 
 
 def _say_other_input(prepared: Prepared) -> str:
     """Say what to do if nothing but the input has changed, as it does where files grow."""
     config = prepared.config
-    what, leaving_out = "its input has changed", f" and input.except_done_in=['{config.output.path}']"
+    what, leaving_out = (
+        "its input has changed",
+        f" and input.except_done_in=['{config.output.path}']",
+    )
     if config.input.except_done_in:
         what, leaving_out = "files from which it chose its rows have changed or are gone", ""
-    return f"{what}: to do only what is new, give another output.path{leaving_out}; to resume it, restore what differs:"
+    return (
+        f"{what}: to do only what is new, give another output.path{leaving_out}; to resume it, "
+        "restore what differs:"
+    )
 
 
 def counts_of_ended(prepared: Prepared) -> Counts | None:
-    """Return the counts of a complete run that had chosen its rows, if its input alone has changed since; or None."""
+    """Return the counts of a complete run that had chosen its rows, if its input alone has changed
+    since; or None.
+    """
     recorded = read_recorded(prepared.output)
     if recorded is None or _begun_selection(prepared.config, recorded) is None:
         return None
@@ -274,8 +326,8 @@ def counts_of_ended(prepared: Prepared) -> Counts | None:
 def input_errors() -> Iterator[None]:
     """Turn errors about the input and the commits into those of a run.
 
-    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for another run's,
-    StoreError for an input that is out of reach.
+    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for
+    another run's, StoreError for an input that is out of reach.
     """
     try:
         yield
@@ -291,10 +343,14 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     with input_errors():
-        progress = read_commits(prepared.output, prepared.manifest["fingerprint"], prepared.retry_truncated)
+        progress = read_commits(
+            prepared.output, prepared.manifest["fingerprint"], prepared.retry_truncated
+        )
     num_results = len(progress.done) + len(progress.errors) + progress.num_cut
     if prepared.retry_truncated is not None and num_results < source.num_rows:
-        raise RefusedError("--retry-truncated: some rows have no result yet; finish the run without it first")
+        raise RefusedError(
+            "--retry-truncated: some rows have no result yet; finish the run without it first"
+        )
     wanted = (source.rows(file.number) for file in source.files)
     keys = pending(wanted, progress, retry_errors=retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
@@ -304,13 +360,16 @@ def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> N
     """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
     if (retry_errors != "none" or prepared.retry_truncated is not None) and not is_begun:
         flag = "--retry-errors" if prepared.retry_truncated is None else "--retry-truncated"
-        raise RefusedError(f"{flag}: {prepared.output.path} holds no run; leave it out to begin one")
+        raise RefusedError(
+            f"{flag}: {prepared.output.path} holds no run; leave it out to begin one"
+        )
 
 
 def say_left_out(num_final: int) -> str:
     """Describe the error rows that `--retry-errors` leaves out."""
     return (
-        f"not tried again: {counted(num_final, 'error row')} whose `retryable` is false; --retry-errors=all tries "
+        f"not tried again: {counted(num_final, 'error row')} whose `retryable` is false; "
+        "--retry-errors=all tries "
         "every error row"
     )
 
@@ -327,10 +386,17 @@ _OUTCOMES = {
 
 
 def describe_selection(source: Source) -> tuple[str, ...]:
-    """Describe which rows of the input a run is about, and which are not, in lines; none if it is all of them."""
+    """Describe which rows of the input a run is about, and which are not, in lines; none if it is
+    all of them.
+    """
     selection = source.selection
     if selection is None:
         return ()
     counts = selection.counts
-    said = ", ".join(f"{counts[name]:,} {words}" for name, words in _OUTCOMES.items() if name in counts)
-    return (f"this run is about {counts['selected']:,} of {counted(counts['input'], 'row')}: {said}", *selection.notes)
+    said = ", ".join(
+        f"{counts[name]:,} {words}" for name, words in _OUTCOMES.items() if name in counts
+    )
+    return (
+        f"this run is about {counts['selected']:,} of {counted(counts['input'], 'row')}: {said}",
+        *selection.notes,
+    )

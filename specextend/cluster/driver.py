@@ -1,4 +1,6 @@
-"""The driver: a loop that hands leases out, takes outcomes in and commits finished rows. Nothing else writes them."""
+"""The driver: a loop that hands leases out, takes outcomes in and commits finished rows. Nothing
+else writes them.
+"""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +26,16 @@ from specextend.cluster.messages import (
     Suspected,
     WorkerInfo,
 )
-from specextend.cluster.progress import AwakeClock, Display, ErrorGuard, Fact, Ledger, Pace, lease_facts, result_facts
+from specextend.cluster.progress import (
+    AwakeClock,
+    Display,
+    ErrorGuard,
+    Fact,
+    Ledger,
+    Pace,
+    lease_facts,
+    result_facts,
+)
 from specextend.cluster.records import Committer, StartRecord, give_up
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
@@ -119,7 +130,9 @@ class Driver:
         if not self.scheduler.is_done:
             self._errors.check()
         now = self.clock()
-        self.display.show(self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading), now)
+        self.display.show(
+            self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading), now
+        )
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -151,10 +164,12 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        """Raise StalledRunError, which names documents, if no worker has read or written a token for too long.
+        """Raise StalledRunError, which names documents, if no worker has read or written a token
+        for too long.
 
-        A single worker that hangs is replaced long before. This is for faults that no worker can report: no worker
-        comes up, the cluster never grows, calls never arrive, the store does not answer.
+        A single worker that hangs is replaced long before. This is for faults that no worker can
+        report: no worker comes up, the cluster never grows, calls never arrive, the store does not
+        answer.
         """
         if self.clock() - self._moved_at <= self.job.silence_s:
             return
@@ -163,9 +178,16 @@ class Driver:
         parts = [f"no token for {self.job.silence_s:.0f} s: {workers} ready"]
         leased = [held.lease.key for held in self.scheduler.held.values()]
         waiting, num_waiting = self.scheduler.first_waiting(MOST_NAMES), self.scheduler.num_waiting
-        for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
+        for begin, keys, num in (
+            ("at work on", leased, len(leased)),
+            ("waiting:", waiting, num_waiting),
+        ):
             more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
-            parts += [f"{begin} {', '.join(map(self.source.place, keys[:MOST_NAMES]))}{more}"] if keys else []
+            parts += (
+                [f"{begin} {', '.join(map(self.source.place, keys[:MOST_NAMES]))}{more}"]
+                if keys
+                else []
+            )
         raise StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
@@ -173,17 +195,26 @@ class Driver:
         for lease in self.scheduler.overdue(now):
             seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = self.scheduler.held[lease.lease_id].worker, self.source.doc_id(lease.key)
+            worker, doc_id = (
+                self.scheduler.held[lease.lease_id].worker,
+                self.source.doc_id(lease.key),
+            )
             facts = lease_facts(worker, lease) | {"document": doc_id}
-            self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
+            self.display.note(
+                f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts
+            )
             self._give_up(self.scheduler.expire(lease.lease_id, message), worker)
             self.pool.cancel(lease.lease_id)
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
-            self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
+            self.display.note(
+                f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason
+            )
             self.pool.kill(worker)
             self._gone(worker, reason)
-            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
+            self._give_up(
+                self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker
+            )
         self._remember_charges()
 
     def _handle(self, event: Event, now: float) -> None:
@@ -206,12 +237,18 @@ class Driver:
                 if self.scheduler.report(worker, report.num_steps, report.outputs, now):
                     self._moved_at = now
                 held = self.scheduler.held
-                outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
+                outputs = {
+                    held[name].lease.key: num
+                    for name, num in report.outputs.items()
+                    if name in held
+                }
                 self.ledger.running(worker, outputs)
             case Draining(worker):
                 self._drain(worker)
             case Died(worker, reason, with_node):
-                self._died(worker, reason, with_node=with_node or self.scheduler.is_draining(worker))
+                self._died(
+                    worker, reason, with_node=with_node or self.scheduler.is_draining(worker)
+                )
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
@@ -227,21 +264,32 @@ class Driver:
             return
         num_deaths, last_words = deaths
         self.roster.leave_out(worker)
-        why = f"{counted(num_deaths, 'worker')} died there in a row and no document was done: {last_words}"
+        why = (
+            f"{counted(num_deaths, 'worker')} died there in a row and no document was done: "
+            f"{last_words}"
+        )
         where = f"{info.host} ({device}, {info.device})"
         message = f"{where} is left out, {worker} there gets no more documents: {why}"
         self.display.note(message, "place_left_out", **facts, reason=why)
 
     def _say_kernels(self, worker: str, info: WorkerInfo) -> None:
-        """Say what came of each kernel, to people only if it is a GPU's; of many workers the first that found it."""
+        """Say what came of each kernel, to people only if it is a GPU's; of many workers the first
+        that found it.
+        """
         for kernel in info.kernels:
             message = f"{kernel['name']}: {'taken' if kernel['taken'] else 'left out'}"
             if message in self._kernels_said:
                 continue
             self._kernels_said.add(message)
-            facts: dict[str, Fact] = {"worker": worker, "kernel": kernel["name"], "taken": kernel["taken"]}
+            facts: dict[str, Fact] = {
+                "worker": worker,
+                "kernel": kernel["name"],
+                "taken": kernel["taken"],
+            }
             if info.accelerators:
-                self.display.note(f"{message}, {kernel['why']}", "kernel", **facts, reason=kernel["why"])
+                self.display.note(
+                    f"{message}, {kernel['why']}", "kernel", **facts, reason=kernel["why"]
+                )
             else:
                 self.display.event("kernel", **facts, reason=kernel["why"])
 
@@ -256,14 +304,23 @@ class Driver:
         self.roster.document_done()
         if isinstance(outcome, Suspected):
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
-            self.display.note(message, "batch_failed", **lease_facts(worker, lease), error_class=outcome.error_class)
-            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker)
+            self.display.note(
+                message,
+                "batch_failed",
+                **lease_facts(worker, lease),
+                error_class=outcome.error_class,
+            )
+            self._give_up(
+                self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker
+            )
             return
         self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
         self._moved_at = now
         if isinstance(outcome, Done):
             self._errors.done()
-            self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
+            self.display.event(
+                "document_done", **lease_facts(worker, lease), **result_facts(outcome)
+            )
             self._note_memory(worker, outcome.used_gib)
             self.committer.add(outcome.row)
             self.ledger.finish(lease.key, outcome.stats, worker)
@@ -271,36 +328,56 @@ class Driver:
             self._fail(lease.key, lease.attempt, outcome, worker)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
-        """Record the most memory that a worker has used, and say it of the first one, beside what was planned."""
+        """Record the most memory that a worker has used, and say it of the first one, beside what
+        was planned.
+        """
         if self.record.worker_used(worker, used_gib):
-            facts: dict[str, Fact] = {"worker": worker, "planned_gib": self.record.planned_gib, "used_gib": used_gib}
-            said = f"memory: planned {self.record.planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
+            facts: dict[str, Fact] = {
+                "worker": worker,
+                "planned_gib": self.record.planned_gib,
+                "used_gib": used_gib,
+            }
+            said = (
+                f"memory: planned {self.record.planned_gib:.1f} GiB, used {used_gib:.1f} GiB "
+                "at most"
+            )
             self.display.note(said, "memory", **facts)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
-        """Let another worker try a document that this one could not read, unless the document is at fault."""
+        """Let another worker try a document that this one could not read, unless the document is at
+        fault.
+        """
         self.display.event("document_unread", **lease_facts(worker, lease), message=failed.message)
         was_told = self._is_stopping or self.scheduler.is_resting(worker, now)
         if was_told or not is_damaged_row(self.source, lease.key):
             self.scheduler.unread(lease.lease_id, now)
             if not was_told:
                 host = self._hosts[worker]
-                message = f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} s: {failed.message}"
-                self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
+                message = (
+                    f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} "
+                    f"s: {failed.message}"
+                )
+                self.display.note(
+                    message, "worker_cannot_read", worker=worker, host=host, reason=failed.message
+                )
             return
         for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
             self._moved_at = now
             self._fail(item.key, item.attempts, failed, worker)
 
     def _lost(self, worker: str, lease: Lease, reason: str) -> None:
-        """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
+        """Note that a call ended without outcome. Unless it was cancelled, its document waits
+        again.
+        """
         if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
         else:
             self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker)
 
     def _drain(self, worker: str) -> None:
-        """Empty a worker whose node is about to go; another takes its seat once it has done what runs."""
+        """Empty a worker whose node is about to go; another takes its seat once it has done what
+        runs.
+        """
         host = self._hosts[worker]
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
@@ -328,14 +405,19 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
-        doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
-        self.committer.add(give_up(self.display, key, failed._replace(doc_id=doc_id), attempts, worker))
+        doc_id = failed.doc_id or (
+            self.source.place(key) if self._is_stopping else self.source.doc_id(key)
+        )
+        self.committer.add(
+            give_up(self.display, key, failed._replace(doc_id=doc_id), attempts, worker)
+        )
         self._errors.failed(doc_id, failed)
         self.ledger.finish(key, None, worker)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:
-    """Read a document that a worker could not read; return False if the worker, or the store, is at fault.
+    """Read a document that a worker could not read; return False if the worker, or the store, is at
+    fault.
 
     Raises InputChangedError if its file is not the one with which the run began.
     """
@@ -345,6 +427,7 @@ def is_damaged_row(source: Source, key: DocumentKey) -> bool:
         anew.read(key)
     except DAMAGED as error:
         return not is_away(error)
-    except (DocumentError, InputUnreachableError):  # a worker that reads the document reports the first one
+    # a worker that reads the document reports the first one
+    except (DocumentError, InputUnreachableError):
         return False
     return False

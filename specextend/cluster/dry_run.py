@@ -1,8 +1,10 @@
-"""The dry run: what a start would do, which memory and time it would take, and with how many workers.
+"""The dry run: what a start would do, which memory and time it would take, and with how many
+workers.
 
-`calibrate` decodes a sample on the Ray that the run would use and fits `Rates`: seconds per prompt token, seconds per
-output token, and how much documents differ. `Outlook` makes of them the time of a number of workers, with bounds.
-`docs/planning-and-report.md` describes the method. Nothing is written, and nothing is kept for a later start.
+`calibrate` decodes a sample on the Ray that the run would use and fits `Rates`: seconds per prompt
+token, seconds per output token, and how much documents differ. `Outlook` makes of them the time of
+a number of workers, with bounds. `docs/planning-and-report.md` describes the method. Nothing is
+written, and nothing is kept for a later start.
 """
 
 import itertools
@@ -51,21 +53,30 @@ from specextend.stats import DecodingStats, ratio
 MIN_DOCUMENTS = 2
 """Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
 DRIFT = 0.1
-"""Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
-(`docs/dev/log.md`)."""
+"""Relative error of any rate, however many documents it comes from: the same machine differs by
+that from hour to hour (`docs/dev/log.md`).
+"""
 START_FACTOR = 1.5
-"""Factor by which loading may take longer or shorter: a single start was measured, with files cached or not."""
+"""Factor by which loading may take longer or shorter: a single start was measured, with files
+cached or not.
+"""
 MOST_UNCERTAIN = 20.0
-"""Largest factor of an interval: rates that are known no better say nothing, but must not overflow a clock."""
+"""Largest factor of an interval: rates that are known no better say nothing, but must not overflow
+a clock.
+"""
 TICK_S = 0.2
 """Seconds to wait for an answer before clock and signals are checked again."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 95%, two-sided, by degrees of freedom from 1 on; the last one stands for all above."""
+"""Student's t for 95%, two-sided, by degrees of freedom from 1 on; the last one stands for all
+above.
+"""
 _NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
 
 
 class DocumentCost(NamedTuple):
-    """The seconds of its worker that a decoded document took; those that a batch shares are divided among it."""
+    """The seconds of its worker that a decoded document took; those that a batch shares are divided
+    among it.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -78,7 +89,9 @@ def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
     """Return what a document took, as if nothing of its prompt had been read for another one."""
     share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
     prefill_s = stats.prefill_s / share_read + stats.draft_prefill_s
-    return DocumentCost(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
+    return DocumentCost(
+        stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +117,8 @@ class Rates:
 def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> Rates | None:
     """Fit rates to what documents of `draw_sample` cost; None if they are too few, or took no time.
 
-    They were drawn by their tokens, so the mean of their rates stands for all tokens, whatever grows with the length.
+    They were drawn by their tokens, so the mean of their rates stands for all tokens, whatever
+    grows with the length.
     """
     told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
@@ -130,7 +144,9 @@ class Forecast(NamedTuple):
     seconds: float
     seconds_low: float
     seconds_high: float
-    """The truth lies between the two in about 95 of 100 cases, if the machine is the one that was measured."""
+    """The truth lies between the two in about 95 of 100 cases, if the machine is the one that was
+    measured.
+    """
     documents: int
     workers: int
     basis: str
@@ -144,7 +160,12 @@ class Outlook:
         """Take all open documents. max_batch_size: documents that a worker decodes at once."""
         self._rates, self._batch, self._num_documents = rates, max_batch_size, len(estimates)
         prefill_s = rates.prefill * estimates.num_prompt_tokens.astype(np.float64)
-        decode_s = rates.decode * rates.output_share * estimates.max_new_tokens * (estimates.num_prompt_tokens > 0)
+        decode_s = (
+            rates.decode
+            * rates.output_share
+            * estimates.max_new_tokens
+            * (estimates.num_prompt_tokens > 0)
+        )
         seconds = prefill_s + decode_s
         self._busy_s = float(seconds.sum())
         """Seconds that one worker would be at work, without loading."""
@@ -153,14 +174,17 @@ class Outlook:
         """Seconds of the longest document if its neighbours keep it as slow as in a full batch."""
         squares = float((seconds**2).sum()) / self._busy_s**2 if self._busy_s else 0.0
         deviation = rates.spread * math.sqrt(1 / rates.num_documents + squares)
-        exponent = math.hypot(DRIFT, _T_95[min(rates.num_documents - 1, len(_T_95)) - 1] * deviation)
+        exponent = math.hypot(
+            DRIFT, _T_95[min(rates.num_documents - 1, len(_T_95)) - 1] * deviation
+        )
         self._factor = math.exp(min(exponent, math.log(MOST_UNCERTAIN)))
 
     def lasts(self, workers: int) -> Forecast:
-        """Forecast the time that so many workers take, loading included; more than documents are of no use.
+        """Forecast the time that so many workers take, loading included; more than documents are of
+        no use.
 
-        No order of the work beats an even share and the longest document. An order that leaves no place empty while
-        documents wait exceeds the even share by that document at most.
+        No order of the work beats an even share and the longest document. An order that leaves no
+        place empty while documents wait exceeds the even share by that document at most.
         """
         workers = max(1, min(workers, self._num_documents))
         even_s = self._busy_s / workers
@@ -173,11 +197,13 @@ class Outlook:
             seconds_high=start_s * START_FACTOR + high * self._factor,
             documents=self._num_documents,
             workers=workers,
-            basis=f"a calibration of {counted(self._rates.num_documents, 'document')} on {self._rates.device}",
+            basis=f"a calibration of {counted(self._rates.num_documents, 'document')} on "
+            f"{self._rates.device}",
         )
 
     def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
-        """Return the fewest workers that are done within `limit_s`; None if no number of workers is.
+        """Return the fewest workers that are done within `limit_s`; None if no number of workers
+        is.
 
         surely: the upper bound must lie within the limit, too.
         """
@@ -191,13 +217,15 @@ class Outlook:
 def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
     """Draw documents for a calibration, longest first; all, if there are no more than `size`.
 
-    A document is drawn by its share of all tokens. So long documents, of which there are few, are represented by the
-    share of the time that they take.
+    A document is drawn by its share of all tokens. So long documents, of which there are few, are
+    represented by the share of the time that they take.
     """
     positions = np.flatnonzero(estimates.num_prompt_tokens)
     if len(positions) > size:
         totals = estimates.totals(positions)
-        positions = np.random.default_rng(seed).choice(positions, size, replace=False, p=totals / totals.sum())
+        positions = np.random.default_rng(seed).choice(
+            positions, size, replace=False, p=totals / totals.sum()
+        )
     order = np.argsort(-estimates.totals(positions), kind="stable")
     return [estimates.key(int(position)) for position in positions[order]]
 
@@ -212,9 +240,9 @@ def calibrate(
 ) -> Rates:
     """Decode documents with one real worker, and return the rates of the pair where the worker ran.
 
-    say: takes a line about the progress. factory: makes the worker's engine, on the worker. Raises RefusedError if
-    there are too few documents or no worker can run here, WorkersFailError if the worker fails, ClusterError and
-    InterruptedRunError.
+    say: takes a line about the progress. factory: makes the worker's engine, on the worker. Raises
+    RefusedError if there are too few documents or no worker can run here, WorkersFailError if the
+    worker fails, ClusterError and InterruptedRunError.
     """
     check_machine(prepared.config)
     config = prepared.config
@@ -223,7 +251,9 @@ def calibrate(
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin, size = time.monotonic(), decoding.batch_size
-    checked = partial(checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"])
+    checked = partial(
+        checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"]
+    )
     with connected(interrupt):
         config = settle_cores(config)
         actor = start_worker(config.job)
@@ -232,26 +262,39 @@ def calibrate(
             _, info = wait([actor.ready.remote(config, prepared.source, checked)])
             start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
-            say(f"calibrating with {documents} on {info.device}, models loaded after {start_s:.1f} s")
+            say(
+                f"calibrating with {documents} on {info.device}, models loaded after "
+                f"{start_s:.1f} s"
+            )
             outcomes = _decode(actor, sample, size, wait)
         finally:
             ray.kill(actor)
     done = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Done)}
-    costs = [document_cost(outcome.stats, estimates[key].max_new_tokens) for key, outcome in done.items()]
+    costs = [
+        document_cost(outcome.stats, estimates[key].max_new_tokens) for key, outcome in done.items()
+    ]
     rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
-        failed = [f"{each.error_class}: {each.message}" for each in outcomes.values() if not isinstance(each, Done)]
+        failed = [
+            f"{each.error_class}: {each.message}"
+            for each in outcomes.values()
+            if not isinstance(each, Done)
+        ]
         raise RefusedError(f"{_NEEDS}: {'; '.join(failed) or 'their outputs are empty'}")
     return rates
 
 
 def _decode(
-    actor: Any, sample: Sequence[DocumentKey], size: int, wait: Callable[[list[Any]], tuple[Any, Any]]
+    actor: Any,
+    sample: Sequence[DocumentKey],
+    size: int,
+    wait: Callable[[list[Any]], tuple[Any, Any]],
 ) -> dict[DocumentKey, Outcome]:
     """Decode the last document alone, to warm up, then the sample in full batches of `size`.
 
-    While the last documents of the sample run, a short one is decoded again and again beside them. Otherwise the rates
-    would be those of a batch that empties, which a long run sees only at its end. wait: `_first_answer`.
+    While the last documents of the sample run, a short one is decoded again and again beside them.
+    Otherwise the rates would be those of a batch that empties, which a long run sees only at its
+    end. wait: `_first_answer`.
     """
     numbers, waiting, outcomes = itertools.count(), list(sample), dict[DocumentKey, Outcome]()
 
@@ -281,12 +324,16 @@ def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tup
     while not done:
         interrupt.check()
         if time.monotonic() >= give_up_at:
-            raise WorkersFailError(f"the worker of the calibration has not answered for {limit_s:.0f} s")
+            raise WorkersFailError(
+                f"the worker of the calibration has not answered for {limit_s:.0f} s"
+            )
         done, _ = ray.wait(calls, timeout=TICK_S)
     try:
         return done[0], ray.get(done[0])
     except RayError as error:
-        raise WorkersFailError(f"the worker of the calibration failed: {last_line(error)}") from error
+        raise WorkersFailError(
+            f"the worker of the calibration failed: {last_line(error)}"
+        ) from error
 
 
 # The plan
@@ -308,13 +355,19 @@ Calibrate = Callable[[Prepared, Estimates], Rates]
 
 
 def dry_run(
-    prepared: Prepared, *, retry_errors: Retry = "none", by: datetime | None = None, calibrate: Calibrate | None = None
+    prepared: Prepared,
+    *,
+    retry_errors: Retry = "none",
+    by: datetime | None = None,
+    calibrate: Calibrate | None = None,
 ) -> Values:
-    """Plan a start and return what it would do as JSON values, without writing anything into the output folder.
+    """Plan a start and return what it would do as JSON values, without writing anything into the
+    output folder.
 
-    by: time at which the run must be done; the plan says with how many workers it is. calibrate: measures the pair's
-    rates; without it nothing is loaded and the time is not known. Raises OtherRunError if the folder holds another run,
-    OutputError, RefusedError and StoreError, and what `calibrate` raises.
+    by: time at which the run must be done; the plan says with how many workers it is. calibrate:
+    measures the pair's rates; without it nothing is loaded and the time is not known. Raises
+    OtherRunError if the folder holds another run, OutputError, RefusedError and StoreError, and
+    what `calibrate` raises.
     """
     with reading(prepared.output):
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
@@ -322,7 +375,9 @@ def dry_run(
     with input_errors():
         decoding = prepared.config.decoding
         sizes = decoding.max_new_tokens, decoding.seed
-        plan = make_plan(prepared.source, prepared.prompts, keys, *sizes, lambda: None, prepared.tasks[1:])
+        plan = make_plan(
+            prepared.source, prepared.prompts, keys, *sizes, lambda: None, prepared.tasks[1:]
+        )
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)
     rates = None if calibrate is None else calibrate(prepared, plan.estimates)
@@ -351,7 +406,8 @@ def dry_run(
 
 
 def parse_time(text: str, now: datetime) -> datetime:
-    """Read `HH:MM`, which is the next time that a clock here shows it, or a time of ISO 8601. Raises ValueError.
+    """Read `HH:MM`, which is the next time that a clock here shows it, or a time of ISO 8601.
+    Raises ValueError.
 
     A time without a zone is in the zone of this machine's clock. now: with its zone.
     """
@@ -363,7 +419,9 @@ def parse_time(text: str, now: datetime) -> datetime:
         else:
             found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"--by takes HH:MM or a time such as 2026-11-23T07:00, got {text!r}") from None
+        raise ValueError(
+            f"--by takes HH:MM or a time such as 2026-11-23T07:00, got {text!r}"
+        ) from None
     found = found.astimezone()
     if found <= now:
         raise ValueError(f"--by {text} is past: it is {_say_time(now)}")
@@ -373,7 +431,11 @@ def parse_time(text: str, now: datetime) -> datetime:
 def describe_dry_run(plan: Values) -> str:
     """Describe the plan for people."""
     checks = [
-        (each["check"], "not read" if each["rows"] is None else f"{each['rows']:,}", each["outcome"])
+        (
+            each["check"],
+            "not read" if each["rows"] is None else f"{each['rows']:,}",
+            each["outcome"],
+        )
         for each in plan["audit"]
     ]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
@@ -382,7 +444,8 @@ def describe_dry_run(plan: Values) -> str:
     output_tokens = counted(plan["output_tokens_at_most"], "output token")
     lines = [
         *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
-        f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them rejected",
+        f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them "
+        "rejected",
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
         *_table(("input", "rows", "they are"), checks),
         f"about {prompt_tokens}, {output_tokens} at most",
@@ -395,7 +458,9 @@ def describe_dry_run(plan: Values) -> str:
 
 
 def _say_of_machine(prepared: Prepared) -> str | None:
-    """Say why no run can start on this machine, which may only plan, or that it has room for few workers."""
+    """Say why no run can start on this machine, which may only plan, or that it has room for few
+    workers.
+    """
     try:
         check_machine(prepared.config)
     except RefusedError as error:
@@ -410,7 +475,11 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
     config = prepared.config
     outlook = Outlook(plan.estimates, rates, config.decoding.batch_size)
     forecast = outlook.lasts(config.job.workers)
-    seconds = {"likely": forecast.seconds, "low": forecast.seconds_high, "high": forecast.seconds_low}
+    seconds = {
+        "likely": forecast.seconds,
+        "low": forecast.seconds_high,
+        "high": forecast.seconds_low,
+    }
     hourly = {name: 3600 * forecast.documents / each for name, each in seconds.items() if each}
     return {
         "rates": asdict(rates),
@@ -422,15 +491,24 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
 
 
 def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
-    """Return what the workers cost, each paid from the begin, loading included, to the end; None without a price."""
+    """Return what the workers cost, each paid from the begin, loading included, to the end; None
+    without a price.
+    """
     if price is None:
         return None
     hours, low, high = (forecast.workers * seconds / 3600 for seconds in _span(forecast))
-    return {"worker_hours": hours, "cost": price * hours, "cost_low": price * low, "cost_high": price * high}
+    return {
+        "worker_hours": hours,
+        "cost": price * hours,
+        "cost_low": price * low,
+        "cost_high": price * high,
+    }
 
 
 def _by(outlook: Outlook, by: datetime) -> Values:
-    """Return with how many workers the run is done at a time, if it starts now; None if with none."""
+    """Return with how many workers the run is done at a time, if it starts now; None if with
+    none.
+    """
     left_s = by.timestamp() - time.time()
     return {
         "time": by.isoformat(timespec="minutes"),
@@ -440,32 +518,49 @@ def _by(outlook: Outlook, by: datetime) -> Values:
 
 
 def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
-    """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
+    """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the
+    `outcome` for such rows.
+    """
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
     text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
-    found: list[tuple[str, int | None, str]] = [(check, counts[name], "error rows") for check, name in text.items()]
+    found: list[tuple[str, int | None, str]] = [
+        (check, counts[name], "error rows") for check, name in text.items()
+    ]
     found += [
         ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
         ("no room for a document", counts["PromptTooLong"], "error rows"),
-        ("over the prompt limit", plan.num_over_length, _OVER_LENGTH.get(policy, f"cut ({policy})")),
+        (
+            "over the prompt limit",
+            plan.num_over_length,
+            _OVER_LENGTH.get(policy, f"cut ({policy})"),
+        ),
     ]
     if counts["BadId"]:
         found.append(("null or repeated id", counts["BadId"], "error rows"))
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := prepared.source.num_repeated:
-        found.append(("symbolic links to files that are read already", None, f"skipped: {repeated:,}"))
+        found.append(
+            ("symbolic links to files that are read already", None, f"skipped: {repeated:,}")
+        )
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
 def describe_memory(plan: Values) -> list[str]:
     """Describe `memory_gib` and `cache` of a plan in lines."""
     sizes = plan["memory_gib"]
-    rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005]
-    lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])
+    rows = [
+        (title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005
+    ]
+    lines = _table(
+        ("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")]
+    )
     if cache := plan["cache"]:
         longest, mean = (cache[f"{name}_sequences_that_fit"] for name in ("longest", "mean"))
-        size = f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the target's cache"
+        size = (
+            f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the "
+            "target's cache"
+        )
         fit = f"{longest:,} fit at once, and {mean:,} as long as the mean"
         lines += _wrap(f"{size}: {fit}; decoding.max_batch_size is {cache['max_batch_size']}")
     return lines
@@ -475,7 +570,9 @@ def _describe_time(plan: Values) -> list[str]:
     if plan["forecast"] is None:
         return ["time and cost: not measured; --calibrate N measures them on N documents"]
     forecast = Forecast(**plan["forecast"])
-    ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)]
+    ends = [
+        datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)
+    ]
     rows = [
         ("time", *map(describe_duration, _span(forecast))),
         (f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)),
@@ -486,7 +583,11 @@ def _describe_time(plan: Values) -> list[str]:
         rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
         rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))
     head = (f"with {counted(forecast.workers, 'worker')}", "likely", "low", "high")
-    return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}")]
+    return [
+        *_table(head, rows, num_right=3),
+        *_describe_by(plan["by"]),
+        *_wrap(f"time: by {forecast.basis}"),
+    ]
 
 
 def _describe_by(by: Values | None) -> list[str]:
@@ -494,8 +595,15 @@ def _describe_by(by: Values | None) -> list[str]:
         return []
     when = f"done by {_say_time(datetime.fromisoformat(by['time']))}"
     if by["workers"] is None:
-        return _wrap(f"{when}: with no number of workers; what is left is too long for one document or its loading")
-    surely = "no number is sure to" if by["workers_surely"] is None else f"{by['workers_surely']} to be sure"
+        return _wrap(
+            f"{when}: with no number of workers; what is left is too long for one document or its "
+            "loading"
+        )
+    surely = (
+        "no number is sure to"
+        if by["workers_surely"] is None
+        else f"{by['workers_surely']} to be sure"
+    )
     return [f"{when}: {counted(by['workers'], 'worker')} likely, {surely}"]
 
 
@@ -514,5 +622,7 @@ def _wrap(text: str) -> list[str]:
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], num_right: int = 1) -> list[str]:
     """Lay out lines of columns; the `num_right` ones after the first are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    form = "  " + "  ".join(f"{{:{'>' if 1 <= i <= num_right else '<'}{width}}}" for i, width in enumerate(widths))
+    form = "  " + "  ".join(
+        f"{{:{'>' if 1 <= i <= num_right else '<'}{width}}}" for i, width in enumerate(widths)
+    )
     return [form.format(*row).rstrip() for row in (head, *rows)]

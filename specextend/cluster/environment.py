@@ -1,4 +1,5 @@
-"""The Ray of a run: the variables that it reads when it is imported, the connection to it, and room for workers.
+"""The Ray of a run: the variables that it reads when it is imported, the connection to it, and room
+for workers.
 
 Imports Ray and torch only inside functions, because `prepare_environment` sets what they read.
 """
@@ -32,13 +33,19 @@ SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Size of the object store of a private Ray: nothing large goes through it."""
 _LEAST_ADDRESSES = 4 << 30
-"""Bytes of addresses of a process with which Ray starts; with 3.1 GiB it waits for a minute, with less it aborts."""
+"""Bytes of addresses of a process with which Ray starts; with 3.1 GiB it waits for a minute, with
+less it aborts.
+"""
 _LEAST_FILES = 128
-"""Open files of a process with which Ray starts and a run has some to spare; with 40 Ray waits for half a minute."""
+"""Open files of a process with which Ray starts and a run has some to spare; with 40 Ray waits for
+half a minute.
+"""
 KNOCK_S = 10.0
 """Seconds in which the head must accept a connection."""
 _LONGEST_PARENT = 29
-"""Bytes of a folder in which the folder of a Ray can be made: the path of a socket has at most 107."""
+"""Bytes of a folder in which the folder of a Ray can be made: the path of a socket has at most
+107.
+"""
 _TAKE_BACK_S = 0.001
 """Seconds between two calls that take SIGTERM back while Ray shuts down."""
 
@@ -51,25 +58,32 @@ def is_submitted(environment: MutableMapping[str, str]) -> bool:
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
     """Set the variables that the user has not set, so that a Ray which the job starts is private.
 
-    It listens on loopback, asks for a token that nobody else knows and reports nothing. Without `RAY_ADDRESS` the job
-    starts such a Ray; by default it would join any Ray that was left running on this machine.
+    It listens on loopback, asks for a token that nobody else knows and reports nothing. Without
+    `RAY_ADDRESS` the job starts such a Ray; by default it would join any Ray that was left running
+    on this machine.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
-    environment.setdefault("RAY_COLOR_PREFIX", "0")  # no colour codes before the workers' lines on stderr
+    # no colour codes before the workers' lines on stderr
+    environment.setdefault("RAY_COLOR_PREFIX", "0")
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
-        environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")  # tries of 40 s; by default 20 of them
+        # tries of 40 s; by default 20 of them
+        environment.setdefault("RAY_gcs_server_port_wait_time_s", "2")
         return
-    environment.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 leaves the cores to anything else that runs
-    environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, on Linux too, despite its name
-    environment.setdefault("RAY_prestart_worker_first_driver", "0")  # else a process for each core, all at once
+    # Ray's own 15 leaves the cores to anything else that runs
+    environment.setdefault("RAY_worker_niceness", "0")
+    # loopback only, on Linux too, despite its name
+    environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # else a process for each core, all at once
+    environment.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray connects to its own store before that listens, and would try again only after a second.
     environment.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
     environment.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     if "RAY_AUTH_MODE" not in environment:
         environment["RAY_AUTH_MODE"] = "token"
-        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would write one into the home folder
+        # else Ray would write one into the home folder
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def is_local() -> bool:
@@ -102,28 +116,38 @@ def nodes_up() -> list[Node]:
 
 
 def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
-    """Return `job.cpus_per_worker`; `auto` is the largest number that leaves room for all workers, and at least 1."""
+    """Return `job.cpus_per_worker`; `auto` is the largest number that leaves room for all workers,
+    and at least 1.
+    """
     if job.cpus_per_worker != "auto":
         return job.cpus_per_worker
     workers = min(job.workers, max(1, _room(job, nodes, 1)))
     most = max((int(cores) for cores, _ in nodes), default=1)
-    return next((number for number in range(most, 1, -1) if _room(job, nodes, number) >= workers), 1)
+    return next(
+        (number for number in range(most, 1, -1) if _room(job, nodes, number) >= workers), 1
+    )
 
 
 def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
     """Count the workers that nodes have room for at a time, each with so many cores."""
     each = job.gpus_per_worker
-    return sum(int(min(cores // cores_each, gpus / each if each else math.inf)) for cores, gpus in nodes)
+    return sum(
+        int(min(cores // cores_each, gpus / each if each else math.inf)) for cores, gpus in nodes
+    )
 
 
 def check_device(target: TargetOptions, job: JobOptions) -> None:
-    """Raise RefusedError if a worker would have no GPU for a target that needs one, on whichever machine."""
+    """Raise RefusedError if a worker would have no GPU for a target that needs one, on whichever
+    machine.
+    """
     if target.device.startswith("cuda") and not job.gpus_per_worker:
         raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
 
 
 def check_limits() -> None:
-    """Raise RefusedError if the limits of this process are too low for a private Ray, which would not say so."""
+    """Raise RefusedError if the limits of this process are too low for a private Ray, which would
+    not say so.
+    """
     wanted = {
         "GiB of addresses (ulimit -v)": (resource.RLIMIT_AS, _LEAST_ADDRESSES, 1 << 30),
         "open files (ulimit -n)": (resource.RLIMIT_NOFILE, _LEAST_FILES, 1),
@@ -136,10 +160,13 @@ def check_limits() -> None:
 
 
 def check_resources(job: JobOptions) -> None:
-    """Raise RefusedError if this machine could never give a worker what it needs: a private Ray would wait for ever."""
+    """Raise RefusedError if this machine could never give a worker what it needs: a private Ray
+    would wait for ever.
+    """
     check_limits()
     cores, gpus = this_machine()
-    for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):  # of both it is the GPU that matters
+    # of both it is the GPU that matters
+    for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):
         wanted = getattr(job, key)
         if wanted != "auto" and wanted > count:
             raise RefusedError(f"job.{key} is {wanted:g} but this machine has {count:g}")
@@ -155,16 +182,19 @@ def worker_device(job: JobOptions) -> str:
 
 
 def settle_cores(config: RunConfig) -> RunConfig:
-    """Return the configuration with a number in the place of `job.cpus_per_worker: auto`, by the nodes that are up."""
+    """Return the configuration with a number in the place of `job.cpus_per_worker: auto`, by the
+    nodes that are up.
+    """
     cores = cores_per_worker(config.job, nodes_up())
     return config.model_copy(update={"job": replace(config.job, cpus_per_worker=cores)})
 
 
 def say_room(job: JobOptions) -> str | None:
-    """Say that a private Ray has room for fewer workers than `job.workers`, or a cluster for none; None otherwise.
+    """Say that a private Ray has room for fewer workers than `job.workers`, or a cluster for none;
+    None otherwise.
 
-    A cluster that grows may start a node with room. In any other the job would wait in silence until
-    `JobOptions.silence_s`. Needs a Ray if that is not private.
+    A cluster that grows may start a node with room. In any other the job would wait in silence
+    until `JobOptions.silence_s`. Needs a Ray if that is not private.
     """
     nodes = [this_machine()] if is_local() else nodes_up()
     fit = min(job.workers, _room(job, nodes, cores_per_worker(job, nodes)))
@@ -172,13 +202,17 @@ def say_room(job: JobOptions) -> str | None:
         return f"this machine has room for {fit} of {counted(job.workers, 'worker')} (job.workers)"
     if fit:
         return None
-    wanted = f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
+    wanted = (
+        f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
+    )
     end = f"unless it grows, the run ends after {job.silence_s:g} s"
     return f"no node of the cluster has room for a worker of {wanted}; {end}"
 
 
 class WorkerActor:
-    """A worker as Ray sees it: it imports at once, which takes seconds, and knows its run only when that is planned."""
+    """A worker as Ray sees it: it imports at once, which takes seconds, and knows its run only when
+    that is planned.
+    """
 
     def __init__(self) -> None:
         """Import what a worker needs."""
@@ -216,7 +250,9 @@ def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | 
 
 
 def start_worker(job: JobOptions) -> Any:
-    """Start an actor with the resources of one worker. The driver replaces actors that die, Ray does not."""
+    """Start an actor with the resources of one worker. The driver replaces actors that die, Ray
+    does not.
+    """
     import ray
 
     actor = ray.remote(WorkerActor)
@@ -226,13 +262,16 @@ def start_worker(job: JobOptions) -> Any:
 
 
 class EarlyRay(ExitStack):
-    """A private Ray that comes up, and whose workers import what they need, while this process does the same."""
+    """A private Ray that comes up, and whose workers import what they need, while this process does
+    the same.
+    """
 
     def __init__(self, job: JobOptions, interrupt: Interrupt):
         """Begin to start it."""
         super().__init__()
         self._interrupt = interrupt
-        self._thread = ThreadPoolExecutor(1)  # Ray's processes end with the thread that started them
+        # Ray's processes end with the thread that started them
+        self._thread = ThreadPoolExecutor(1)
         self._workers = self._thread.submit(self._start, job)
 
     def _start(self, job: JobOptions) -> list[Any]:
@@ -257,18 +296,21 @@ class EarlyRay(ExitStack):
 
 @contextmanager
 def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
-    """Connect to Ray for a `with` block: to the cluster that this process has joined already, to a private one
-    (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
+    """Connect to Ray for a `with` block: to the cluster that this process has joined already, to a
+    private one (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
 
-    Yields the workers that have been started; here none. `interrupt` takes SIGTERM back whenever Ray has taken it.
-    Raises ClusterError and InterruptedRunError.
+    Yields the workers that have been started; here none. `interrupt` takes SIGTERM back whenever
+    Ray has taken it. Raises ClusterError and InterruptedRunError.
     """
     import ray
 
     if ray.is_initialized():
         yield []
         return
-    with _private_folder(interrupt) if is_local() else nullcontext("") as folder, _attached(interrupt, folder):
+    with (
+        _private_folder(interrupt) if is_local() else nullcontext("") as folder,
+        _attached(interrupt, folder),
+    ):
         yield []
 
 
@@ -284,7 +326,9 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     except Exception as error:  # Ray raises many classes here
         _shut_down(interrupt)
         what = "started" if folder else "joined"
-        raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
+        raise ClusterError(
+            f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again"
+        ) from error
     interrupt.install()
     over = _watch(interrupt) if folder else Event()
     try:
@@ -296,7 +340,8 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
 
 
 def _watch(interrupt: Interrupt) -> Event:
-    """Tell the run to stop when a process of its private Ray ends before the event that is returned is set.
+    """Tell the run to stop when a process of its private Ray ends before the event that is returned
+    is set.
 
     Ray ends this process then, seconds or a minute later, and says nothing of what to do.
     """
@@ -316,16 +361,20 @@ def _watch(interrupt: Interrupt) -> Event:
 
 @contextmanager
 def _private_folder(interrupt: Interrupt) -> Iterator[str]:
-    """Make a folder for a Ray that no other user can enter; remove it at the end, also if that comes by force.
+    """Make a folder for a Ray that no other user can enter; remove it at the end, also if that
+    comes by force.
 
-    In Ray's own one, which is everybody's, another user could put a socket in the place of one of ours.
+    In Ray's own one, which is everybody's, another user could put a socket in the place of one of
+    ours.
     """
     places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
     parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
     try:
         made = tempfile.TemporaryDirectory(prefix="sx-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise ClusterError(f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder") from error
+        raise ClusterError(
+            f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder"
+        ) from error
     interrupt.cleanup = (
         made.cleanup
     )  # Ray's processes end with this one; killed before it, they take its exit code along
@@ -335,7 +384,9 @@ def _private_folder(interrupt: Interrupt) -> Iterator[str]:
 
 
 def _shut_down(interrupt: Interrupt) -> None:
-    """Shut Ray down, and keep taking SIGTERM back meanwhile: near its end Ray makes that signal deadly."""
+    """Shut Ray down, and keep taking SIGTERM back meanwhile: near its end Ray makes that signal
+    deadly.
+    """
     import ray
 
     with ThreadPoolExecutor(1) as pool:
@@ -366,13 +417,20 @@ def _connect(folder: str) -> None:
 
 @contextmanager
 def _bare_head() -> Iterator[None]:
-    """Start no autoscaler and no server of the dashboard with a Ray: `ray.init` waits for both, and has no option."""
+    """Start no autoscaler and no server of the dashboard with a Ray: `ray.init` waits for both, and
+    has no option.
+    """
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: object) -> None:
-        node._ray_params.dashboard_agent_listen_port = 0  # any: for Ray's own a second Ray waits seconds, in vain
+        # any: for Ray's own a second Ray waits seconds, in vain
+        node._ray_params.dashboard_agent_listen_port = 0
 
-    started = {name: vars(Node)[name] for name in ("start_monitor", "start_api_server") if name in vars(Node)}
+    started = {
+        name: vars(Node)[name]
+        for name in ("start_monitor", "start_api_server")
+        if name in vars(Node)
+    }
     for name in started:
         setattr(Node, name, leave_out)
     try:

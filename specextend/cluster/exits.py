@@ -1,6 +1,7 @@
 """The end of a run: exit codes, the exceptions that stand for them, and requests to stop.
 
-SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits with 75.
+SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits
+with 75.
 """
 
 import _thread
@@ -24,20 +25,26 @@ EXIT_LOCKED = 4
 EXIT_OTHER_RUN = 5
 EXIT_INTERRUPTED = 75
 GRACE_S = 20.0
-"""Seconds that a run which was told to stop has to commit finished work before its process is ended by force."""
+"""Seconds that a run which was told to stop has to commit finished work before its process is ended
+by force.
+"""
 LAST_S = 3.0
 """Seconds that the last call may take before the process is ended by force."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunError(Exception):
-    """An end of a run whose message tells the user what to do: it is printed without a traceback."""
+    """An end of a run whose message tells the user what to do: it is printed without a
+    traceback.
+    """
 
     exit_code = EXIT_FAILED
 
 
 class RefusedError(RunError, ValueError):
-    """A configuration or an input that cannot be run, said in one line before a model is loaded: exit 2."""
+    """A configuration or an input that cannot be run, said in one line before a model is loaded:
+    exit 2.
+    """
 
     exit_code = EXIT_REFUSED
 
@@ -77,15 +84,21 @@ class ClusterError(RunError):
 
 
 class StoreError(RunError):
-    """The store of the input or of the models does not answer: exit 1. Finished work is kept; run again to resume."""
+    """The store of the input or of the models does not answer: exit 1. Finished work is kept; run
+    again to resume.
+    """
 
 
 class StalledRunError(RunError):
-    """No worker has read or written a token for too long: exit 1. Finished work is kept; run again to resume."""
+    """No worker has read or written a token for too long: exit 1. Finished work is kept; run again
+    to resume.
+    """
 
 
 class OutputError(RunError):
-    """The output folder cannot be read or written: exit 1. Committed work is kept; run again to resume."""
+    """The output folder cannot be read or written: exit 1. Committed work is kept; run again to
+    resume.
+    """
 
 
 class TooManyErrorsError(RunError):
@@ -106,19 +119,27 @@ def exit_code(error: BaseException) -> int:
 
 
 def exit_code_of_command(error: ValueError | OSError) -> int:
-    """Return the exit code of a command that ended with an error which is no RunError: 1 if a later try may succeed."""
-    is_store = isinstance(error, InputUnreachableError) or (isinstance(error, OSError) and is_passing(error))
+    """Return the exit code of a command that ended with an error which is no RunError: 1 if a later
+    try may succeed.
+    """
+    is_store = isinstance(error, InputUnreachableError) or (
+        isinstance(error, OSError) and is_passing(error)
+    )
     return EXIT_FAILED if is_store else EXIT_REFUSED
 
 
 def reading(output: Location) -> AbstractContextManager[None]:
-    """Open a block that reads what a run has written. Raises OutputError if the file system refuses."""
+    """Open a block that reads what a run has written. Raises OutputError if the file system
+    refuses.
+    """
     return writing(output, "cannot be read")
 
 
 @contextmanager
 def writing(output: Location, what: str = "cannot be written to") -> Iterator[None]:
-    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
+    """Open a block that writes to an output folder. Raises OutputError if the file system
+    refuses.
+    """
     try:
         yield
     except OSError as error:
@@ -129,17 +150,21 @@ def writing(output: Location, what: str = "cannot be written to") -> Iterator[No
 class Interrupt:
     """A flag that the run was told to stop. Call `check` often: the flag alone stops nothing.
 
-    If the run has not stopped `GRACE_S` later, the process ends itself with 75, so that nobody has to kill it. This
-    works even while the main thread is inside a library and runs no signal handler.
+    If the run has not stopped `GRACE_S` later, the process ends itself with 75, so that nobody has
+    to kill it. This works even while the main thread is inside a library and runs no signal
+    handler.
     """
 
     def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0):
         """Watch for requests to stop.
 
-        grace_s: in place of GRACE_S. deadline_s: seconds from now after which the run is told to stop; 0: never.
+        grace_s: in place of GRACE_S. deadline_s: seconds from now after which the run is told to
+        stop; 0: never.
         """
         self.last: Callable[[], None] = lambda: None
-        """The last call before the process is ended by force; it runs on another thread and must be quick."""
+        """The last call before the process is ended by force; it runs on another thread and must be
+        quick.
+        """
         self.cleanup: Callable[[], None] = lambda: None
         """The call after that."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
@@ -148,11 +173,17 @@ class Interrupt:
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
-        """The pipe into which the system writes the number of each signal at once, whatever the main thread does."""
-        threading.Thread(target=self._watch, args=(deadline_s or None,), name="grace", daemon=True).start()
+        """The pipe into which the system writes the number of each signal at once, whatever the
+        main thread does.
+        """
+        threading.Thread(
+            target=self._watch, args=(deadline_s or None,), name="grace", daemon=True
+        ).start()
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
+        """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of
+        its own.
+        """
         if threading.current_thread() is not threading.main_thread():  # which alone can
             _thread.interrupt_main(signal.SIGURG)
             return
@@ -160,7 +191,9 @@ class Interrupt:
         if self._wakeup is None:
             heard, self._wakeup = os.pipe()
             os.set_blocking(self._wakeup, False)
-            threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(heard,), name="signals", daemon=True
+            ).start()
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, self._handle)
@@ -202,7 +235,9 @@ class Interrupt:
 
 
 def end_process(code: int, last: Callable[[], object]) -> None:
-    """End the process from any thread, whatever the others do, after a last call that may raise or never return."""
+    """End the process from any thread, whatever the others do, after a last call that may raise or
+    never return.
+    """
 
     def leave() -> None:
         try:

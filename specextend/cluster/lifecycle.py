@@ -41,7 +41,13 @@ from specextend.cluster.exits import (
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Failed, Tried, failed_row
 from specextend.cluster.progress import Display, Ledger
-from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
+from specextend.cluster.records import (
+    Committer,
+    StartRecord,
+    give_up,
+    rows_per_commit,
+    tried_before,
+)
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
@@ -69,7 +75,9 @@ from specextend.report import RunFigures, write_report
 _REFUSED_ROWS = 4096
 """Rows that no model has to see in one commit."""
 EXTRA_LEASES = 2
-"""Leases that wait at a worker in addition to those that it decodes, while there are many documents."""
+"""Leases that wait at a worker in addition to those that it decodes, while there are many
+documents.
+"""
 FORCED = "ended by force; what was committed is there, run again to resume"
 
 
@@ -86,9 +94,9 @@ def run_job(
 ) -> int:
     """Run or resume a job. Returns the exit code, 0 or 3.
 
-    report: writes the run's report; takes what `write_report` takes. factory: makes a worker's engine, on the worker.
-    ray: connects to a Ray, in place of `connected`.
-    Raises the exceptions of `exits.py`, and any that nobody foresaw.
+    report: writes the run's report; takes what `write_report` takes. factory: makes a worker's
+    engine, on the worker. ray: connects to a Ray, in place of `connected`. Raises the exceptions of
+    `exits.py`, and any that nobody foresaw.
     """
     interrupt.last = lambda: display.note(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
@@ -98,17 +106,34 @@ def run_job(
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
-        if retry_errors == "none" and retry_truncated is None and (counts := counts_of_ended(prepared)) is not None:
-            display.note(f"complete already, {_say(counts)}; files from which it chose its rows have changed since")
+        if (
+            retry_errors == "none"
+            and retry_truncated is None
+            and (counts := counts_of_ended(prepared)) is not None
+        ):
+            display.note(
+                f"complete already, {_say(counts)}; files from which it chose its rows have "
+                "changed since"
+            )
             interrupt.disarm()
             return EXIT_DONE
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
     lock = OutputLock(prepared.output, run_id)
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
-        record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
+        record = StartRecord(
+            prepared.output, run_id, config, prepared.models, took_over=lock.predecessor
+        )
         locked = _LockedRun(
-            prepared, lock, run_id, record, display, interrupt, report, factory, ray or connected(interrupt)
+            prepared,
+            lock,
+            run_id,
+            record,
+            display,
+            interrupt,
+            report,
+            factory,
+            ray or connected(interrupt),
         )
         interrupt.last = locked.end_by_force
         return locked.finish(retry_errors)
@@ -131,7 +156,9 @@ class _LockedRun:
     """Of all results, collected while they are put in order."""
 
     def finish(self, retry_errors: Retry) -> int:
-        """Do what is left to do, and record the beginning and the end. Raises as `input_errors` says."""
+        """Do what is left to do, and record the beginning and the end. Raises as `input_errors`
+        says.
+        """
         output, display = self.prepared.output, self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
@@ -146,7 +173,9 @@ class _LockedRun:
                         driver.drive()
                 with writing(output):
                     source = self.prepared.source
-                    code = self._conclude(finalize(source, output, self.interrupt.check, self.figures.add))
+                    code = self._conclude(
+                        finalize(source, output, self.interrupt.check, self.figures.add)
+                    )
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
@@ -174,26 +203,36 @@ class _LockedRun:
             raise
 
     def end_by_force(self) -> None:
-        """Let go of the folder and record the end, because the process is about to be ended by force."""
+        """Let go of the folder and record the end, because the process is about to be ended by
+        force.
+        """
         self.lock.release()
         message = f"the run did not stop within {GRACE_S:g} s: {FORCED}"
         self.display.note(message, "run_ended", exit_code=EXIT_INTERRUPTED)
         self.record.end(EXIT_INTERRUPTED, FORCED)
 
     def _complete(self, retry_errors: Retry) -> int | None:
-        """Say how a run of which nothing is left to do has ended, and return its exit code; None for any other."""
+        """Say how a run of which nothing is left to do has ended, and return its exit code; None
+        for any other.
+        """
         output = self.prepared.output
         with reading(output):
             is_done, starts = read_success(output) is not None, read_starts(output)
-            has_failed = not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
-            if not (is_done or has_failed) or not all(exists(report_file(output, kind)) for kind in ("json", "html")):
+            has_failed = (
+                not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
+            )
+            if not (is_done or has_failed) or not all(
+                exists(report_file(output, kind)) for kind in ("json", "html")
+            ):
                 return None
             progress, keys = open_rows(self.prepared, retry_errors)
             counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
             if keys or self._accepts(counts) == has_failed:
                 return None
             if stale := unfinished(self.prepared.source, output):
-                self.display.note(f"missing or damaged in summaries or errors: {', '.join(stale)}; written anew")
+                self.display.note(
+                    f"missing or damaged in summaries or errors: {', '.join(stale)}; written anew"
+                )
                 return None
         self.display.note(f"complete already, {_say(counts)}")
         if has_failed:
@@ -225,7 +264,9 @@ class _LockedRun:
         return plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work)
 
     def _plan(self, keys: RowSet) -> Plan:
-        """Plan the rows, and say what there is to do. Raises InputError for a file that breaks off."""
+        """Plan the rows, and say what there is to do. Raises InputError for a file that breaks
+        off.
+        """
         prepared, decoding, begin = self.prepared, self.prepared.config.decoding, time.monotonic()
         plan = make_plan(
             prepared.source,
@@ -238,7 +279,8 @@ class _LockedRun:
         )
         self.display.note(
             f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "
-            f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
+            f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in "
+            f"{time.monotonic() - begin:.1f} s)"
         )
         return plan
 
@@ -248,18 +290,24 @@ class _LockedRun:
         for i, (file, row) in enumerate(plan.refused, 1):
             self.interrupt.check()
             key = DocumentKey(int(file), int(row))
-            rows.append(give_up(self.display, key, self._refusal(key), progress.attempts.get(key, 0) + 1))
+            rows.append(
+                give_up(self.display, key, self._refusal(key), progress.attempts.get(key, 0) + 1)
+            )
             if len(rows) == _REFUSED_ROWS or i == len(plan.refused):
                 with writing(self.prepared.output):
                     writer.commit(rows)
                 rows = []
 
     def _refusal(self, key: DocumentKey) -> Failed:
-        """Find out why no model has to see a row. Raises what `Source.read` raises about the input."""
+        """Find out why no model has to see a row. Raises what `Source.read` raises about the
+        input.
+        """
         row = None
         try:
             row = self.prepared.source.read(key)
-            self.prepared.prompts.room(row.max_new_tokens or self.prepared.config.decoding.max_new_tokens)
+            self.prepared.prompts.room(
+                row.max_new_tokens or self.prepared.config.decoding.max_new_tokens
+            )
         except DocumentError as error:
             return failed_row(error, row)
         raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
@@ -277,7 +325,9 @@ class _LockedRun:
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self._plan_memory(config, plan)
-        self.display.note(f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})")
+        self.display.note(
+            f"connecting to Ray (RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')})"
+        )
         with self.ray as early:
             config = settle_cores(config)
             if warning := say_room(config.job):
@@ -295,15 +345,24 @@ class _LockedRun:
         self.record.plan(memory)
         if cache := memory["cache"]:
             most = cache["max_batch_size"]
-            longest, mean = (min(most, cache[f"{name}_sequences_that_fit"]) for name in ("longest", "mean"))
+            longest, mean = (
+                min(most, cache[f"{name}_sequences_that_fit"]) for name in ("longest", "mean")
+            )
             sizes = memory["memory_gib"]
             self.display.note(
-                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of them for the target's "
-                f"cache, which takes {longest} of the longest documents at once, and {mean} as long as the mean"
+                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of "
+                "them for the target's "
+                f"cache, which takes {longest} of the longest documents at once, and {mean} as "
+                "long as the mean"
             )
 
     def _driver(
-        self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried], early: list[Any]
+        self,
+        config: RunConfig,
+        plan: Plan,
+        ledger: Ledger,
+        tried: Mapping[DocumentKey, Tried],
+        early: list[Any],
     ) -> Driver:
         source, output, job = self.prepared.source, self.prepared.output, config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
@@ -311,17 +370,32 @@ class _LockedRun:
         writer = self._commit_writer()
         return Driver(
             scheduler=Scheduler(
-                plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
+                plan.estimates,
+                job,
+                num_leases,
+                f"{self.run_id}-",
+                tried,
+                group_rows,
+                num_extra=EXTRA_LEASES,
             ),
             pool=Pool(
                 config,
                 source,
-                partial(checked_engine, factory=self.factory, hashes=self.prepared.manifest["identity"]["hashes"]),
+                partial(
+                    checked_engine,
+                    factory=self.factory,
+                    hashes=self.prepared.manifest["identity"]["hashes"],
+                ),
                 early,
             ),
             roster=Roster(job.workers),
             committer=Committer(
-                output, writer, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+                output,
+                writer,
+                self.record,
+                self.lock,
+                rows_per_commit(job.workers),
+                job.commit_every_s,
             ),
             ledger=ledger,
             display=self.display,
@@ -363,7 +437,8 @@ class _LockedRun:
         if num_retryable:
             hint = f"--retry-errors does {num_retryable:,} of them again"
         self.display.note(
-            f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
+            f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows "
+            f"{allowed}; "
             f"see errors/, {hint}"
         )
 

@@ -1,4 +1,6 @@
-"""The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its heartbeat goes on."""
+"""The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its
+heartbeat goes on.
+"""
 
 import fcntl
 import json
@@ -11,7 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
+from specextend.cluster.exits import (
+    LockGoneError,
+    LockHeldError,
+    LockLostError,
+    OutputError,
+    writing,
+)
 from specextend.core import Checkpoint, first_line
 from specextend.data.run_folder import lock_file, parse_record, records_folder
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
@@ -20,10 +28,13 @@ HEARTBEAT_S = 10.0
 STALE_S = 60.0
 """Seconds without a change of the lock after which anyone may take it over."""
 DOUBT_S = 45.0
-"""Seconds without a heartbeat after which a driver checks who holds its folder before it writes there; nobody can have
-taken it earlier."""
+"""Seconds without a heartbeat after which a driver checks who holds its folder before it writes
+there; nobody can have taken it earlier.
+"""
 SETTLE_S = 2.0
-"""Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the first one sees it."""
+"""Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the
+first one sees it.
+"""
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the lock of a driver that may be dead."""
 UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
@@ -56,7 +67,9 @@ class LockHolder:
         return self.pid == os.getpid() or not os.path.exists(f"/proc/{self.pid}")
 
     def seems_alive(self, now: float) -> bool:
-        """Guess from the lock alone, by two clocks that may differ; to be certain, watch the heartbeat."""
+        """Guess from the lock alone, by two clocks that may differ; to be certain, watch the
+        heartbeat.
+        """
         return abs(now - self.heartbeat) <= STALE_S and not self.is_gone(socket.gethostname())
 
     def __str__(self) -> str:
@@ -64,28 +77,35 @@ class LockHolder:
 
 
 def read_lock(output: Location) -> LockHolder | None:
-    """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file that is none."""
+    """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file
+    that is none.
+    """
     data = _read(output)
     return None if data is None else parse_lock(data)
 
 
 def _read(output: Location) -> bytes | None:
-    """Read the lock's file; what is no lock is read once more, because a store may send anything for a moment."""
+    """Read the lock's file; what is no lock is read once more, because a store may send anything
+    for a moment.
+    """
     data = read_bytes(lock_file(output))
     return data if data is None or parse_lock(data) else read_bytes(lock_file(output))
 
 
 def parse_lock(data: bytes) -> LockHolder | None:
-    """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are ignored."""
+    """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are
+    ignored.
+    """
     holder = parse_record(LockHolder, data)
     return holder if holder is not None and math.isfinite(holder.heartbeat) else None
 
 
 class OutputLock:
-    """The lock of an output folder, `_run/lock`: call `try_take` until it is ours, then `beat` and `check`, or `held`.
+    """The lock of an output folder, `_run/lock`: call `try_take` until it is ours, then `beat` and
+    `check`, or `held`.
 
-    A holder counts as dead if its process is known to be gone, or if its lock has not changed for STALE_S by our own
-    clock: the clocks of two machines are never compared.
+    A holder counts as dead if its process is known to be gone, or if its lock has not changed for
+    STALE_S by our own clock: the clocks of two machines are never compared.
 
     clock: wall time. monotonic: time that nobody sets. host: this machine.
     """
@@ -119,7 +139,10 @@ class OutputLock:
         if self._seen is None:
             return ""
         holder = parse_lock(self._seen) or UNKNOWN
-        return f"{self.output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
+        return (
+            f"{self.output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign "
+            "of life"
+        )
 
     def try_take(self) -> bool:
         """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
@@ -138,7 +161,9 @@ class OutputLock:
                 return False
             if is_exclusive is None:
                 holder = parse_lock(found or b"") or UNKNOWN
-                raise LockHeldError(f"{self.output.path} is held by {holder}, which stands still: end it")
+                raise LockHeldError(
+                    f"{self.output.path} is held by {holder}, which stands still: end it"
+                )
             self.predecessor = None if found is None else parse_lock(found)
             self._write()
         if not is_exclusive:
@@ -146,10 +171,11 @@ class OutputLock:
         return is_exclusive
 
     def check(self) -> None:
-        """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that cannot be found out.
+        """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that
+        cannot be found out.
 
-        Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or whose clock was set,
-        goes on if nobody has taken the folder meanwhile.
+        Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or
+        whose clock was set, goes on if nobody has taken the folder meanwhile.
         """
         if self._lost is not None:
             raise self._lost
@@ -163,7 +189,9 @@ class OutputLock:
             self.beat()
         except OSError as error:
             why = first_line(error)
-            raise OutputError(f"{self.output.path}: its lock cannot be confirmed ({why}); run again") from error
+            raise OutputError(
+                f"{self.output.path}: its lock cannot be confirmed ({why}); run again"
+            ) from error
         if self._lost is not None:
             raise self._lost
 
@@ -175,9 +203,13 @@ class OutputLock:
             if self._lost is not None or self._released.is_set():
                 return
             if (data := _read(self.output)) is None:
-                self._lost = LockGoneError(f"{self.output.path}: somebody removed _run/lock; run again to resume")
+                self._lost = LockGoneError(
+                    f"{self.output.path}: somebody removed _run/lock; run again to resume"
+                )
             elif not self._is_ours(holder := parse_lock(data)):
-                self._lost = LockLostError(f"{self.output.path} was taken over by {holder or 'somebody'}")
+                self._lost = LockLostError(
+                    f"{self.output.path} was taken over by {holder or 'somebody'}"
+                )
             else:
                 self._write()
         if self._released.is_set():  # while a slow store took the heartbeat
@@ -187,13 +219,16 @@ class OutputLock:
         """Remove the lock if it is ours, and write it no more."""
         self._released.set()
         for _ in range(_RELEASES):
-            with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
+            # a lock that cannot be removed goes stale, and must not hide an earlier error
+            with suppress(OSError):
                 if self._is_ours(read_lock(self.output)):
                     delete(lock_file(self.output))
                 return
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True if the lock of another driver may be taken over. Raises LockHeldError if that driver lives."""
+        """Return True if the lock of another driver may be taken over. Raises LockHeldError if that
+        driver lives.
+        """
         holder = parse_lock(found)
         if holder is not None and holder.is_gone(self._host):
             return True
@@ -208,7 +243,9 @@ class OutputLock:
             return False
         self._is_settling = False
         if not self._is_ours(holder := read_lock(self.output)):
-            raise LockHeldError(f"{self.output.path} was taken by {holder or 'somebody'} at the same moment")
+            raise LockHeldError(
+                f"{self.output.path} was taken by {holder or 'somebody'} at the same moment"
+            )
         return True
 
     def _is_ours(self, holder: LockHolder | None) -> bool:
@@ -231,14 +268,15 @@ def held(
 ) -> Iterator[None]:
     """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
-    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises LockHeldError and
-    OutputError.
+    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises
+    LockHeldError and OutputError.
     """
     closing = threading.Event()
 
     def keep() -> None:
         while not closing.wait(HEARTBEAT_S):
-            with suppress(OSError):  # `check` asks the store itself once the last good beat is too old
+            # `check` asks the store itself once the last good beat is too old
+            with suppress(OSError):
                 lock.beat()
 
     thread = threading.Thread(target=keep, name="heartbeat", daemon=True)
@@ -270,7 +308,8 @@ def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Checkp
 def exclusive(output: Location) -> Iterator[bool | None]:
     """Keep other processes out while a lock is examined and taken.
 
-    Yields False if the file system cannot, and None if another process stays: one that is suspended would for ever.
+    Yields False if the file system cannot, and None if another process stays: one that is suspended
+    would for ever.
     """
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):
@@ -298,7 +337,9 @@ def _locked(handle: int) -> bool | None:
 
 
 def _pid_namespace() -> str:
-    """Return an id that tells two containers of one name apart; empty if the system has no /proc."""
+    """Return an id that tells two containers of one name apart; empty if the system has no
+    /proc.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

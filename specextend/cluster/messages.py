@@ -1,8 +1,9 @@
-"""Leases, the messages between the driver and its workers, which can be pickled, and the events of workers. Pure.
+"""Leases, the messages between the driver and its workers, which can be pickled, and the events of
+workers. Pure.
 
-A lease is one document handed to one worker, once. A document is charged an attempt when its lease ends in a way that
-may be its fault; after `job.max_attempts` of these it is given up. Times are seconds of any monotonic clock that the
-caller passes in.
+A lease is one document handed to one worker, once. A document is charged an attempt when its lease
+ends in a way that may be its fault; after `job.max_attempts` of these it is given up. Times are
+seconds of any monotonic clock that the caller passes in.
 """
 
 import math
@@ -15,7 +16,9 @@ from specextend.data.rows import Row
 from specextend.stats import DecodingStats
 
 MAX_LOSSES = 10
-"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to have started at."""
+"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to
+have started at.
+"""
 LOSSES_ALONE = 2
 """Such losses after which a document runs alone."""
 
@@ -58,7 +61,9 @@ class Tried(NamedTuple):
     struck: frozenset[Place] = frozenset()
     """The places where they were charged."""
     forgiven: int = 0
-    """Those of them that ended in an error row which is to be done again: they do not count towards `max_attempts`."""
+    """Those of them that ended in an error row which is to be done again: they do not count towards
+    `max_attempts`.
+    """
 
 
 @dataclass(slots=True)
@@ -123,8 +128,12 @@ class Holder:
 
     @property
     def holds_struck(self) -> bool:
-        """Return True if every document that it holds was struck elsewhere, too: that explains its death."""
-        return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())
+        """Return True if every document that it holds was struck elsewhere, too: that explains its
+        death.
+        """
+        return bool(self.leases) and all(
+            held.document.struck - {self.place} for held in self.leases.values()
+        )
 
 
 class Done(NamedTuple):
@@ -137,7 +146,9 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be able to read it."""
+    """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be
+    able to read it.
+    """
 
     doc_id: str
     """Empty if the document was not read."""
@@ -157,13 +168,19 @@ class Failed(NamedTuple):
 
 def failed_row(error: DocumentError, row: Row | None) -> Failed:
     """Return the failure of a document. row: what was read of it, if it could be."""
-    doc_id, content = (error.doc_id, error.content_sha256) if row is None else (row.document.doc_id, row.content_sha256)
+    doc_id, content = (
+        (error.doc_id, error.content_sha256)
+        if row is None
+        else (row.document.doc_id, row.content_sha256)
+    )
     facts = error.error_class, error.message, error.stage, error.retryable
     return Failed(doc_id, *facts, content, error.summary, error.tasks)
 
 
 class Suspected(NamedTuple):
-    """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
+    """A document whose batch failed through its fault or a neighbour's. It is tried again alone,
+    which decides that.
+    """
 
     error_class: str
     message: str
@@ -183,7 +200,9 @@ class WorkerInfo:
     accelerators: tuple[str, ...] = ()
     """Accelerators that Ray has assigned to it, such as `GPU 3`."""
     limits: dict[str, float] | None = None
-    """What its device can do and what its target asks of it (`Engine.limits`); None if that is not known."""
+    """What its device can do and what its target asks of it (`Engine.limits`); None if that is not
+    known.
+    """
     kernels: list[Values] = field(default_factory=list)
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
@@ -230,7 +249,9 @@ class Returned:
 
 @dataclass(frozen=True)
 class CallLost:
-    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
+    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the
+    way.
+    """
 
     worker: str
     lease: Lease
@@ -247,7 +268,9 @@ class Polled:
 
 @dataclass(frozen=True)
 class Draining:
-    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
+    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out
+    of the cluster.
+    """
 
     worker: str
 

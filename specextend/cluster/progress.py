@@ -1,4 +1,6 @@
-"""Progress of a run: its clock, the work done and left, what ends a run most of whose documents fail, and displays."""
+"""Progress of a run: its clock, the work done and left, what ends a run most of whose documents
+fail, and displays.
+"""
 
 import json
 import math
@@ -29,20 +31,26 @@ MAX_GAP_S = 10.0
 WINDOW_S = 600.0
 """Seconds of the past from which the rate is taken."""
 REMEMBER_EVERY_S = 1.0
-"""Seconds between two points of that past: hundreds of results a second would fill the driver's memory."""
+"""Seconds between two points of that past: hundreds of results a second would fill the driver's
+memory.
+"""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
 MIN_ENDED = 100
 """Fewest documents that must have ended before the error rate is checked."""
 MIN_SHARE = 0.01
-"""Smallest share of a start's documents that must have ended, too: the longest come first, and fail more often."""
+"""Smallest share of a start's documents that must have ended, too: the longest come first, and fail
+more often.
+"""
 
 
 class AwakeClock:
-    """Clock of the driver: it counts the seconds in which the driver could see what its workers did.
+    """Clock of the driver: it counts the seconds in which the driver could see what its workers
+    did.
 
-    After its process or machine was suspended, the driver must not find every worker silent and every document overdue:
-    it did not watch them. So a gap between two readings counts for `MAX_GAP_S` at most, and a step back for nothing.
+    After its process or machine was suspended, the driver must not find every worker silent and
+    every document overdue: it did not watch them. So a gap between two readings counts for
+    `MAX_GAP_S` at most, and a step back for nothing.
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
@@ -79,12 +87,21 @@ class Snapshot(NamedTuple):
 
 
 class Ledger:
-    """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
+    """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts
+    replace estimates.
+    """
 
-    def __init__(self, estimates: Estimates, num_done: int, num_errors: int, work: DecodingStats | None = None):
+    def __init__(
+        self,
+        estimates: Estimates,
+        num_done: int,
+        num_errors: int,
+        work: DecodingStats | None = None,
+    ):
         """Begin a start.
 
-        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts; work: theirs.
+        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts;
+        work: theirs.
         """
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
@@ -97,7 +114,9 @@ class Ledger:
         self._running: dict[str, dict[DocumentKey, int]] = {}
         self._num_running = 0
         self._prompt_under_way = self._output_under_way = self._allowed_under_way = 0
-        """Sums over the running documents that have begun to decode; the last one of `max_new_tokens`."""
+        """Sums over the running documents that have begun to decode; the last one of
+        `max_new_tokens`.
+        """
         self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
@@ -118,7 +137,9 @@ class Ledger:
         self._stats.add(stats)
 
     def running(self, worker: str, outputs: Mapping[DocumentKey, int]) -> None:
-        """Note the open documents that are in a worker's engine now, with their output tokens so far."""
+        """Note the open documents that are in a worker's engine now, with their output tokens so
+        far.
+        """
         self._count(self._running.get(worker, {}), -1)
         self._running[worker] = dict(outputs)
         self._count(outputs, 1)
@@ -141,7 +162,8 @@ class Ledger:
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
     def snapshot(self, now: float, num_workers: int, num_loading: int = 0) -> Snapshot:
-        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second, for the rate.
+        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second,
+        for the rate.
 
         num_workers, num_loading: workers that are ready, and those that load their models.
         """
@@ -171,17 +193,24 @@ class Ledger:
         )
 
     def _work_left(self, cost: float) -> float:
-        """Estimate the work left, on the assumption that outputs end as early, on average, as those so far."""
-        share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
+        """Estimate the work left, on the assumption that outputs end as early, on average, as those
+        so far.
+        """
+        share = (
+            self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
+        )
         prompt = self._prompt_left - self._prompt_under_way
-        output = share * self._output_left - min(self._output_under_way, share * self._allowed_under_way)
+        output = share * self._output_left - min(
+            self._output_under_way, share * self._allowed_under_way
+        )
         return max(0.0, prompt + cost * output)
 
 
 class ErrorGuard:
     """Guard that stops a run most of whose documents fail.
 
-    Rows whose own content is at fault (null text, over length) are not counted: they are no sign of a broken run.
+    Rows whose own content is at fault (null text, over length) are not counted: they are no sign of
+    a broken run.
     """
 
     def __init__(self, limit: float, num_documents: int):
@@ -204,7 +233,9 @@ class ErrorGuard:
         self._examples.setdefault(failed.error_class, f"{doc_id}: {failed.message}")
 
     def check(self) -> None:
-        """Raise TooManyErrorsError once enough documents have ended and too many of them have failed."""
+        """Raise TooManyErrorsError once enough documents have ended and too many of them have
+        failed.
+        """
         num_failed = self._failed.total()
         num_ended = self._num_done + num_failed
         if num_ended < self._least or num_failed <= self._limit * num_ended:
@@ -212,7 +243,8 @@ class ErrorGuard:
         [(name, _)] = self._failed.most_common(1)
         raise TooManyErrorsError(
             f"stopped early: {num_failed:,} of {counted(num_ended, 'document')} failed, more than "
-            f"job.stop_error_fraction {self._limit:g} allows, most often with {name}, such as {self._examples[name]}; "
+            f"job.stop_error_fraction {self._limit:g} allows, most often with {name}, such as "
+            f"{self._examples[name]}; "
             "what is done is kept: fix the cause and run again with --retry-errors, or allow more"
         )
 
@@ -236,14 +268,24 @@ def describe(snapshot: Snapshot) -> str:
     """Describe a snapshot in one line."""
     rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
     is_running, num_loading = snapshot.num_workers > 0, snapshot.num_loading
-    waiting = f"{counted(num_loading, 'worker')} loading models" if num_loading else "waiting for Ray to start a worker"
-    left = "time left unknown yet" if snapshot.eta_s is None else f"{describe_duration(snapshot.eta_s)} left"
+    waiting = (
+        f"{counted(num_loading, 'worker')} loading models"
+        if num_loading
+        else "waiting for Ray to start a worker"
+    )
+    left = (
+        "time left unknown yet"
+        if snapshot.eta_s is None
+        else f"{describe_duration(snapshot.eta_s)} left"
+    )
     parts = [
         f"{100 * snapshot.fraction:.0f}% of the work",
         left if is_running else "",
         f"{snapshot.num_done:,}/{snapshot.num_rows:,} done",
         f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
-        f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}" if is_running else "",
+        f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}"
+        if is_running
+        else "",
         waiting if num_loading or not is_running else "",
         f"{rate:,.1f} output tokens/s" if rate is not None else "",
         f"acceptance length {length:.2f}" if length is not None else "",
@@ -267,7 +309,9 @@ class Pace:
 
 
 class Display:
-    """Shows the progress of a run and what happens in it: here as a plain line every 30 s, for logs."""
+    """Shows the progress of a run and what happens in it: here as a plain line every 30 s, for
+    logs.
+    """
 
     def __init__(self, write: Callable[[str], object]):
         """Write through `write`, which takes a line without its line end."""
@@ -293,20 +337,28 @@ class Display:
 
 
 class BarDisplay(Display):
-    """Draws a progress bar on a terminal, with its text in as many lines as it takes, and writes notes above it."""
+    """Draws a progress bar on a terminal, with its text in as many lines as it takes, and writes
+    notes above it.
+    """
 
     def __init__(self, console: Console):
         super().__init__(partial(console.print, markup=False, highlight=False, emoji=False))
-        description = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+        description = TextColumn(
+            "{task.description}", markup=False, table_column=Column(overflow="fold")
+        )
         self._progress = Progress(BarColumn(bar_width=12), description, console=console)
         self._task = self._progress.add_task("starting", total=1.0)
         self._progress.start()
         if console.is_terminal:
-            wrap_streams()  # until the bar ends, rich prints above it what others write there, and would obey its codes
+            # until the bar ends, rich prints above it what others write there, and would obey its
+            # codes
+            wrap_streams()
 
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Update the bar."""
-        self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
+        self._progress.update(
+            self._task, completed=snapshot.fraction, description=describe(snapshot)
+        )
 
     def close(self) -> None:
         """Stop drawing and leave the bar as it is."""
@@ -314,10 +366,11 @@ class BarDisplay(Display):
 
 
 class JsonDisplay(Display):
-    """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if people get one.
+    """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if
+    people get one.
 
-    The facts about a document are its key (`file`, `row`), its id (`document`) once it has been read, `worker` and
-    `attempt`.
+    The facts about a document are its key (`file`, `row`), its id (`document`) once it has been
+    read, `worker` and `attempt`.
     """
 
     _run_id: str | None = None
@@ -336,8 +389,14 @@ class JsonDisplay(Display):
         self.event(event, message=message, **facts)
 
     def event(self, name: str, **facts: Fact) -> None:
-        """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or NaN are left out."""
-        head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": self._run_id, "event": name}
+        """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or
+        NaN are left out.
+        """
+        head = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "run": self._run_id,
+            "event": name,
+        }
         known = {
             key: value
             for key, value in (head | facts).items()
@@ -347,7 +406,9 @@ class JsonDisplay(Display):
 
 
 class Forgiving:
-    """A text stream that drops what cannot be written: a full disk or a closed terminal under a log ends no run."""
+    """A text stream that drops what cannot be written: a full disk or a closed terminal under a log
+    ends no run.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -368,7 +429,8 @@ class Forgiving:
 
 
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
-    """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal, lines elsewhere.
+    """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal,
+    lines elsewhere.
 
     What cannot be written is dropped.
     """
@@ -392,6 +454,8 @@ def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
 
 
 def result_facts(done: Done) -> dict[str, Fact]:
-    """Return the facts about a result for a log that machines read; no text of the document is among them."""
+    """Return the facts about a result for a log that machines read; no text of the document is
+    among them.
+    """
     counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
     return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

@@ -1,6 +1,8 @@
-"""What a driver writes while a run goes on: finished rows, the record of its start, and the status read from both.
+"""What a driver writes while a run goes on: finished rows, the record of its start, and the status
+read from both.
 
-Nothing else writes them. `specextend status` imports this module, so it needs neither Ray nor torch.
+Nothing else writes them. `specextend status` imports this module, so it needs neither Ray nor
+torch.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ if TYPE_CHECKING:  # they import torch
     from specextend.config import RunConfig
 
 LEAST_ROWS, ROWS_PER_WORKER = 64, 8
-"""Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not many more."""
+"""Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not
+many more.
+"""
 _PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 
 
 class StartRecord:
-    """The record of one start of a run, `_run/attempts/<run id>.json`, from its lock to its exit code.
+    """The record of one start of a run, `_run/attempts/<run id>.json`, from its lock to its exit
+    code.
 
-    What happens to workers is kept until the record is written for another reason, or `write` is called.
+    What happens to workers is kept until the record is written for another reason, or `write` is
+    called.
     """
 
     def __init__(
@@ -63,8 +69,8 @@ class StartRecord:
     ):
         """Fill the record.
 
-        models: by name, the model that was asked for and the commit that it is. took_over: the dead driver whose lock
-        this one has taken over, if there was one. clock: seconds since the epoch.
+        models: by name, the model that was asked for and the commit that it is. took_over: the dead
+        driver whose lock this one has taken over, if there was one. clock: seconds since the epoch.
         """
         self._file = starts_folder(output).child(f"{run_id}.json")
         self._clock = clock
@@ -78,7 +84,8 @@ class StartRecord:
             "exit_code": None,
             "seen": self._now(),
             "driver": {"host": socket.gethostname(), "pid": os.getpid()},
-            "took_over": took_over and {"run_id": took_over.run_id, "heartbeat": took_over.heartbeat},
+            "took_over": took_over
+            and {"run_id": took_over.run_id, "heartbeat": took_over.heartbeat},
             "versions": library_versions(),
             "git_commit": code_commit(),
             "models": dict(models or {}),
@@ -91,7 +98,9 @@ class StartRecord:
         }
 
     def ending(self, exit_code: int) -> Start:
-        """End the run now, and return what the record will say of it, for the report, which is written before."""
+        """End the run now, and return what the record will say of it, for the report, which is
+        written before.
+        """
         self._record["end"] = self._now()
         return parse_start(self._contents() | {"exit_code": exit_code}, self._record["run_id"])
 
@@ -101,7 +110,9 @@ class StartRecord:
         return parse_start(self._contents(), self._record["run_id"])
 
     def worker_asked(self, worker: str, seat: int) -> None:
-        """Note that a worker was asked for. seat: its number, from 1, which a worker that dies leaves to the next."""
+        """Note that a worker was asked for. seat: its number, from 1, which a worker that dies
+        leaves to the next.
+        """
         unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib"))
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
@@ -115,7 +126,9 @@ class StartRecord:
         self._note(worker, ready=self._now(), **asdict(info))
 
     def worker_used(self, worker: str, gib: float) -> bool:
-        """Note the most memory that a worker has used so far; return True if it is the first of which that is known."""
+        """Note the most memory that a worker has used so far; return True if it is the first of
+        which that is known.
+        """
         if gib <= (self._workers[worker]["used_gib"] or 0.0):
             return False
         is_first = not any(each["used_gib"] for each in self._workers.values())
@@ -138,12 +151,16 @@ class StartRecord:
         return self._record["planned_gib"] or 0.0
 
     def plan(self, memory: ReadOnly) -> None:
-        """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""
+        """Keep the memory that a worker was planned to take (`plan_memory`) until the record is
+        written.
+        """
         self._record |= {"memory": dict(memory), "planned_gib": sum(memory["memory_gib"].values())}
         self.is_changed = True
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Write how often open documents have been tried, by earlier starts too; the next start counts on."""
+        """Write how often open documents have been tried, by earlier starts too; the next start
+        counts on.
+        """
         self._record["charges"] = {
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
@@ -152,7 +169,11 @@ class StartRecord:
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
         """Write the record with its end: now, or the time that the report has."""
-        self._record |= {"end": self._record["end"] or self._now(), "exit_code": exit_code, "reason": reason}
+        self._record |= {
+            "end": self._record["end"] or self._now(),
+            "exit_code": exit_code,
+            "reason": reason,
+        }
         self.write()
 
     def write(self) -> None:
@@ -178,7 +199,9 @@ def rows_per_commit(workers: int) -> int:
 
 @dataclass(slots=True)
 class Committer:
-    """Finished rows, which it commits once there are enough of them or the last time is long enough ago."""
+    """Finished rows, which it commits once there are enough of them or the last time is long enough
+    ago.
+    """
 
     output: Location
     writer: CommitWriter
@@ -195,15 +218,21 @@ class Committer:
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if there is nothing."""
+        """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if
+        there is nothing.
+        """
         self.lock.check()
         is_time = now - self._committed_at >= self.every_s
-        if len(self._rows) >= self.every_rows or (is_time and (self._rows or self.record.is_changed)):
+        if len(self._rows) >= self.every_rows or (
+            is_time and (self._rows or self.record.is_changed)
+        ):
             self.commit()
             self._committed_at = now
 
     def commit(self) -> None:
-        """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and OutputError."""
+        """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and
+        OutputError.
+        """
         with writing(self.output):
             self.writer.commit(self._rows)
             if self.record.is_changed:
@@ -216,18 +245,27 @@ class Committer:
             self.record.charged(charges)
 
 
-def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = "") -> Values:
+def give_up(
+    display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = ""
+) -> Values:
     """Say that a document has failed, and return its error row."""
-    facts = key._asdict() | {"document": failed.doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+    facts = key._asdict() | {
+        "document": failed.doc_id,
+        "worker": worker,
+        "attempt": attempts,
+        "stage": failed.stage,
+    }
     message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
     display.note(message, "document_failed", **facts, error_class=failed.error_class)
     return {**key._asdict(), **failed._asdict(), "attempts": attempts}
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
-    """Find how often earlier starts have tried each document; attempts that ended in an error row are forgiven.
+    """Find how often earlier starts have tried each document; attempts that ended in an error row
+    are forgiven.
 
-    An entry of a record that cannot be read is skipped: at worst its document gets all its attempts again.
+    An entry of a record that cannot be read is skipped: at worst its document gets all its attempts
+    again.
     """
     charges: dict[DocumentKey, Tried] = {}
     for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
@@ -246,31 +284,45 @@ def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Trie
 
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries on which a result may depend."""
-    installed = {package: package_version(package) or "not installed as a package" for package in _PACKAGES}
+    installed = {
+        package: package_version(package) or "not installed as a package" for package in _PACKAGES
+    }
     return {"python": platform.python_version(), **installed}
 
 
 def read_status(output: Location) -> Values:
-    """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows cannot be counted.
+    """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows
+    cannot be counted.
 
-    Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the `warnings`.
+    Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the
+    `warnings`.
     """
     manifest, driver, now = read_manifest(output), read_lock(output), time.time()
     is_alive = driver is not None and driver.seems_alive(now)
     if manifest is None:
-        what = f"no run yet: {driver} is reading its input" if is_alive else "no run (there is no _run/manifest.json)"
+        what = (
+            f"no run yet: {driver} is reading its input"
+            if is_alive
+            else "no run (there is no _run/manifest.json)"
+        )
         raise ValueError(f"{output.path} holds {what}")
     progress, starts, success = read_commits(output), read_starts(output), read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
-    warnings = [f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}" for start in starts if start.damage]
+    warnings = [
+        f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}"
+        for start in starts
+        if start.damage
+    ]
     if success is None and exists(success_file(output)):
         warnings.insert(0, "_SUCCESS cannot be read; run again to write it anew")
     if driver is None and exists(lock_file(output)):
         warnings.insert(0, "_run/lock cannot be read; if no driver is running, delete it")
     whole = [start for start in starts if start.damage is None]
     return {
-        "state": "running" if is_alive else _state(whole, num_left, is_complete=success is not None),
+        "state": "running"
+        if is_alive
+        else _state(whole, num_left, is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
@@ -295,12 +347,15 @@ def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
 def describe_status(status: Values) -> str:
     """Describe the status for people. No text from a record can add a line of its own."""
     lines = [
-        f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, {status['errors']:,} failed, "
+        f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, "
+        f"{status['errors']:,} failed, "
         f"{status['left']:,} left",
     ]
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["driver"]:
-        lines.append(f"driver: {status['driver']}, last heartbeat {status['heartbeat_age_s']:,.0f} s ago")
+        lines.append(
+            f"driver: {status['driver']}, last heartbeat {status['heartbeat_age_s']:,.0f} s ago"
+        )
     for start in status["starts"]:
         end = "no end recorded" if start.end is None else f"{start.end}, exit {start.exit_code}"
         lines.append(f"start {start.run_id}: {start.begin} to {end}")

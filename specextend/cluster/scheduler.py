@@ -1,12 +1,13 @@
 """The scheduler: which worker gets which document, and which documents a failure charges. Pure.
 
-It has no Ray, no files and no clock of its own: times are seconds of any monotonic clock that the caller passes in. A
-document is open until `finish` or a `GivenUp` closes it; at most one worker holds its lease at a time.
+It has no Ray, no files and no clock of its own: times are seconds of any monotonic clock that the
+caller passes in. A document is open until `finish` or a `GivenUp` closes it; at most one worker
+holds its lease at a time.
 
 - Neighbouring rows go to one worker, the longest documents first (`Backlog`).
 - A document that may have failed its neighbours runs alone, and elsewhere if it can.
-- A place where workers die gets one document at a time until one is done there. After `MAX_DEATHS` deaths in a row it
-  gets none any more, if another place has had fewer.
+- A place where workers die gets one document at a time until one is done there. After `MAX_DEATHS`
+  deaths in a row it gets none any more, if another place has had fewer.
 """
 
 from __future__ import annotations
@@ -19,16 +20,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
-from specextend.cluster.messages import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, OpenDocument, Place, Tried
+from specextend.cluster.messages import (
+    MAX_LOSSES,
+    GivenUp,
+    HeldLease,
+    Holder,
+    Lease,
+    OpenDocument,
+    Place,
+    Tried,
+)
 from specextend.core import DocumentKey
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import JobOptions
 
 MAX_DEATHS = 6
-"""Deaths of workers at one place in a row, without a document done between, before it is left out."""
+"""Deaths of workers at one place in a row, without a document done between, before it is left
+out.
+"""
 ALONE_SHARE = 4
-"""One worker in this many, and at least one, may be kept for documents that run alone while others wait."""
+"""One worker in this many, and at least one, may be kept for documents that run alone while others
+wait.
+"""
 IDLE_S = 60.0
 """Seconds without a lease and a step after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
@@ -50,10 +64,10 @@ class Scheduler:
     ):
         """Queue the documents.
 
-        stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that was charged
-        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it. num_extra:
-        those of a worker's leases that wait there behind a full batch; near the end there are none, for the sake of
-        workers that have nothing to do.
+        stem: the beginning of every lease id. tried: documents that earlier starts have charged;
+        one that was charged at a known place runs alone. group_rows: the rows of each row group of
+        each file, as workers read it. num_extra: those of a worker's leases that wait there behind
+        a full batch; near the end there are none, for the sake of workers that have nothing to do.
         """
         self._job = job
         self.num_open = len(estimates)
@@ -61,7 +75,9 @@ class Scheduler:
         self._estimates, self._stem = estimates, stem
         self._leases_per_worker, self._num_extra = leases_per_worker, num_extra
         self._documents = {
-            key: OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
+            key: OpenDocument(
+                key, estimates[key].total, before.attempts, before.forgiven, set(before.struck)
+            )
             for key, before in (tried or {}).items()
             if key in estimates
         }
@@ -98,46 +114,61 @@ class Scheduler:
     def num_wanted(self) -> int:
         """Count the workers that are of use.
 
-        These are the busy ones, one for each document that waits, and one more for each place that may be at fault for
-        a death.
+        These are the busy ones, one for each document that waits, and one more for each place that
+        may be at fault for a death.
         """
         workers = self._workers.values()
-        useful = min(self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers))
+        useful = min(
+            self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers)
+        )
         struck = {place for _, key in self._alone for place in self._documents[key].struck}
-        return useful + sum(self._deaths[worker.place] > 0 or worker.place in struck for worker in workers)
+        return useful + sum(
+            self._deaths[worker.place] > 0 or worker.place in struck for worker in workers
+        )
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
         """List open documents that no worker holds, up to a number, those that run alone first."""
         return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
     def charges(self) -> dict[DocumentKey, Tried] | None:
-        """List open documents that may have ended workers; None if there is no new one since the last call."""
+        """List open documents that may have ended workers; None if there is no new one since the
+        last call.
+        """
         if not self._has_charged:
             return None
         self._has_charged = False
         struck = (document for document in self._documents.values() if document.struck)
-        return {document.key: Tried(document.attempts, frozenset(document.struck)) for document in struck}
+        return {
+            document.key: Tried(document.attempts, frozenset(document.struck))
+            for document in struck
+        }
 
     # Workers come
 
     def expect(self, num_coming: int) -> None:
-        """Note how many workers are being built: a document that was struck at all other places waits for them."""
+        """Note how many workers are being built: a document that was struck at all other places
+        waits for them.
+        """
         self._num_coming = num_coming
 
     def join(self, worker: str, place: Place, now: float) -> tuple[int, str] | None:
         """Note that a worker is ready.
 
-        If its place is left out, returns the number of workers that have died there in a row, and why the last one did.
+        If its place is left out, returns the number of workers that have died there in a row, and
+        why the last one did.
         """
         assert worker not in self._workers, f"{worker} joined twice"
         self._workers[worker] = Holder(place, now)
         others = {other.place for other in self._workers.values()} - {place} - self._left_out
-        if self._deaths[place] >= MAX_DEATHS and any(self._deaths[other] < self._deaths[place] for other in others):
+        if self._deaths[place] >= MAX_DEATHS and any(
+            self._deaths[other] < self._deaths[place] for other in others
+        ):
             self._left_out.add(place)
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
     def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> bool:
-        """Note a worker's counter of prefill chunks and steps, and its leases whose prefill has begun; the others wait.
+        """Note a worker's counter of prefill chunks and steps, and its leases whose prefill has
+        begun; the others wait.
 
         Returns True if the counter moved, so that tokens were read or written.
         """
@@ -155,10 +186,14 @@ class Scheduler:
     # Documents go to workers
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
-        """Grant the leases that are due: documents that run alone on empty workers, the others spread."""
+        """Grant the leases that are due: documents that run alone on empty workers, the others
+        spread.
+        """
         if not self.num_waiting:
             return []
-        takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
+        takers = {
+            name: worker for name, worker in self._workers.items() if self._takes(worker, now)
+        }
         return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
     def _takes(self, worker: Holder, now: float) -> bool:
@@ -167,14 +202,19 @@ class Scheduler:
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
-        """Grant documents to empty workers; if one finds none, keep the worker nearest to that from filling up.
+        """Grant documents to empty workers; if one finds none, keep the worker nearest to that from
+        filling up.
 
         Removes the workers that were chosen from `takers`.
         """
         granted: list[tuple[str, Lease]] = []
-        room = max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
+        room = (
+            max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
+        )
         room -= sum(worker.is_alone for worker in self._workers.values())
-        nearest = sorted(takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken))
+        nearest = sorted(
+            takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken)
+        )
         allowed: dict[frozenset[Place], set[Place]] = {}
         for entry in list(self._alone):
             if room <= 0:
@@ -183,7 +223,9 @@ class Scheduler:
             struck = frozenset(document.struck)
             if struck not in allowed:
                 allowed[struck] = self._places_for(struck)
-            found = (name for name in nearest if name in takers and takers[name].place in allowed[struck])
+            found = (
+                name for name in nearest if name in takers and takers[name].place in allowed[struck]
+            )
             if (name := next(found, None)) is None:
                 continue
             room -= 1
@@ -195,9 +237,11 @@ class Scheduler:
         return granted
 
     def _places_for(self, struck: frozenset[Place]) -> set[Place]:
-        """Choose where a document may run that was struck somewhere: of the places allowed those with fewest deaths.
+        """Choose where a document may run that was struck somewhere: of the places allowed those
+        with fewest deaths.
 
-        Places on other hosts come first, then others on the same hosts and, if no worker is being built, all.
+        Places on other hosts come first, then others on the same hosts and, if no worker is being
+        built, all.
         """
         hosts = {place.host for place in struck}
         known = {worker.place for worker in self._workers.values()} - self._left_out
@@ -213,7 +257,11 @@ class Scheduler:
         is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
-        free = [(worker.num_taken, name) for name, worker in takers.items() if worker.num_taken < room[name]]
+        free = [
+            (worker.num_taken, name)
+            for name, worker in takers.items()
+            if worker.num_taken < room[name]
+        ]
         heapq.heapify(free)
         granted = []
         while free and (key := self._backlog.take(free[0][1])) is not None:
@@ -228,7 +276,9 @@ class Scheduler:
         if (document := self._documents.get(key)) is None:
             document = self._documents[key] = OpenDocument(key, self._estimates[key].total)
         lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
-        lease = Lease(lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone)
+        lease = Lease(
+            lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone
+        )
         if state.is_empty:
             state.moved_at = now
         self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
@@ -237,7 +287,9 @@ class Scheduler:
     # Documents end
 
     def finish(self, lease_id: str, *, is_done: bool = True) -> None:
-        """Close the document of a lease in force. is_done: it has a summary, so its worker's place is a good one."""
+        """Close the document of a lease in force. is_done: it has a summary, so its worker's place
+        is a good one.
+        """
         held = self._release(lease_id)
         if is_done:
             del self._deaths[self._workers[held.worker].place]
@@ -249,11 +301,17 @@ class Scheduler:
 
     def overdue(self, now: float) -> list[Lease]:
         """List the leases past their document's deadline."""
-        started = ((held.lease, held.started_at) for held in self.held.values() if held.started_at is not None)
+        started = (
+            (held.lease, held.started_at)
+            for held in self.held.values()
+            if held.started_at is not None
+        )
         return [lease for lease, since in started if now - since > self.seconds_for(lease)]
 
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
-        """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
+        """Take an overdue lease back and charge its document. Call `closed` when the worker has let
+        go of it.
+        """
         held = self._call_back(lease_id)
         place = self._workers[held.worker].place
         return self._charge(held.document, place, "DeadlineExceeded", message, is_certain=True)
@@ -262,10 +320,14 @@ class Scheduler:
         """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
         held = self._release(lease_id)
         place = self._workers[held.worker].place
-        return self._charge(held.document, place, error_class, message, is_certain=held.lease.is_alone)
+        return self._charge(
+            held.document, place, error_class, message, is_certain=held.lease.is_alone
+        )
 
     def unread(self, lease_id: str, now: float) -> None:
-        """Put a document back that its worker could not read but others may. The worker rests for `PAUSE_S`."""
+        """Put a document back that its worker could not read but others may. The worker rests for
+        `PAUSE_S`.
+        """
         held = self._release(lease_id)
         self._put_back(held.document)
         worker = self._workers[held.worker]
@@ -279,10 +341,14 @@ class Scheduler:
 
     def damaged(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
         """Charge the document of a lease in force that nobody can read."""
-        return self._charge(self._release(lease_id).document, None, error_class, message, is_certain=True)
+        return self._charge(
+            self._release(lease_id).document, None, error_class, message, is_certain=True
+        )
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
-        """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
+        """Take a lease back whose call was lost through no fault of the document, as if its node
+        had died.
+        """
         return self._count_loss(self._release(lease_id).document, message)
 
     def closed(self, worker: str) -> None:
@@ -294,10 +360,11 @@ class Scheduler:
     # Workers go
 
     def drain(self, worker: str) -> list[Lease]:
-        """Grant nothing more to a worker whose node is about to go, and take back what has not begun there.
+        """Grant nothing more to a worker whose node is about to go, and take back what has not
+        begun there.
 
-        What runs may finish. No document is charged, nor is the loss of its node counted. Returns the leases; call
-        `closed` when the worker has let go of one.
+        What runs may finish. No document is charged, nor is the loss of its node counted. Returns
+        the leases; call `closed` when the worker has let go of one.
         """
         state = self._workers[worker]
         state.is_draining = True
@@ -312,13 +379,17 @@ class Scheduler:
         return worker in self._workers and self._workers[worker].is_draining
 
     def spare(self, now: float) -> list[str]:
-        """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
+        """List the workers to be let go: empty draining ones, and idle ones of which more are left
+        than are of use.
+        """
         empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
         draining = [name for name, worker in empty.items() if worker.is_draining]
         idle = [
             name
             for name, worker in empty.items()
-            if now - worker.moved_at >= IDLE_S and not worker.is_draining and worker.place not in self._left_out
+            if now - worker.moved_at >= IDLE_S
+            and not worker.is_draining
+            and worker.place not in self._left_out
         ]
         surplus = len(self._workers) - len(draining) - self.num_wanted
         return draining + idle[: max(0, surplus)]
@@ -342,7 +413,8 @@ class Scheduler:
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
         """Remove a worker that died: charge the documents that it had started, and free the others.
 
-        A document that ran alone is charged even if the worker died before it could report the start.
+        A document that ran alone is charged even if the worker died before it could report the
+        start.
         """
         state = self._drop(worker)
         if not state.holds_struck:
@@ -353,7 +425,9 @@ class Scheduler:
             if held.started_at is None and not state.is_alone:
                 given_up += self._count_loss(held.document, message)
             else:
-                given_up += self._charge(held.document, state.place, error_class, message, is_certain=state.is_alone)
+                given_up += self._charge(
+                    held.document, state.place, error_class, message, is_certain=state.is_alone
+                )
         return given_up
 
     def lose(self, worker: str, message: str) -> list[GivenUp]:
@@ -398,12 +472,19 @@ class Scheduler:
         if document.runs_alone:
             bisect.insort(self._alone, rank(document.num_tokens, document.key))
             return
-        if not (document.attempts or document.losses or document.struck):  # as if it had never been leased
+        # as if it had never been leased
+        if not (document.attempts or document.losses or document.struck):
             del self._documents[document.key]
         self._backlog.put(document.key)
 
     def _charge(
-        self, document: OpenDocument, place: Place | None, error_class: str, message: str, *, is_certain: bool
+        self,
+        document: OpenDocument,
+        place: Place | None,
+        error_class: str,
+        message: str,
+        *,
+        is_certain: bool,
     ) -> list[GivenUp]:
         """Charge a document, which runs alone from now on if it was struck at a place.
 

@@ -1,4 +1,6 @@
-"""The worker: a Ray actor with one engine. Leases come in as calls, and one thread decodes them in batches."""
+"""The worker: a Ray actor with one engine. Leases come in as calls, and one thread decodes them in
+batches.
+"""
 
 import asyncio
 import gc
@@ -18,7 +20,14 @@ import ray
 import torch
 
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import Done, Outcome, Suspected, WorkerInfo, WorkerReport, failed_row
+from specextend.cluster.messages import (
+    Done,
+    Outcome,
+    Suspected,
+    WorkerInfo,
+    WorkerReport,
+    failed_row,
+)
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError
@@ -50,7 +59,8 @@ EngineFactory = Callable[[RunConfig], Engine]
 
 
 def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[str, str]) -> Engine:
-    """Make an engine, unless the model files on this machine are not those that the driver has recorded.
+    """Make an engine, unless the model files on this machine are not those that the driver has
+    recorded.
 
     hashes: of the run's models, by `target`, `tokenizer` and `draft`. Raises ModelError.
     """
@@ -59,7 +69,9 @@ def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[st
 
 
 class Worker:
-    """Holds an engine and answers `run` with a document's outcome. `WorkerActor` makes it an actor."""
+    """Holds an engine and answers `run` with a document's outcome. `WorkerActor` makes it an
+    actor.
+    """
 
     _engine: Engine
     _tasks: list[Task]
@@ -67,7 +79,9 @@ class Worker:
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
         """Load nothing yet: the driver has to know when loading begins."""
-        wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
+        # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a
+        # text
+        wrap_streams()
         self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
@@ -75,7 +89,8 @@ class Worker:
         self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._decoded: Counter[str] = Counter()
         """Output tokens of a lease's requests that are done, while it needs further ones."""
-        self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
+        # to the engine, and neither settled nor cancelled
+        self._handed_out: dict[str, Request] = {}
         self._name = f"{os.uname().nodename}:{os.getpid()}"
 
     async def ready(self) -> WorkerInfo:
@@ -84,9 +99,14 @@ class Worker:
         context = ray.get_runtime_context()
         given = context.get_accelerator_ids() if self._config.job.gpus_per_worker else {}
         accelerators = tuple(
-            f"{kind} {number}" for kind, numbers in sorted(given.items()) for number in sorted(numbers)
+            f"{kind} {number}"
+            for kind, numbers in sorted(given.items())
+            for number in sorted(numbers)
         )
-        kernels = [{"name": each.name, "taken": each.taken, "why": each.why} for each in self._engine.trials]
+        kernels = [
+            {"name": each.name, "taken": each.taken, "why": each.why}
+            for each in self._engine.trials
+        ]
         place = context.get_node_id(), os.uname().nodename, os.getpid()
         return WorkerInfo(*place, device, accelerators, self._limits, kernels)
 
@@ -102,8 +122,11 @@ class Worker:
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
 
-    async def run(self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False) -> Outcome:
-        """Read, render and decode the document of a lease. A cancelled call drops its sequences between two steps.
+    async def run(
+        self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False
+    ) -> Outcome:
+        """Read, render and decode the document of a lease. A cancelled call drops its sequences
+        between two steps.
 
         alone: decode one request after the other, so that a failure can be told from a neighbour's.
         """
@@ -120,11 +143,17 @@ class Worker:
         if isinstance(outcome, Suspected):
             return outcome
         times = {"received": received, "ended": time.monotonic()}
-        make = partial(finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt)
-        return Done(await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB)
+        make = partial(
+            finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt
+        )
+        return Done(
+            await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB
+        )
 
     async def progress(self) -> WorkerReport:
-        """Report the step counter, and the output tokens of each lease that has started, finished requests included."""
+        """Report the step counter, and the output tokens of each lease that has started, finished
+        requests included.
+        """
         outputs = Counter(self._decoded)
         for request_id, num_tokens in self._engine.progress().items():
             outputs[request_id.partition(":")[0]] += num_tokens
@@ -209,9 +238,12 @@ class Worker:
             for request in self._handed_out[name].chain if name in self._handed_out else ():
                 self._settle(request.request_id, failure)
         handed_out = list(self._handed_out.values())
-        followers = {follower.request_id for request in handed_out for follower in request.chain[1:]}
+        followers = {
+            follower.request_id for request in handed_out for follower in request.chain[1:]
+        }
         for request in handed_out:
-            if request.request_id in self._waiting and request.request_id not in followers:  # not cancelled since
+            # not cancelled since
+            if request.request_id in self._waiting and request.request_id not in followers:
                 self._inbox.put(request)
         self._handed_out.clear()
 

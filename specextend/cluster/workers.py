@@ -1,4 +1,6 @@
-"""The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors (`Pool`)."""
+"""The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors
+(`Pool`).
+"""
 
 import math
 import time
@@ -48,27 +50,39 @@ from specextend.data.source import Source
 POLL_S = 2.0
 """Seconds between two polls of a worker, if there are few."""
 POLLS_PER_S = 250.0
-"""Most polls in a second, by all workers together: they take 3% to 5% of a core, however many workers there are."""
+"""Most polls in a second, by all workers together: they take 3% to 5% of a core, however many
+workers there are.
+"""
 DRAIN_EVERY_S = 5.0
 """Seconds between two questions to Ray which nodes are about to go."""
 GATHER_S = 0.02
-"""Seconds to wait for more answers after the first: a turn of the driver costs the same for one as for many."""
+"""Seconds to wait for more answers after the first: a turn of the driver costs the same for one as
+for many.
+"""
 START_S = 1800.0
-"""Seconds that a worker may take to load its models, from when it has a process, before it is replaced."""
+"""Seconds that a worker may take to load its models, from when it has a process, before it is
+replaced.
+"""
 VERDICT_S = 5.0
 """Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
 MAX_FAILED_STARTS = 5
-"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run is given up."""
+"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run
+is given up.
+"""
 MAX_FRUITLESS_DEATHS = 50
 """Workers that die in a row, with no document done in between, before the run is given up."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 600.0
-"""Seconds during which a worker that is being built counts as coming; a cluster may have no room for it."""
+"""Seconds during which a worker that is being built counts as coming; a cluster may have no room
+for it.
+"""
 
 
 class Roster:
-    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
+    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot
+    be built. Pure.
+    """
 
     def __init__(self, size: int):
         self._not_before = [0.0] * size
@@ -98,7 +112,11 @@ class Roster:
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
         room, taken = max(0, num_wanted - len(self._seats)), set(self._seats.values())
-        vacant = (seat for seat, begin in enumerate(self._not_before) if begin <= now and seat not in taken)
+        vacant = (
+            seat
+            for seat, begin in enumerate(self._not_before)
+            if begin <= now and seat not in taken
+        )
         names: list[str] = []
         for seat in islice(vacant, room):
             self._num_started += 1
@@ -131,7 +149,9 @@ class Roster:
         self._ready.add(worker)
 
     def leave_out(self, worker: str) -> None:
-        """Keep a worker that takes no documents, because its successor would run at the same place."""
+        """Keep a worker that takes no documents, because its successor would run at the same
+        place.
+        """
         self._ready.discard(worker)
 
     def failed(self, worker: str, reason: str, now: float) -> float:
@@ -143,16 +163,19 @@ class Roster:
         self._num_failures[seat] += 1
         num_failures = self._num_failures[seat]
         if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
-            raise WorkersFailError(f"workers cannot be built, {num_failures} tries in a row failed: {reason}")
+            raise WorkersFailError(
+                f"workers cannot be built, {num_failures} tries in a row failed: {reason}"
+            )
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_failures - 1))
         self._not_before[seat] = now + pause
         return pause
 
     def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
-        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only die.
+        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only
+        die.
 
-        is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
-        in between, so such deaths count only if no document was ever done.
+        is_explained: others have died over its documents. Such documents run at the end, when
+        nothing else gets done in between, so such deaths count only if no document was ever done.
         """
         self.let_go(worker)
         if is_explained and self._is_of_use:
@@ -168,7 +191,9 @@ class Roster:
         self._num_fruitless = 0
 
     def let_go(self, worker: str) -> int:
-        """Note that a worker was ended, for whatever reason, and return the number of its seat, from 0."""
+        """Note that a worker was ended, for whatever reason, and return the number of its seat,
+        from 0.
+        """
         self._asked.pop(worker, None)
         self._loading.discard(worker)
         self._ready.discard(worker)
@@ -204,7 +229,9 @@ class _Actor:
 
 @dataclass(slots=True)
 class Pool:
-    """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none follows `kill`."""
+    """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none
+    follows `kill`.
+    """
 
     config: RunConfig
     source: Source
@@ -214,7 +241,9 @@ class Pool:
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
-    """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
+    """Calls that have been answered, with their references. Ray puts them in from a thread of its
+    own.
+    """
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -225,17 +254,25 @@ class Pool:
         handle = self.early.pop() if self.early else start_worker(self.config.job)
         self._actors[worker] = _Actor(handle)
         self._expect(handle.begun.remote(), _Call(worker, "begun"))
-        self._expect(handle.ready.remote(self.config, self._source_ref, self.factory), _Call(worker, "ready"))
+        self._expect(
+            handle.ready.remote(self.config, self._source_ref, self.factory), _Call(worker, "ready")
+        )
 
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
-        run = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        run = self._actors[worker].handle.run.remote(
+            lease.lease_id, lease.key, lease.attempt, lease.is_alone
+        )
         self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
-        """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as there are."""
+        """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as
+        there are.
+        """
         self._actors[call.worker].calls[reference] = call
-        reference.future().add_done_callback(lambda future: self._answers.put((call, reference, future)))
+        reference.future().add_done_callback(
+            lambda future: self._answers.put((call, reference, future))
+        )
 
     def cancel(self, lease_id: str) -> None:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
@@ -255,7 +292,9 @@ class Pool:
         """Take what was answered; wait for a first answer if there is none."""
         answers = []
         try:
-            answers.append(self._answers.get(timeout=timeout_s) if timeout_s else self._answers.get_nowait())
+            answers.append(
+                self._answers.get(timeout=timeout_s) if timeout_s else self._answers.get_nowait()
+            )
             time.sleep(GATHER_S)
             while True:
                 answers.append(self._answers.get_nowait())
@@ -325,7 +364,9 @@ class Pool:
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
             cause = error.cause  # of our own code, or of Ray about a result that finds no room
             no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
-            failed = Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
+            failed = Failed(
+                "", type(cause).__name__, first_line(cause), "worker", retryable=no_room
+            )
             return [Returned(call.worker, call.lease, failed)]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
@@ -335,10 +376,19 @@ class Pool:
         return StartFailed(worker, f"{reason} (on {host})" if host else reason)
 
     def _overdue_starts(self) -> list[Event]:
-        """Give up workers that hang while they load. One that waits for its resources does not load yet."""
+        """Give up workers that hang while they load. One that waits for its resources does not load
+        yet.
+        """
         latest = self.clock() - START_S
-        late = [name for name, actor in self._actors.items() if actor.info is None and actor.loads_since < latest]
-        return [self._start_failed(name, f"its models were not loaded within {START_S:.0f} s") for name in late]
+        late = [
+            name
+            for name, actor in self._actors.items()
+            if actor.info is None and actor.loads_since < latest
+        ]
+        return [
+            self._start_failed(name, f"its models were not loaded within {START_S:.0f} s")
+            for name in late
+        ]
 
     def _drains(self) -> list[Event]:
         """Report, once each, the workers on nodes that are about to go."""
@@ -353,8 +403,12 @@ class Pool:
         return events
 
     def _verdicts(self) -> list[Event]:
-        """Forget the workers that are gone and whose cause of death is known by now, and report it."""
-        dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
+        """Forget the workers that are gone and whose cause of death is known by now, and report
+        it.
+        """
+        dying = {
+            name: actor for name, actor in self._actors.items() if actor.dying_since is not None
+        }
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -364,7 +418,8 @@ class Pool:
             assert actor.info is not None
             assert actor.dying_since is not None
             node_died = actor.info.node_id not in alive
-            is_known = actor.info.node_id == here and not actor.is_out_of_reach  # of others Ray may yet report the node
+            # of others Ray may yet report the node
+            is_known = actor.info.node_id == here and not actor.is_out_of_reach
             if node_died or is_known or actor.dying_since <= long_ago:
                 self.kill(name)
                 events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))

@@ -1,4 +1,6 @@
-"""The plan of a start: its documents with their tokens, estimated from a sample, and the memory that a worker takes."""
+"""The plan of a start: its documents with their tokens, estimated from a sample, and the memory
+that a worker takes.
+"""
 
 import random
 from array import array
@@ -46,7 +48,9 @@ class Plan(NamedTuple):
     rejected: Counter[str]
     """Number of these by error class."""
     num_over_length: int
-    """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to them."""
+    """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to
+    them.
+    """
 
     def num_prompt_tokens(self) -> int:
         """Sum the estimated prompt tokens of all documents."""
@@ -72,8 +76,8 @@ def make_plan(
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 
-    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
-    raise. others: further tasks.
+    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called
+    for every row; may raise. others: further tasks.
     """
     lengths, refused, rejected = array("q"), array("q"), Counter[str]()
     """Four numbers for each row, as `_estimate` takes them: ten million rows must fit."""
@@ -97,11 +101,15 @@ def make_plan(
         num_rows += 1
         lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 4), prompts, per_byte, others)
+    estimates, num_over_length = _estimate(
+        np.asarray(lengths).reshape(-1, 4), prompts, per_byte, others
+    )
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
-def _estimate(lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]) -> tuple[Estimates, int]:
+def _estimate(
+    lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]
+) -> tuple[Estimates, int]:
     """Estimate template and document, cut or in parts as the policy says.
 
     lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
@@ -129,7 +137,9 @@ def _estimate(lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
-    """Return the error class of a `max_new_tokens` that leaves no room for a document; None if there is room."""
+    """Return the error class of a `max_new_tokens` that leaves no room for a document; None if
+    there is room.
+    """
     try:
         prompts.room(max_new_tokens)
     except DocumentError as error:
@@ -140,15 +150,19 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
 def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
     """Plan a worker's memory, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
 
-    `cache` is what the longest document takes of the target's cache, and how many such documents fit, and how many as
-    long as the mean; None if there is no document.
+    `cache` is what the longest document takes of the target's cache, and how many such documents
+    fit, and how many as long as the mean; None if there is no document.
     """
-    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()}
+    sizes = {
+        name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()
+    }
     totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
     per_row = facts.kv_bytes_per_token(config.target.dtype) / GIB
-    longest, mean = (per_row * rows_per_sequence(config, int(number)) for number in (totals.max(), totals.mean()))
+    longest, mean = (
+        per_row * rows_per_sequence(config, int(number)) for number in (totals.max(), totals.mean())
+    )
     cache = {
         "longest_sequence_gib": longest,
         "longest_sequences_that_fit": int(config.decoding.cache_gib / longest),
@@ -159,10 +173,11 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
 
 
 def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunConfig:
-    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`, by these documents.
+    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`, by
+    these documents.
 
-    It is the same for all workers. Only if they run on this machine is the memory of their GPUs known, else
-    `decoding.cache_gib` alone counts.
+    It is the same for all workers. Only if they run on this machine is the memory of their GPUs
+    known, else `decoding.cache_gib` alone counts.
     """
     device, lengths = _device(config), _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
@@ -176,10 +191,16 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
-    """Return the tokens of each document that will be decoded, prompt and output; of several requests, those of one."""
+    """Return the tokens of each document that will be decoded, prompt and output; of several
+    requests, those of one.
+    """
     totals = plan.estimates.totals()
     if config.prompt.length_policy != "parts" and not config.tasks:
         return totals
     has_own_limits = config.input.has_limits
-    longest = config.max_tokens(facts.context_length) if has_own_limits else longest_request(config, facts)
+    longest = (
+        config.max_tokens(facts.context_length)
+        if has_own_limits
+        else longest_request(config, facts)
+    )
     return np.minimum(totals, longest)

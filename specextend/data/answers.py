@@ -1,4 +1,6 @@
-"""Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by it."""
+"""Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by
+it.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +12,22 @@ import pyarrow as pa
 
 from specextend.core import Choice, ReadOnly, Values, did_you_mean, one_line, read_json
 
-_ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
+_ARROW = {
+    "string": pa.string(),
+    "number": pa.float64(),
+    "integer": pa.int64(),
+    "boolean": pa.bool_(),
+}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
 RULES = ("first", "union", "majority")
 """How a field of a document's parts becomes one: see `merge_answers`."""
 _NOTES = {"title", "description", "default", "examples", "merge", "type"}
 """Keywords beside `enum` and the like that take no value out, `type` if all values have it."""
 _LIMITING = {
-    "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "uniqueItems",
-    "minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "anyOf", "oneOf", "allOf", "patternProperties",
+    "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
+    "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf",
+    "patternProperties",
 }  # fmt: skip
 """Keywords that a misspelt one is likely to stand for; all others are the library's to judge."""
 _ALIKE = 0.85
@@ -27,14 +35,18 @@ _LONG_TOKEN = 16
 """Characters of a long token."""
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
-"""Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
+"""Largest integer up to which every program reads the same number; a range keeps a model from
+endless digits.
+"""
 
 
 def schema_of(given: str | ReadOnly) -> str:
-    """Return the JSON Schema that was given: as the name of a file, as a mapping of names to types, or as its text.
+    """Return the JSON Schema that was given: as the name of a file, as a mapping of names to types,
+    or as its text.
 
-    Objects get no other fields than the schema names, and integers a range that fits a column. Raises ValueError, which
-    names the field, for what is no schema, what no column can hold and what cannot be decoded.
+    Objects get no other fields than the schema names, and integers a range that fits a column.
+    Raises ValueError, which names the field, for what is no schema, what no column can hold and
+    what cannot be decoded.
     """
     schema = _read(given) if isinstance(given, str) else dict(given)
     if not _is_object(schema):
@@ -44,12 +56,22 @@ def schema_of(given: str | ReadOnly) -> str:
         schema = {"type": "object", "properties": fields, "required": [*fields]}
     schema = _bounded(schema)
     names = [*_properties(schema)]
-    if alike := [name for name in names if [each.lower() for each in names].count(name.lower()) > 1]:
-        raise ValueError(f"output.schema: {' and '.join(alike)} differ in case alone, which many programs do not see")
-    needed = schema.get("required") if schema.get("additionalProperties") is False else None
-    if unknown := [name for name in needed if name not in names] if isinstance(needed, list) else []:
+    if alike := [
+        name for name in names if [each.lower() for each in names].count(name.lower()) > 1
+    ]:
         raise ValueError(
-            f"output.schema: required names {unknown[0]}, which is no field{did_you_mean(str(unknown[0]), names)}"
+            f"output.schema: {' and '.join(alike)} differ in case alone, which many programs do "
+            "not see"
+        )
+    needed = schema.get("required") if schema.get("additionalProperties") is False else None
+    if (
+        unknown := [name for name in needed if name not in names]
+        if isinstance(needed, list)
+        else []
+    ):
+        raise ValueError(
+            f"output.schema: required names {unknown[0]}, which is no "
+            f"field{did_you_mean(str(unknown[0]), names)}"
         )
     for name, field in _properties(schema).items():
         _check_keywords(name, field)
@@ -57,12 +79,14 @@ def schema_of(given: str | ReadOnly) -> str:
         _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
         if (rule := field.get("merge")) not in (None, *RULES):
             raise ValueError(
-                f"output.schema: field {name}: merge must be {', '.join(RULES)}, got {json.dumps(rule)}"
+                f"output.schema: field {name}: merge must be {', '.join(RULES)}, got "
+                f"{json.dumps(rule)}"
                 f"{did_you_mean(str(rule), RULES)}"
             )
         if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
             raise ValueError(
-                f"output.schema: field {name} is no list, which merge: union is for; use first or majority"
+                f"output.schema: field {name} is no list, which merge: union is for; use first or "
+                "majority"
             )
     _check("the whole", schema)
     return _text(schema)
@@ -70,13 +94,22 @@ def schema_of(given: str | ReadOnly) -> str:
 
 @lru_cache(maxsize=8)
 def choices_of(schema: str | None) -> tuple[Choice, ...]:
-    """Return what a schema leaves to choose if all values of all its fields are known, one at least of several.
+    """Return what a schema leaves to choose if all values of all its fields are known, one at least
+    of several.
 
     Their texts, one behind the other, are an answer; () if there is something to write.
     """
     whole = {} if schema is None else json.loads(schema)
     fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
-    others = {*whole} - {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_NOTES}
+    others = {*whole} - {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "$defs",
+        "definitions",
+        *_NOTES,
+    }
     if others or not all(fields.values()) or {*whole.get("required", ())} != {*fields}:
         return ()
     choices = []
@@ -107,7 +140,9 @@ def _values(field: Any, whole: ReadOnly) -> list[Any]:
             keyword, values = "type", [None]
         case _:
             return []
-    if {*field} - {keyword, *_NOTES} or any(_kind(value) != field.get("type", _kind(value)) for value in values):
+    if {*field} - {keyword, *_NOTES} or any(
+        _kind(value) != field.get("type", _kind(value)) for value in values
+    ):
         return []
     return list({_text(value): value for value in values}.values())
 
@@ -119,32 +154,44 @@ def _text(value: Any) -> str:
 def answer_fields(schema: str | None) -> list[pa.Field]:
     """Return the fields of a schema as columns; none without one."""
     whole = {} if schema is None else json.loads(schema)
-    return [pa.field(name, _arrow(name, field, whole)) for name, field in _properties(whole).items()]
+    return [
+        pa.field(name, _arrow(name, field, whole)) for name, field in _properties(whole).items()
+    ]
 
 
 def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]:
-    """Return the columns of the answers in texts, in the order of `answer_fields`; null where a text is no answer."""
+    """Return the columns of the answers in texts, in the order of `answer_fields`; null where a
+    text is no answer.
+    """
     fields = answer_fields(schema)
     answers = [_parsed(text) or {} for text in texts.to_pylist()] if fields else []
     return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
 
 
 def string_fields(schema: str) -> frozenset[str]:
-    """Return the fields of a schema that hold strings of any text, those of inner objects as `outer.inner`."""
+    """Return the fields of a schema that hold strings of any text, those of inner objects as
+    `outer.inner`.
+    """
     whole = json.loads(schema)
     return frozenset(_string_fields("", whole, whole))
 
 
 def has_rules(schema: str | None) -> bool:
-    """Return True if a schema says how answers to parts of a document are merged, so that the model need not."""
-    return schema is not None and any("merge" in field for field in _properties(json.loads(schema)).values())
+    """Return True if a schema says how answers to parts of a document are merged, so that the model
+    need not.
+    """
+    return schema is not None and any(
+        "merge" in field for field in _properties(json.loads(schema)).values()
+    )
 
 
 def merge_answers(schema: str, texts: Sequence[str]) -> str:
-    """Merge the answers to the parts of a document, in their order, by the `merge` of each field; return the JSON text.
+    """Merge the answers to the parts of a document, in their order, by the `merge` of each field;
+    return the JSON text.
 
-    `first` takes the first value that is neither null nor empty, as a field without a rule does; `majority` the most
-    frequent of those, the first of equals; `union` makes one list of all values, each once.
+    `first` takes the first value that is neither null nor empty, as a field without a rule does;
+    `majority` the most frequent of those, the first of equals; `union` makes one list of all
+    values, each once.
     """
     answers = [read_json(text) for text in texts]
     merged = {}
@@ -153,7 +200,9 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
         values = [value for value in given if value not in (None, "", [], {})]
         if field.get("merge") == "union":
             values = [[each for value in values for each in value if each not in (None, "")]]
-            values[0] = [each for number, each in enumerate(values[0]) if each not in values[0][:number]]
+            values[0] = [
+                each for number, each in enumerate(values[0]) if each not in values[0][:number]
+            ]
         elif field.get("merge") == "majority":
             values = sorted(values, key=lambda value: -values.count(value))
         if given:
@@ -162,7 +211,9 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
 
 
 def shortest_answer(schema: str) -> str:
-    """Return a short answer that a schema allows, patterns and formats aside; hardly any takes fewer tokens."""
+    """Return a short answer that a schema allows, patterns and formats aside; hardly any takes
+    fewer tokens.
+    """
     whole = json.loads(schema)
     return _text(_shortest(whole, whole))
 
@@ -180,7 +231,11 @@ def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
             return value
         case {"type": "object"}:
             fields = _properties(field)
-            return {name: _shortest(fields[name], whole) for name in field.get("required", ()) if name in fields}
+            return {
+                name: _shortest(fields[name], whole)
+                for name in field.get("required", ())
+                if name in fields
+            }
         case {"type": "array"}:
             return [_shortest(field.get("items"), whole)] * min(field.get("minItems", 0), 1 << 8)
         case {"type": "string"}:
@@ -194,7 +249,9 @@ def _shortest_of_kind(field: Any, whole: ReadOnly) -> Any:
 
 
 def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
-    """Return the schemas of which a value of a field meets one; each has one type, and is no reference."""
+    """Return the schemas of which a value of a field meets one; each has one type, and is no
+    reference.
+    """
     match field:
         case {"type": "object"} if _properties(field):
             return [field]
@@ -208,7 +265,8 @@ def _kinds(field: Any, whole: ReadOnly) -> list[Any]:
 
 
 def whole_answer(text: str) -> str | None:
-    """Return a text that was written by a schema, with U+FFFD for halves of surrogate pairs; None if it was cut off.
+    """Return a text that was written by a schema, with U+FFFD for halves of surrogate pairs; None
+    if it was cut off.
 
     A model may write a half as an escape, which is JSON, but which hardly a program reads.
     """
@@ -256,12 +314,16 @@ def _read(given: str) -> Values:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read as JSON: {one_line(error)}") from None
     if not _is_object(schema):
-        raise ValueError(f'{where} must describe an object: {{"type": "object", "properties": ...}}')
+        raise ValueError(
+            f'{where} must describe an object: {{"type": "object", "properties": ...}}'
+        )
     return dict(schema)
 
 
 def _is_object(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "object" and bool(_properties(schema))
+    return (
+        isinstance(schema, Mapping) and schema.get("type") == "object" and bool(_properties(schema))
+    )
 
 
 def _properties(schema: ReadOnly) -> ReadOnly:
@@ -290,7 +352,8 @@ def _field(name: str, kind: Any) -> ReadOnly:
             "{type: object, properties: {NAME: {type: string}}, required: [NAME]}"
         )
     raise ValueError(
-        f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one of these as in "
+        f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one "
+        "of these as in "
         f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}"
         f"{did_you_mean(str(kind), _ARROW)}"
     )
@@ -312,16 +375,23 @@ def _bounded(schema: Any) -> Any:
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
         for name, limit in (("minimum", -_EXACT), ("maximum", _EXACT)):
             given = schema.get(name, limit)
-            bounded[name] = given if not isinstance(given, int | float) or abs(given) <= _EXACT else limit
+            bounded[name] = (
+                given if not isinstance(given, int | float) or abs(given) <= _EXACT else limit
+            )
     return bounded
 
 
 def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()) -> pa.DataType:
-    """Return the type of a field's column. `within`: the references that led there. Raises ValueError."""
+    """Return the type of a field's column. `within`: the references that led there. Raises
+    ValueError.
+    """
     match schema:
         case {"$ref": str(place)}:
             if place in within:
-                raise ValueError(f"output.schema: field {name} contains itself ({place}), which no column can hold")
+                raise ValueError(
+                    f"output.schema: field {name} contains itself ({place}), which no column can "
+                    "hold"
+                )
             if _at(place, whole) is None:
                 raise ValueError(f"output.schema: field {name}: there is no {place}")
             return _arrow(name, _at(place, whole), whole, (*within, place))
@@ -337,11 +407,16 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
             return pa.list_(_arrow(name, items, whole, within))
         case {"type": "object"} if _properties(schema):
             inner = _properties(schema).items()
-            return pa.struct([(key, _arrow(f"{name}.{key}", each, whole, within)) for key, each in inner])
+            return pa.struct(
+                [(key, _arrow(f"{name}.{key}", each, whole, within)) for key, each in inner]
+            )
         case {"type": str(kind)} if kind in _ARROW:
             return _ARROW[kind]
         case {"type": str(kind)} if kind not in ("array", "object", "null"):
-            raise ValueError(f"output.schema: field {name}: there is no type {kind}{did_you_mean(str(kind), _ARROW)}")
+            raise ValueError(
+                f"output.schema: field {name}: there is no type "
+                f"{kind}{did_you_mean(str(kind), _ARROW)}"
+            )
         case _:
             choices = []
     found = {_arrow(name, each, whole, within) for each in choices if not _is_null(each)}
@@ -349,7 +424,8 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
         return pa.float64()
     if len(found) != 1:
         raise ValueError(
-            f"output.schema: field {name} must have one type, which a column can hold: {', '.join(_ARROW)}, an array "
+            f"output.schema: field {name} must have one type, which a column can hold: "
+            f"{', '.join(_ARROW)}, an array "
             f"with `items`, or an object with `properties`; got {json.dumps(schema)}"
         )
     return found.pop()
@@ -364,7 +440,9 @@ def _check_keywords(name: str, field: Any) -> None:
         return
     for keyword in field:
         if near := did_you_mean(str(keyword), () if keyword in _LIMITING else _LIMITING, _ALIKE):
-            raise ValueError(f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}")
+            raise ValueError(
+                f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}"
+            )
     for low, high in _LIMITS:
         least, most = field.get(low), field.get(high)
         if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
@@ -399,7 +477,9 @@ def _kind(value: Any) -> str:
 
 
 def _at(place: str, whole: ReadOnly) -> Any:
-    """Return the part of a schema to which a reference such as `#/$defs/date` points; None if there is none."""
+    """Return the part of a schema to which a reference such as `#/$defs/date` points; None if there
+    is none.
+    """
     found: Any = whole
     for key in place.removeprefix("#").split("/")[1:]:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -410,6 +490,8 @@ def _check(what: str, schema: ReadOnly) -> None:
     """Raise ValueError for a schema that the library cannot follow."""
     from llguidance import LLMatcher
 
-    is_wrong, said = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(dict(schema)))
+    is_wrong, said = LLMatcher.validate_grammar_with_warnings(
+        LLMatcher.grammar_from_json_schema(dict(schema))
+    )
     if is_wrong or said:
         raise ValueError(f"output.schema: {what} cannot be decoded: {' '.join(said[0].split())}")

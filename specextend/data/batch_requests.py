@@ -1,7 +1,8 @@
 """Requests in the input format of OpenAI's Batch API, read as documents.
 
-A line names its request, and holds the body that `/v1/chat/completions` takes. The text of its one user message is the
-document. What a run can have only once, such as a system message, must be the same in all lines.
+A line names its request, and holds the body that `/v1/chat/completions` takes. The text of its one
+user message is the document. What a run can have only once, such as a system message, must be the
+same in all lines.
 """
 
 import json
@@ -34,7 +35,9 @@ _ALWAYS: Values = {
 
 
 class BatchRequests:
-    """The documents of a file of requests. Iterate once; `settings` then says what the run must be given."""
+    """The documents of a file of requests. Iterate once; `settings` then says what the run must be
+    given.
+    """
 
     def __init__(self, path: Path):
         """Take the file; nothing is read before the iteration."""
@@ -43,7 +46,8 @@ class BatchRequests:
         self._lines: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Values]:
-        """Stream documents: `id`, `text` and `max_new_tokens`, None where the request names no limit.
+        """Stream documents: `id`, `text` and `max_new_tokens`, None where the request names no
+        limit.
 
         Raises InputError, in one line, that names the line and what a run cannot do with it.
         """
@@ -58,26 +62,45 @@ class BatchRequests:
     @property
     def settings(self) -> str:
         """Return the arguments of `specextend run` for these requests, quoted for a shell."""
-        settings = _ALWAYS | {name: value for name, value in (self._shared or {}).items() if value is not None}
-        values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
-        values |= {name: json.dumps(values[name]) for name in ("prompt.instruction", "prompt.system") if name in values}
+        settings = _ALWAYS | {
+            name: value for name, value in (self._shared or {}).items() if value is not None
+        }
+        values = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in settings.items()
+        }
+        values |= {
+            name: json.dumps(values[name])
+            for name in ("prompt.instruction", "prompt.system")
+            if name in values
+        }
         return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values.items())
 
     def _document(self, place: str, number: int, line: str) -> Values:
         values = _parse(place, line)
         body, custom_id = values["body"], values["custom_id"]
         if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
-            raise InputError(f"{place}: body.{unknown[0]} is not served; remove it from the requests")
+            raise InputError(
+                f"{place}: body.{unknown[0]} is not served; remove it from the requests"
+            )
         system, text = _messages(place, body.get("messages"))
         stop = body.get("stop")
         shared = {f"decoding.{name}": body.get(name) for name in _SHARED}
-        shared |= {"prompt.system": system, "decoding.stop": [stop] if isinstance(stop, str) else stop}
+        shared |= {
+            "prompt.system": system,
+            "decoding.stop": [stop] if isinstance(stop, str) else stop,
+        }
         self._check_shared(place, shared)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}")
-        if (first := self._lines.setdefault(custom_id, number)) != number:  # responses are told apart by it
-            raise InputError(f"{place} has the custom_id {custom_id!r} of line {first}; make them different")
+            raise InputError(
+                f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}"
+            )
+        # responses are told apart by it
+        if (first := self._lines.setdefault(custom_id, number)) != number:
+            raise InputError(
+                f"{place} has the custom_id {custom_id!r} of line {first}; make them different"
+            )
         return {"id": custom_id, "text": text, "max_new_tokens": limit}
 
     def _check_shared(self, place: str, shared: Values) -> None:
@@ -87,7 +110,8 @@ class BatchRequests:
         for name, value in shared.items():
             if value != self._shared[name]:
                 raise InputError(
-                    f"{place}: {name} would be {value!r} here and is {self._shared[name]!r} in the first request; a "
+                    f"{place}: {name} would be {value!r} here and is {self._shared[name]!r} in "
+                    "the first request; a "
                     "run has one value, so put such requests into files of their own"
                 )
 
@@ -97,7 +121,11 @@ def _parse(place: str, line: str) -> Values:
         values = json_value(line)
     except UnreadableError as error:
         raise InputError(f"{place} {error.message}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("custom_id"), str) or not values["custom_id"]:
+    if (
+        not isinstance(values, dict)
+        or not isinstance(values.get("custom_id"), str)
+        or not values["custom_id"]
+    ):
         raise InputError(f"{place} has no custom_id; every request needs one, a string")
     if (values.get("method"), values.get("url")) != ("POST", URL):
         raise InputError(f"{place}: method and url must be POST and {URL}, which alone is served")
@@ -108,12 +136,18 @@ def _parse(place: str, line: str) -> Values:
 
 def _messages(place: str, messages: Any) -> tuple[str | None, str]:
     """Return the system message, if there is one, and the user's."""
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, Mapping) for message in messages
+    ):
         raise InputError(f"{place}: body.messages must be a list of messages")
-    roles = ["system" if message.get("role") == "developer" else message.get("role") for message in messages]
+    roles = [
+        "system" if message.get("role") == "developer" else message.get("role")
+        for message in messages
+    ]
     if roles not in (["user"], ["system", "user"]):
         raise InputError(
-            f"{place}: body.messages must be one user message, behind at most one system message; it has the roles "
+            f"{place}: body.messages must be one user message, behind at most one system message; "
+            "it has the roles "
             f"{', '.join(map(str, roles)) or 'of none'}"
         )
     texts = [_text(place, message.get("content")) for message in messages]
@@ -126,18 +160,23 @@ def _text(place: str, content: Any) -> str:
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise InputError(f"{place}: a message's content must be text; images and sounds are not served")
+        raise InputError(
+            f"{place}: a message's content must be text; images and sounds are not served"
+        )
     return "".join(part["text"] for part in parts)
 
 
 def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:
-    """Write requests with their own limits as one Parquet file, whole or not at all; return how many.
+    """Write requests with their own limits as one Parquet file, whole or not at all; return how
+    many.
 
     Raises InputError if there are none, or if the output is a folder.
     """
     place, written, rows = resolve(output), 0, islice(requests, limit)
     if is_folder(place):
-        raise InputError(f"{output} is a folder; name the file to write, such as {output}/requests.parquet")
+        raise InputError(
+            f"{output} is a folder; name the file to write, such as {output}/requests.parquet"
+        )
     with atomic_output(place) as path, pq.ParquetWriter(path, _COLUMNS, **SEALED) as writer:
         while group := list(islice(rows, _GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema=_COLUMNS))

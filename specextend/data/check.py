@@ -1,4 +1,5 @@
-"""What the files and columns of an input are: checked before a model is loaded, guessed for a configuration.
+"""What the files and columns of an input are: checked before a model is loaded, guessed for a
+configuration.
 
 And the rewriting of files whose row groups are too large.
 """
@@ -50,7 +51,9 @@ from specextend.data.schema import COMMIT_SCHEMA, TextColumns, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
-"""Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
+"""Most bytes that the columns of a document may take when they are read from a row group: a worker
+holds it.
+"""
 MOST_PROBLEMS = 5
 """Most files that one message describes; the others are counted."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -58,7 +61,9 @@ _INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 def ask(location: Location, name: str) -> fs.FileInfo:
-    """Ask the store about a file, called `name` in messages. Raises InputUnreachableError if it does not answer."""
+    """Ask the store about a file, called `name` in messages. Raises InputUnreachableError if it
+    does not answer.
+    """
     try:
         return location.filesystem.get_file_info(location.path)
     except OSError as error:
@@ -68,24 +73,35 @@ def ask(location: Location, name: str) -> fs.FileInfo:
 def check_input(
     listing: Listing, reader: RowReader, output: OutputOptions | None = None
 ) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """Check the files; return them with their row counts, and the fields of the passthrough columns.
+    """Check the files; return them with their row counts, and the fields of the passthrough
+    columns.
 
-    Several files are looked at at once. The first file whose store does not answer ends the check: it will not answer
-    for the next one either. Raises InputError in one line, which tells of all unusable files.
+    Several files are looked at at once. The first file whose store does not answer ends the check:
+    it will not answer for the next one either. Raises InputError in one line, which tells of all
+    unusable files.
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
     found = [*in_order(partial(_check_file, listing, reader), range(len(listing.sizes)))]
     if problems := [each for each in found if isinstance(each, str)]:
         more = len(problems) - MOST_PROBLEMS
-        said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
+        said = [
+            *problems[:MOST_PROBLEMS],
+            *([f"and {counted(more, 'more such file')}"] if more > 0 else []),
+        ]
         raise InputError("; ".join(said))
     checked = [each for each in found if not isinstance(each, str)]
-    return tuple(file for file, _ in checked), _unify([schema for _, schema in checked], options, listing)
+    return tuple(file for file, _ in checked), _unify(
+        [schema for _, schema in checked], options, listing
+    )
 
 
-def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, pa.Schema] | str:
-    """Check one file; return it with its schema, or what is wrong with it. Raises InputUnreachableError."""
+def _check_file(
+    listing: Listing, reader: RowReader, number: int
+) -> tuple[InputFile, pa.Schema] | str:
+    """Check one file; return it with its schema, or what is wrong with it. Raises
+    InputUnreachableError.
+    """
     options = reader.options
     name = listing.relative_paths[number]
     size = listing.sizes[name]
@@ -96,16 +112,21 @@ def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[Input
             schema = parquet.schema_arrow
             check_columns(name, schema, reader, others_may_have=options.passthrough)
             rows = _group_rows(parquet.metadata)
-            wanted = dict.fromkeys([*reader.document_columns, *options.passthrough, *options.filter_columns])
+            wanted = dict.fromkeys(
+                [*reader.document_columns, *options.passthrough, *options.filter_columns]
+            )
             stored = [column for column in wanted if column in schema.names]
             compact = tuple(sorted(set(compact_columns(parquet, stored)) - {options.id_column}))
             if not has_exact_int96(parquet, file, stored):
                 raise InputError(
-                    f"{name} has times (INT96) that are no whole microseconds; cast them when you write the Parquet, "
+                    f"{name} has times (INT96) that are no whole microseconds; cast them when you "
+                    "write the Parquet, "
                     "to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
-            return InputFile(number, name, size, rows, largest, footer_sha256(file), None, compact), schema
+            return InputFile(
+                number, name, size, rows, largest, footer_sha256(file), None, compact
+            ), schema
 
     try:
         found, schema = read_file(location, read, partial(unreadable, name), size)
@@ -116,17 +137,23 @@ def _check_file(listing: Listing, reader: RowReader, number: int) -> tuple[Input
     if found.largest_group_bytes > MAX_GROUP_BYTES:  # a worker reads all of it for one document
         largest = found.largest_group_bytes / (1 << 30)
         return (
-            f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller ones: "
+            f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller "
+            "ones: "
             "specextend prepare repartition INPUT --output FOLDER"
         )
     return replace(found, modified_ns=ask(location, name).mtime_ns), schema
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
-    """Return the rows of each row group. Raises ArrowInvalid if they are impossible or do not add up."""
+    """Return the rows of each row group. Raises ArrowInvalid if they are impossible or do not add
+    up.
+    """
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
-        raise pa.ArrowInvalid(f"its row groups hold {counted(sum(rows), 'row')}, its footer says {metadata.num_rows:,}")
+        raise pa.ArrowInvalid(
+            f"its row groups hold {counted(sum(rows), 'row')}, its footer says "
+            f"{metadata.num_rows:,}"
+        )
     return rows
 
 
@@ -149,14 +176,18 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     in_lower_case = {name.lower() for name in (*taken, output.column)}
     ours = {field.name for field in summary_fields(TextColumns(output.column, output.json_schema))}
     clashes = {
-        "output.schema and output.column both name {}; rename the field": {output.column} & {*fields},
-        "output.column and input.passthrough both name {}; rename one": {output.column} & {*passthrough},
-        "input.passthrough and output.schema both name {}; rename the field": {*passthrough} & {*fields},
+        "output.schema and output.column both name {}; rename the field": {output.column}
+        & {*fields},
+        "output.column and input.passthrough both name {}; rename one": {output.column}
+        & {*passthrough},
+        "input.passthrough and output.schema both name {}; rename the field": {*passthrough}
+        & {*fields},
         "output.column names {}, which results have already; rename it": {output.column} & taken,
         "output.schema names {}, which results have already; rename the field": [
             name for name in fields if name.lower() in in_lower_case
         ],
-        "input.passthrough names {}, which summaries have already; rename it": ours & {*passthrough},
+        "input.passthrough names {}, which summaries have already; rename it": ours
+        & {*passthrough},
     }
     for what, names in clashes.items():
         if names:
@@ -164,19 +195,25 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
 
 
 def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
-    """Raise InputError if two tasks of a run, or one and a passthrough column, would make columns of one name."""
+    """Raise InputError if two tasks of a run, or one and a passthrough column, would make columns
+    of one name.
+    """
     names = [field.name.lower() for field in summary_fields(columns)] if columns.others else []
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(
-            f"tasks: the column {twice[0]} would be made twice; set output.column of a task, or rename a field of its "
+            f"tasks: the column {twice[0]} would be made twice; set output.column of a task, or "
+            "rename a field of its "
             "output.schema"
         )
     if passed := [name for name in passthrough if name.lower() in names]:
         raise InputError(f"input.passthrough and tasks both name {passed[0]}; rename one of them")
 
 
-def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()) -> None:
-    """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type.
+def check_columns(
+    file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()
+) -> None:
+    """Raise InputError for a configured column that a file, or a batch, does not have, or that has
+    a wrong type.
 
     others_may_have: passthrough columns that the file may lack.
     """
@@ -184,12 +221,25 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
     wanted = [
         ("input.text_column", options.text_column, is_text, "a string column"),
         ("input.id_column", options.id_column, is_id, "a string, integer or UUID column"),
-        ("input.max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
+        (
+            "input.max_new_tokens_column",
+            options.max_new_tokens_column,
+            _is_count,
+            "an integer column",
+        ),
         ("input.reference_column", options.reference_column, is_text, "a string column"),
         ("input.instruction_column", options.instruction_column, is_text, "a string column"),
-        ("input.options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),
+        (
+            "input.options_column",
+            options.options_column,
+            is_options,
+            f"a struct of {', '.join(ROW_OPTIONS)}",
+        ),
     ]
-    also_in_path = {"input.passthrough": options.passthrough, "input.filter": options.filter_columns}
+    also_in_path = {
+        "input.passthrough": options.passthrough,
+        "input.filter": options.filter_columns,
+    }
     for option, columns in (also_in_path | {"prompt.instruction": reader.template_columns}).items():
         wanted += [(option, name, lambda kind: True, "any column") for name in columns]
     for option, column, is_right, what in wanted:
@@ -199,19 +249,28 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader, *, others_may
         if (
             not found
             and option in also_in_path
-            and (column in partition_values(file) or (option == "input.passthrough" and column in others_may_have))
+            and (
+                column in partition_values(file)
+                or (option == "input.passthrough" and column in others_may_have)
+            )
         ):
             continue
         if not found:
             raise _no_column(file, schema, column, option)
         if len(found) > 1:
-            raise InputError(f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one")
+            raise InputError(
+                f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one"
+            )
         kind = schema.field(found[0]).type
         if not is_right(kind):
             cast = way_out(column, kind, "BIGINT" if is_right is _is_count else "VARCHAR")
-            raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
+            raise InputError(
+                f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}"
+            )
     for column, *path in (path for template in reader.templates for path in template.fields):
-        _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path)
+        _check_fields(
+            f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path
+        )
 
 
 def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputError:
@@ -223,21 +282,28 @@ def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputE
 
 
 def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
-    """Raise InputError unless a column that is a struct has a field, which has the next field, and so on."""
+    """Raise InputError unless a column that is a struct has a field, which has the next field, and
+    so on.
+    """
     for name in names:
         if not pa.types.is_struct(kind) or hasattr(dict, name):
             return
         known = [field.name for field in kind]
         if name not in known:
-            raise InputError(f"{what} has no field {name!r}; it has {', '.join(known)}{did_you_mean(name, known)}")
+            raise InputError(
+                f"{what} has no field {name!r}; it has "
+                f"{', '.join(known)}{did_you_mean(name, known)}"
+            )
         kind = kind.field(name).type
 
 
-def _unify(schemas: list[pa.Schema], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
+def _unify(
+    schemas: list[pa.Schema], options: InputOptions, listing: Listing
+) -> tuple[pa.Field, ...]:
     """Find one type for each passthrough column that holds the values of all files.
 
-    A file that lacks the column, or has no values in it, takes the type of the others. Raises InputError if there is
-    no such type, and for a column that no file has.
+    A file that lacks the column, or has no values in it, takes the type of the others. Raises
+    InputError if there is no such type, and for a column that no file has.
     """
     unified = []
     in_paths = partition_types(listing.relative_paths)
@@ -257,7 +323,8 @@ def _unify(schemas: list[pa.Schema], options: InputOptions, listing: Listing) ->
                 kind = joint_type(kind, other)
             except pa.ArrowException:
                 raise InputError(
-                    f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make them one type"
+                    f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; "
+                    "make them one type"
                 ) from None
         for schema, name in zip(schemas, listing.relative_paths, strict=True):
             if column not in schema.names and column in partition_values(name):
@@ -267,24 +334,34 @@ def _unify(schemas: list[pa.Schema], options: InputOptions, listing: Listing) ->
 
 
 def _check_value_in_path(name: str, column: str, kind: pa.DataType, first: str) -> None:
-    """Raise InputError unless the value in a file's path can stand in a column of the type that `first` has."""
+    """Raise InputError unless the value in a file's path can stand in a column of the type that
+    `first` has.
+    """
     try:
         partition_column(name, column, kind, 1)
     except pa.ArrowException as error:
         raise InputError(
             f"input.passthrough {column!r} is {kind} in {first}, but {name} has "
-            f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them one type"
+            f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them one "
+            "type"
         ) from error
 
 
 def partition_values(relative_path: str) -> dict[str, str | None]:
-    """Return the columns in a file's path with their values as text: `year=2026/a.parquet` has `{"year": "2026"}`."""
+    """Return the columns in a file's path with their values as text: `year=2026/a.parquet` has
+    `{"year": "2026"}`.
+    """
     pairs = (folder.partition("=") for folder in relative_path.split("/")[:-1] if "=" in folder)
-    return {unquote(name): None if value == _NULL else unquote(value) for name, _, value in pairs if name}
+    return {
+        unquote(name): None if value == _NULL else unquote(value)
+        for name, _, value in pairs
+        if name
+    }
 
 
 def partition_types(relative_paths: Iterable[str]) -> dict[str, pa.DataType]:
-    """Return the type of each column in the paths: int32 if all its values are integers, otherwise string.
+    """Return the type of each column in the paths: int32 if all its values are integers, otherwise
+    string.
 
     That is how pyarrow reads such folders, too.
     """
@@ -310,7 +387,8 @@ def partition_column(relative_path: str, column: str, kind: pa.DataType, num_row
 
 
 def repartition(path: str, output: str) -> int:
-    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a folder; count them.
+    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a
+    folder; count them.
 
     Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
     """
@@ -318,7 +396,9 @@ def repartition(path: str, output: str) -> int:
     folder = check_apart(listing, output)
     for name, size in listing.sizes.items():
         source, damaged = listing.root.child(name), partial(unreadable, name)
-        schema: pa.Schema = read_file(source, lambda file: open_parquet(file).schema_arrow, damaged, size)
+        schema: pa.Schema = read_file(
+            source, lambda file: open_parquet(file).schema_arrow, damaged, size
+        )
         tables = read_stream(source, partial(stream, columns=schema.names), damaged, size)
         with atomic_output(folder.child(name)) as written:
             write_groups(written, schema, tables)
@@ -332,11 +412,16 @@ SAMPLE_ROWS = 200
 _MOST_FILES = 8
 """Files whose columns are compared."""
 _ID_CHARACTERS, _ID_ROWS = 64, 10
-"""Characters at most, on average, and rows at least, with which a column is an id without being named as one."""
+"""Characters at most, on average, and rows at least, with which a column is an id without being
+named as one.
+"""
 _TEXT_NAMES = re.compile(
-    r"((full|raw|plain)_?)?(text|content|body|document|doc|article|report|html|page|passage|transcript|story)s?", re.I
+    r"((full|raw|plain)_?)?(text|content|body|document|doc|article|report|html|page|passage|transcript|story)s?",
+    re.I,
 )
-_ID_NAMES = re.compile(r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$")
+_ID_NAMES = re.compile(
+    r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$"
+)
 
 
 class Guess(NamedTuple):
@@ -348,13 +433,16 @@ class Guess(NamedTuple):
     why_id: str
     others: tuple[str, ...]
     differs: str
-    """How the columns of another file differ, in one line; empty if they do not in those looked at."""
+    """How the columns of another file differ, in one line; empty if they do not in those looked
+    at.
+    """
 
 
 def guess_columns(path: str) -> Guess:
     """Look at the first rows of the first file, and at the footers of a few more.
 
-    Raises InputError if there is no file, no column holds text, or what looks like the text has a type that is none.
+    Raises InputError if there is no file, no column holds text, or what looks like the text has a
+    type that is none.
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
@@ -364,7 +452,9 @@ def guess_columns(path: str) -> Guess:
         schema = parquet.schema_arrow
         return schema, _first_rows(parquet)
 
-    schema, batch = read_file(listing.root.child(name), read, partial(unreadable, name), listing.sizes[name])
+    schema, batch = read_file(
+        listing.root.child(name), read, partial(unreadable, name), listing.sizes[name]
+    )
     columns = dict(zip(schema.names, batch.columns, strict=True))
     values = {name: _comparable(column) for name, column in columns.items() if is_id(column.type)}
     lengths = {name: _mean_length(column) for name, column in columns.items()}
@@ -374,20 +464,40 @@ def guess_columns(path: str) -> Guess:
     for column in [text, *filter(_TEXT_NAMES.fullmatch, columns)]:
         kind = columns[column].type
         if is_bytes(kind) or kind.num_fields:
-            cast = way_out(column, kind, "VARCHAR") or "; join its parts to one string when you write the Parquet"
-            raise InputError(f"{name}: column {column!r} looks like the text, but is {kind}, not a string{cast}")
+            cast = (
+                way_out(column, kind, "VARCHAR")
+                or "; join its parts to one string when you write the Parquet"
+            )
+            raise InputError(
+                f"{name}: column {column!r} looks like the text, but is {kind}, not a string{cast}"
+            )
     rows = f"the first {counted(len(values[text]), 'row')} of {name}"
-    unique = [column for column, ids in values.items() if column != text and len({*ids} - {None, b""}) == len(ids)]
+    unique = [
+        column
+        for column, ids in values.items()
+        if column != text and len({*ids} - {None, b""}) == len(ids)
+    ]
     named = [column for column in unique if _ID_NAMES.search(column)]
-    found = min(named, key=lambda column: (column.lower() != "id", not column.lower().endswith("id")), default=None)
-    why = f"named as an id, unique and never null in {rows}" if found else "no column is named as an id and unique"
+    found = min(
+        named,
+        key=lambda column: (column.lower() != "id", not column.lower().endswith("id")),
+        default=None,
+    )
+    why = (
+        f"named as an id, unique and never null in {rows}"
+        if found
+        else "no column is named as an id and unique"
+    )
     if not found and len(values[text]) >= _ID_ROWS:  # the shortest texts, and before them integers
         short = [column for column in unique if lengths.get(column, 0) <= _ID_CHARACTERS]
         found = min(short, key=lambda column: lengths.get(column, 0), default=None)
         why = f"unique in {rows}" if found else why
     spoilt = [column for column in values if _ID_NAMES.search(column) and column not in unique]
     if spoilt and found not in named:
-        why += f"; {spoilt[0]} is named as one, but has nulls or repeats: input.on_bad_id: error takes it nevertheless"
+        why += (
+            f"; {spoilt[0]} is named as one, but has nulls or repeats: input.on_bad_id: error "
+            "takes it nevertheless"
+        )
     others = tuple(column for column in schema.names if column not in (text, found))
     why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
     return Guess(text, why_text, found, why, others, _difference(listing, schema))
@@ -398,30 +508,43 @@ def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
     tables = [parquet.schema_arrow.empty_table()]
     for table in stream(parquet, parquet.schema_arrow.names):
         tables.append(table)
-        if sum(map(len, tables)) >= SAMPLE_ROWS or sum(each.nbytes for each in tables) >= BATCH_BYTES:
+        if (
+            sum(map(len, tables)) >= SAMPLE_ROWS
+            or sum(each.nbytes for each in tables) >= BATCH_BYTES
+        ):
             break
     return pa.concat_tables(tables).slice(0, SAMPLE_ROWS)
 
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:
-    """Say how the columns of the first file that differs do; empty if none does. Raises InputError if it is damaged."""
+    """Say how the columns of the first file that differs do; empty if none does. Raises InputError
+    if it is damaged.
+    """
     for name, size in [*listing.sizes.items()][1:_MOST_FILES]:
-        found: pa.Schema = read_file(listing.root.child(name), pq.read_schema, partial(unreadable, name), size)
+        found: pa.Schema = read_file(
+            listing.root.child(name), pq.read_schema, partial(unreadable, name), size
+        )
         theirs, ours = _only(found, schema), _only(schema, found)
         if theirs or ours:
             theirs, ours = theirs or "nothing else", ours or "nothing else"
-            return f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the columns it uses in all"
+            return (
+                f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the "
+                "columns it uses in all"
+            )
     return ""
 
 
 def _only(schema: pa.Schema, other: pa.Schema) -> str:
     """Name the columns that another schema lacks, or has with another type."""
     others = dict(zip(other.names, other.types, strict=True))
-    return ", ".join(f"{field.name} ({field.type})" for field in schema if others.get(field.name) != field.type)
+    return ", ".join(
+        f"{field.name} ({field.type})" for field in schema if others.get(field.name) != field.type
+    )
 
 
 def _mean_length(values: pa.ChunkedArray) -> float:
-    """Return the mean number of characters in the strings of a column, also of those in lists and structs.
+    """Return the mean number of characters in the strings of a column, also of those in lists and
+    structs.
 
     Bytes count as the text that they are in UTF-8; other bytes, such as those of images, do not.
     """

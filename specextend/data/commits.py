@@ -42,17 +42,20 @@ class StrangeCommitError(ValueError):
 
 
 class CommitWriter:
-    """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which holds its lock.
+    """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which
+    holds its lock.
 
-    `seq` continues after the highest in the folder, so the order of commits over all starts is the order of
-    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run; origin: its
-    `provenance`. Both are written into every commit.
+    `seq` continues after the highest in the folder, so the order of commits over all starts is the
+    order of (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint:
+    that of the run; origin: its `provenance`. Both are written into every commit.
     """
 
     def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b""):
         assert re.fullmatch(r"[0-9a-f]{8}", run_id), run_id
         self.run_id = run_id
-        self._schema = COMMIT_SCHEMA.with_metadata({_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin})
+        self._schema = COMMIT_SCHEMA.with_metadata(
+            {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
+        )
         self._folder = commits_folder(output)
         names = list_commits(output)
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
@@ -82,13 +85,17 @@ def list_commits(output: Location) -> list[str]:
 
 
 def read_commit(
-    output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int | None = None
+    output: Location,
+    name: str,
+    columns: Sequence[str],
+    fingerprint: str = "",
+    num_bytes: int | None = None,
 ) -> pa.Table:
     """Read columns of one commit with the types of COMMIT_SCHEMA; `commit_of` returns its name.
 
-    num_bytes: its size in the listing; a large one is read by columns. Raises DamagedCommitError if it does not parse:
-    none of our writers leaves such a commit. Raises OSError if it is out of reach, and StrangeCommitError if it names
-    another run than `fingerprint`.
+    num_bytes: its size in the listing; a large one is read by columns. Raises DamagedCommitError if
+    it does not parse: none of our writers leaves such a commit. Raises OSError if it is out of
+    reach, and StrangeCommitError if it names another run than `fingerprint`.
     """
     location = commits_folder(output).child(name)
     wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
@@ -103,12 +110,16 @@ def read_commit(
     found, table = read_file(location, read, damaged, num_bytes)
     if found and fingerprint and found != fingerprint:
         which = f"fingerprint {found[:12]}, here {fingerprint[:12]}"
-        raise StrangeCommitError(f"{location.path} is a commit of another run ({which}); move it away")
+        raise StrangeCommitError(
+            f"{location.path} is a commit of another run ({which}); move it away"
+        )
     return table
 
 
 def commit_of(table: pa.Table) -> str:
-    """Return the name of the commit that a table of `read_commit` or `read_results` was read from."""
+    """Return the name of the commit that a table of `read_commit` or `read_results` was read
+    from.
+    """
     name: bytes = table.schema.metadata[_NAME_OF]
     return name.decode()
 
@@ -128,7 +139,9 @@ def commit_order(name: str) -> tuple[int, str]:
 Retry = Literal["none", "retryable", "all"]
 """The error rows that are done again."""
 MOST_BYTES = 64 << 20
-"""Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as much."""
+"""Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as
+much.
+"""
 _MOST_ROWS = 1 << 32
 """No input file has so many rows."""
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
@@ -156,9 +169,10 @@ class Progress:
 def read_commits(output: Location, fingerprint: str = "", cut_below: int | None = None) -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
-    All columns are read, so that damage is found before a worker starts, not when the summaries are written.
-    fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest. cut_below:
-    a row whose text was cut at a lower limit of new tokens does not count as done.
+    All columns are read, so that damage is found before a worker starts, not when the summaries are
+    written. fingerprint: that of the run to which the commits must belong; if empty, that of the
+    folder's manifest. cut_below: a row whose text was cut at a lower limit of new tokens does not
+    count as done.
     """
     done: set[DocumentKey] = set()
     num_cut = 0
@@ -171,7 +185,8 @@ def read_commits(output: Location, fingerprint: str = "", cut_below: int | None 
             if cut_below is not None:
                 num_rows = len(table)
                 table = table.filter(
-                    (pc.field("finish_reason") != "length") | (pc.field("max_new_tokens") >= cut_below)
+                    (pc.field("finish_reason") != "length")
+                    | (pc.field("max_new_tokens") >= cut_below)
                 )
                 num_cut += num_rows - len(table)
             done.update(map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist()))
@@ -179,7 +194,9 @@ def read_commits(output: Location, fingerprint: str = "", cut_below: int | None 
                 setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
         keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
-        for key, row in zip(keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True):
+        for key, row in zip(
+            keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True
+        ):
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
@@ -190,8 +207,14 @@ def read_commits(output: Location, fingerprint: str = "", cut_below: int | None 
 def pending(
     rows: Iterable[Sequence[int]], progress: Progress, *, retry_errors: Retry = "none"
 ) -> Iterator[DocumentKey]:
-    """Yield the keys to do, in order. rows: wanted rows of each input file. retry_errors: the error rows to redo."""
-    closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
+    """Yield the keys to do, in order. rows: wanted rows of each input file. retry_errors: the error
+    rows to redo.
+    """
+    closed = {
+        "none": progress.errors.keys(),
+        "retryable": progress.final,
+        "all": set[DocumentKey](),
+    }[retry_errors]
     for file, wanted in enumerate(rows):
         for row in wanted:
             key = DocumentKey(file, row)
@@ -202,12 +225,14 @@ def pending(
 def read_results(
     output: Location, columns: Sequence[str], fingerprint: str = "", settled: Settled | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each commit is read once.
+    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each
+    commit is read once.
 
-    Done beats error, later beats earlier, and each input row has one result. A table is of one commit, and holds rows
-    done or error rows: first come those done, the latest commits first, then the error rows in the order of their
-    commits. Memory: the commits read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row.
-    fingerprint: as for `read_commits`. settled: filled in. Raises DamagedCommitError and StrangeCommitError.
+    Done beats error, later beats earlier, and each input row has one result. A table is of one
+    commit, and holds rows done or error rows: first come those done, the latest commits first, then
+    the error rows in the order of their commits. Memory: the commits read ahead (MOST_BYTES), the
+    error rows' own columns, and a byte for each input row. fingerprint: as for `read_commits`.
+    settled: filled in. Raises DamagedCommitError and StrangeCommitError.
     """
     sizes = commit_sizes(output)
     if not fingerprint and (manifest := read_manifest(output)) is not None:
@@ -236,14 +261,17 @@ def read_results(
 
 
 class Settled:
-    """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
+    """Remembers for each input row whether a result that counts was seen: one that is done, or only
+    a failed one.
+    """
 
     def __init__(self) -> None:
         self._states: dict[int, NDArray[np.uint8]] = {}
         """Of the rows of each file, which may have room for more."""
 
     def settle(self, table: pa.Table, path: str) -> tuple[Ints, Ints]:
-        """Take in a commit; return which of its rows done and of its error rows count by now, of equal ones the last.
+        """Take in a commit; return which of its rows done and of its error rows count by now, of
+        equal ones the last.
 
         path: of the commit, for messages. Raises DamagedCommitError.
         """
@@ -258,7 +286,9 @@ class Settled:
         return np.flatnonzero(counts & is_done), np.flatnonzero(counts & ~is_done)
 
     def is_failed(self, table: pa.Table, path: str) -> NDArray[np.bool_]:
-        """Return which rows have failed and were not done, before or afterwards. path: as for `settle`."""
+        """Return which rows have failed and were not done, before or afterwards. path: as for
+        `settle`.
+        """
         failed = np.zeros(len(table), bool)
         for states, places, rows in self._files(table, path):
             failed[places] = states[rows] == FAILED
@@ -271,17 +301,24 @@ class Settled:
 
     def count(self) -> tuple[int, int]:
         """Count the rows done and the error rows."""
-        done, failed = (sum(int((each == state).sum()) for each in self._states.values()) for state in (DONE, FAILED))
+        done, failed = (
+            sum(int((each == state).sum()) for each in self._states.values())
+            for state in (DONE, FAILED)
+        )
         return done, failed
 
     def _files(self, table: pa.Table, path: str) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
-        """Yield the states of each file that a commit names, the places of its rows in the commit, and the numbers."""
+        """Yield the states of each file that a commit names, the places of its rows in the commit,
+        and the numbers.
+        """
         files, rows = (table[column].to_numpy() for column in ("file", "row"))
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)
             numbers = rows[places]
             if file < 0 or numbers.min() < 0 or numbers.max() >= _MOST_ROWS:
-                raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); move it away to go on")
+                raise DamagedCommitError(
+                    f"{path} is damaged (it names a row that no input has); move it away to go on"
+                )
             states = self._states.get(file, np.zeros(0, np.uint8))
             needed = int(numbers.max()) + 1
             if needed > len(states):

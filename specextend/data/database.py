@@ -1,4 +1,5 @@
-"""DuckDB under tables of many narrow rows, and under the filter of rows, which is a condition of SQL.
+"""DuckDB under tables of many narrow rows, and under the filter of rows, which is a condition of
+SQL.
 
 It works in bounded memory, and has no way to anything but its temporary files.
 """
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 from specextend.core import Values, first_line, one_line
 
 _FETCHED_ROWS = 2048
-_LOCK = "SET GLOBAL TimeZone = 'UTC'; SET enable_external_access = false; SET lock_configuration = true"
+_LOCK = (
+    "SET GLOBAL TimeZone = 'UTC'; SET enable_external_access = false; SET lock_configuration = true"
+)
 
 
 def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConnection:
@@ -31,10 +34,11 @@ def connect(memory_limit: str, temp_directory: str = "") -> duckdb.DuckDBPyConne
 
 
 class Database:
-    """A database that is gone with this object. What does not fit into its memory goes to temporary files.
+    """A database that is gone with this object. What does not fit into its memory goes to temporary
+    files.
 
-    Of one thread, and deterministic. Texts must come in small tables: rows are handled 2,048 at a time, whatever their
-    size. All methods raise OSError if the temporary folder has no room.
+    Of one thread, and deterministic. Texts must come in small tables: rows are handled 2,048 at a
+    time, whatever their size. All methods raise OSError if the temporary folder has no room.
     """
 
     def __init__(self) -> None:
@@ -43,7 +47,9 @@ class Database:
         self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> list[Values]:
-        """Execute statements in which a table goes by the name `given`; return the rows that the last one finds."""
+        """Execute statements in which a table goes by the name `given`; return the rows that the
+        last one finds.
+        """
         self._connection.register("given", given)
         [*_, rows] = map(self.select, statements)
         self._connection.unregister("given")
@@ -72,9 +78,16 @@ def temporary_room() -> Iterator[None]:
     """Raise OSError with a way out if a `with` block finds no room for temporary files."""
     try:
         yield
-    except (OSError, duckdb.IOException, duckdb.FatalException, duckdb.OutOfMemoryException) as error:
+    except (
+        OSError,
+        duckdb.IOException,
+        duckdb.FatalException,
+        duckdb.OutOfMemoryException,
+    ) as error:
         folder = tempfile.gettempdir()
-        raise OSError(f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another") from error
+        raise OSError(
+            f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another"
+        ) from error
 
 
 # The filter
@@ -92,13 +105,16 @@ used AS MATERIALIZED (
 ),
 refused AS (
     SELECT lower(kind) AS name FROM (SELECT unnest(kinds) AS kind FROM used)
-    WHERE kind NOT IN ('BETWEEN', 'CASE', 'CAST', 'COLLATE', 'COLUMN_REF', 'COMPARISON', 'CONJUNCTION', 'CONSTANT',
+    WHERE kind NOT IN ('BETWEEN', 'CASE', 'CAST', 'COLLATE', 'COLUMN_REF', 'COMPARISON',
+        'CONJUNCTION', 'CONSTANT',
         'FUNCTION', 'OPERATOR', 'TYPE')
     UNION ALL
     SELECT function_name || '()' FROM duckdb_functions()
     WHERE function_name IN (SELECT unnest(functions) FROM used) AND CASE function_type
-        WHEN 'scalar' THEN stability != 'CONSISTENT' OR function_name IN ('age', 'array_resize', 'current_localtime',
-            'current_localtimestamp', 'format', 'generate_series', 'list_resize', 'lpad', 'printf', 'range', 'repeat',
+        WHEN 'scalar' THEN stability != 'CONSISTENT'
+            OR function_name IN ('age', 'array_resize', 'current_localtime',
+            'current_localtimestamp', 'format', 'generate_series', 'list_resize', 'lpad', 'printf',
+            'range', 'repeat',
             'rpad')
         WHEN 'table' THEN function_name = 'unnest'
         ELSE NOT regexp_full_match(
@@ -109,15 +125,16 @@ SELECT CASE
         WHEN error IS NOT NULL THEN error
         WHEN EXISTS (FROM refused) THEN (SELECT max(name) FROM refused) || ' is not allowed'
         WHEN len(columns) = 0 THEN 'it names no column'
-        WHEN len(columns) > (SELECT count(DISTINCT lower(name)) FROM (SELECT unnest(columns) AS name))
+        WHEN len(columns) > (SELECT count(DISTINCT lower(name))
+            FROM (SELECT unnest(columns) AS name))
             THEN 'it names columns that differ in case alone'
     END, columns
 FROM used
 """
 """What is wrong with a statement, and the columns that it names.
 
-Refused are subqueries, and functions that see more than one row, have another value at another time, or make
-much of little: the database's limit does not count values that wait to be compared.
+Refused are subqueries, and functions that see more than one row, have another value at another
+time, or make much of little: the database's limit does not count values that wait to be compared.
 """
 
 
@@ -128,7 +145,9 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 @cache
 def filter_columns(text: str) -> tuple[str, ...]:
-    """Return the columns that a filter reads. Raises ValueError, in one line, for what is no condition of a row."""
+    """Return the columns that a filter reads. Raises ValueError, in one line, for what is no
+    condition of a row.
+    """
     [(wrong, columns)] = _database().cursor().execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
     if wrong is not None:
         raise ValueError(f"input.filter {text!r} cannot be used ({wrong}); {_EXAMPLE}")
@@ -136,7 +155,8 @@ def filter_columns(text: str) -> tuple[str, ...]:
 
 
 def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
-    """Return [N] bool: True where a row of a table of `filter_columns` matches; a condition that is null does not.
+    """Return [N] bool: True where a row of a table of `filter_columns` matches; a condition that is
+    null does not.
 
     Raises ValueError for values that do not fit it.
     """
@@ -145,11 +165,14 @@ def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
         table.validate(full=True)  # DuckDB believes that text is UTF-8
         cursor.register("the rows", table)
         # Text that closes a parenthesis it did not open passes `_PARSE`, but not this.
-        found = cursor.sql(f'SELECT CASE WHEN\n{text}\nTHEN true ELSE false END FROM "the rows"').fetchnumpy()
+        found = cursor.sql(
+            f'SELECT CASE WHEN\n{text}\nTHEN true ELSE false END FROM "the rows"'
+        ).fetchnumpy()
     except (duckdb.Error, pa.ArrowException) as error:
         types = ", ".join(f"{field.name} is {field.type}" for field in table.schema)
         raise ValueError(
-            f"input.filter {text!r} does not fit its columns ({one_line(error)}); {types}: {_EXAMPLE}"
+            f"input.filter {text!r} does not fit its columns ({one_line(error)}); {types}: "
+            f"{_EXAMPLE}"
         ) from error
     [mask] = found.values()
     return np.asarray(mask, bool)

@@ -1,4 +1,6 @@
-"""The text of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one in each row."""
+"""The text of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one
+in each row.
+"""
 
 import codecs
 import csv
@@ -66,7 +68,9 @@ _BOILERPLATE = (
     "[id*=consent i],[class*=consent i],[id*=menu i],[class*=menu i],[id*=navbar i],"
     "[class*=navbar i],[id*=sidebar i],[class*=sidebar i],[id*=footer i],[class*=footer i]"
 )
-"""What surrounds the main part of a web page, by its element, its role, and words in its id and classes."""
+"""What surrounds the main part of a web page, by its element, its role, and words in its id and
+classes.
+"""
 _MAIN = "main,article,h1"
 """Elements that no boilerplate contains, whatever its name."""
 _HEAD = 1 << 16
@@ -89,7 +93,9 @@ _BOMS = {
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = "is not UTF-8; name its encoding, as in --encoding cp1252"
 _SHIFT = re.compile("\0|\x1b\\$")
-"""What UTF-8 has not: UTF-16 that is read as such, and the beginning of text in ISO-2022, whose bytes are all ASCII."""
+"""What UTF-8 has not: UTF-16 that is read as such, and the beginning of text in ISO-2022, whose
+bytes are all ASCII.
+"""
 _SPACED = re.compile(r'[ \t]+"([^"]|"")*"?')
 """What a cell would hold whose quotes stand after a space, so that they do not count."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?\s*')
@@ -101,14 +107,29 @@ _READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
 """Elements that mammoth leaves out with all that is in them."""
 _OPERATORS = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "deg": "^"}
 """What stands before the parts of an equation that is written on one line."""
-_OPERANDS = ("f", "sSub", "sSup", "sSubSup", "sPre", "nary", "rad", "func", "limLow", "limUpp", "acc", "bar")
+_OPERANDS = (
+    "f",
+    "sSub",
+    "sSup",
+    "sSubSup",
+    "sPre",
+    "nary",
+    "rad",
+    "func",
+    "limLow",
+    "limUpp",
+    "acc",
+    "bar",
+)
 _HIDDEN = 0x02 | 0x20
 """Flags of annotations that a screen does not show."""
 _FULL = 0.7
 """A line this long, relative to the long ones of its page, goes on in the next one."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
 """How PDFium writes the end of a line that divides a word."""
-_NO_TITLE = re.compile(r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Word - ", re.IGNORECASE)
+_NO_TITLE = re.compile(
+    r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Word - ", re.IGNORECASE
+)
 """Titles that programs write into a PDF by themselves."""
 
 
@@ -127,7 +148,9 @@ class DocumentOptions:
     """Which files become documents, and how."""
 
     patterns: Sequence[str] = ()
-    """Ends of paths, of which a file must match one (`*.md`, `notes/*.txt`); none: all kinds that are read."""
+    """Ends of paths, of which a file must match one (`*.md`, `notes/*.txt`); none: all kinds that
+    are read.
+    """
     encoding: str | None = None
     """Of what is not UTF-8 and names no encoding; None refuses that."""
     keep_lines: bool = False
@@ -154,7 +177,9 @@ class DocumentOptions:
             name = codecs.lookup(self.encoding or "utf-8").name
             "a".encode(name)  # raises for codecs that are no encodings of text
         except LookupError as error:
-            raise ValueError(f"unknown encoding {self.encoding!r}; give one such as cp1252") from error
+            raise ValueError(
+                f"unknown encoding {self.encoding!r}; give one such as cp1252"
+            ) from error
         if name in ("utf-16", "utf-32"):
             message = f"the order of its bytes is open in {name}; give {name}-le or {name}-be"
             raise ValueError(f"{message} (files with a mark need none)")
@@ -163,31 +188,46 @@ class DocumentOptions:
 def kind_of(name: str) -> str | None:
     """Return the kind of a file by its name, or None if it is not read; it may be compressed."""
     path = PurePath(name.lower())
-    return KINDS.get(PurePath(path.stem).suffix if path.suffix in (".gz", ".bz2", ".zst") else path.suffix)
+    return KINDS.get(
+        PurePath(path.stem).suffix if path.suffix in (".gz", ".bz2", ".zst") else path.suffix
+    )
 
 
 def check_packages(kinds: Iterable[str]) -> None:
     """Raise InputError, in one line, if a package is missing that files of these kinds need."""
     for kind in sorted(kinds):
-        missing = [name for name in _PACKAGES.get(kind, ()) if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in _PACKAGES.get(kind, ()) if importlib.util.find_spec(name) is None
+        ]
         if missing:
             need = f"to read {kind.upper()} takes the package {' and '.join(missing)}"
-            raise InputError(f"{need}: install specextend with its extra `documents`, or leave them out (--pattern)")
+            raise InputError(
+                f"{need}: install specextend with its extra `documents`, or leave them out "
+                "(--pattern)"
+            )
 
 
 def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
-    """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises UnreadableError."""
+    """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
+    UnreadableError.
+    """
     try:
         title, text, *counts = _READERS[kind](data, options)
     except (UnreadableError, MemoryError):
         raise
     except Exception as error:  # on damaged bytes the parsers raise whatever they run into
-        raise UnreadableError("damaged", f"cannot be read: {one_line(error) or type(error).__name__}") from error
+        raise UnreadableError(
+            "damaged", f"cannot be read: {one_line(error) or type(error).__name__}"
+        ) from error
     if not text.strip():
-        hint = ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
+        hint = (
+            ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
+        )
         raise UnreadableError("no text", f"has no text{hint}")
     whole = [_HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
-    return {"title": " ".join(whole[0].split()), "text": whole[1]} | dict(zip(COUNTS, counts, strict=False))
+    return {"title": " ".join(whole[0].split()), "text": whole[1]} | dict(
+        zip(COUNTS, counts, strict=False)
+    )
 
 
 def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int]:
@@ -200,7 +240,9 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int
             raise UnreadableError("password", "needs a password") from error
         raise
     if pdf.count_attachments() and _is_portfolio(pdf):
-        raise UnreadableError("only a cover", "is a portfolio, whose documents are attached to it; save them as files")
+        raise UnreadableError(
+            "only a cover", "is a portfolio, whose documents are attached to it; save them as files"
+        )
     form = pdf.get_formtype()
     if form == pypdfium2.raw.FORMTYPE_ACRO_FORM:
         pdf.init_forms()  # it draws fields that bring no appearance
@@ -215,10 +257,13 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int
     is_xfa = form in (pypdfium2.raw.FORMTYPE_XFA_FULL, pypdfium2.raw.FORMTYPE_XFA_FOREGROUND)
     if is_xfa and (form == pypdfium2.raw.FORMTYPE_XFA_FULL or not has_fields):
         raise UnreadableError(
-            "only a cover", "is an XFA form, which Adobe's programs alone show; print it as a new PDF"
+            "only a cover",
+            "is an XFA form, which Adobe's programs alone show; print it as a new PDF",
         )
     if num_unmapped * 2 > sum(map(len, pages)):
-        message = "has fonts that do not say which characters they show; text recognition (OCR) could"
+        message = (
+            "has fonts that do not say which characters they show; text recognition (OCR) could"
+        )
         raise UnreadableError("no characters", message)
     title = pdf.get_metadata_value("Title").strip()
     is_empty = [not page for page in pages]
@@ -227,25 +272,34 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int
 
 
 def _is_portfolio(pdf: Any) -> bool:
-    """Return True for a PDF that shows its attachments; PDFium tells it from others only when it writes it."""
+    """Return True for a PDF that shows its attachments; PDFium tells it from others only when it
+    writes it.
+    """
     written = io.BytesIO()
     pdf.save(written)
     return re.search(rb"/Collection\s*(<<|\d)", written.getvalue()) is not None
 
 
 def _page_text(pdf: Any, number: int) -> tuple[str, int, bool]:
-    """Return a page's text with forms and annotations, how much of it no font maps, and whether it has such."""
+    """Return a page's text with forms and annotations, how much of it no font maps, and whether it
+    has such.
+    """
     from pypdfium2 import raw
 
     page = pdf[number]
     texts = [*_free_texts(page)]
-    is_filled = raw.FPDFPage_GetAnnotCount(page) > 0 and raw.FPDFPage_Flatten(page, 0) == raw.FLATTEN_SUCCESS
+    is_filled = (
+        raw.FPDFPage_GetAnnotCount(page) > 0
+        and raw.FPDFPage_Flatten(page, 0) == raw.FLATTEN_SUCCESS
+    )
     if is_filled:
         page.close()
         page = pdf[number]
     shown = page.get_textpage()
     text = shown.get_text_range().replace("\r\n", "\n").strip()
-    num_unmapped = sum(map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), range(shown.count_chars())))
+    num_unmapped = sum(
+        map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), range(shown.count_chars()))
+    )
     page.close()
     return _DIVIDED.sub("-\n", "\n".join(filter(None, (text, *texts)))), num_unmapped, is_filled
 
@@ -292,7 +346,9 @@ def _read_docx(data: bytes, options: DocumentOptions) -> tuple[str, str]:
     import mammoth
 
     if not data.startswith(b"PK"):
-        raise UnreadableError("damaged", "is no DOCX file, or needs a password; save it as DOCX without one")
+        raise UnreadableError(
+            "damaged", "is no DOCX file, or needs a password; save it as DOCX without one"
+        )
     plain = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(plain, "w") as copy:
         for name in archive.namelist():
@@ -326,11 +382,14 @@ def _plain_word(part: bytes) -> bytes:
                 node.tag = f"{space}br"
             case "ptab":
                 node.tag = f"{space}tab"
-            case "sym" if (code := int(node.get(f"{space}char", "0"), 16)) < 0xE000:  # of no font of symbols
+            # of no font of symbols
+            case "sym" if (code := int(node.get(f"{space}char", "0"), 16)) < 0xE000:
                 node.tag = f"{space}t"
                 node.text = chr(code)
             case "altChunk":
-                message = "has parts in other formats; open it in a word processor and save it as DOCX"
+                message = (
+                    "has parts in other formats; open it in a word processor and save it as DOCX"
+                )
                 raise UnreadableError("damaged", message)
             case local if local in _READ_THROUGH:
                 node.tag = f"{space}smartTag"
@@ -365,7 +424,12 @@ def _formula(node: ElementTree.Element) -> str:
     name = _local(node)
     if name == "t":
         return node.text or ""
-    signs = {"begChr": "(", "endChr": ")", "sepChr": "|", "chr": "∫" if name == "nary" else "\u0302"}
+    signs = {
+        "begChr": "(",
+        "endChr": ")",
+        "sepChr": "|",
+        "chr": "∫" if name == "nary" else "\u0302",
+    }
     for sign in node.iterfind(f"{{*}}{name}Pr/*"):
         signs[_local(sign)] = next(iter(sign.attrib.values()), "")
     parts = []
@@ -416,8 +480,11 @@ def _named_encoding(data: bytes) -> str | None:
 
     head = data[:_HEAD].decode("latin-1")
     labels = [
-        meta.attributes.get("charset") or "".join(_META_ENCODING.findall(meta.attributes.get("content") or ""))
-        for meta in LexborHTMLParser(head).css('head meta[charset],head meta[http-equiv="content-type" i]')
+        meta.attributes.get("charset")
+        or "".join(_META_ENCODING.findall(meta.attributes.get("content") or ""))
+        for meta in LexborHTMLParser(head).css(
+            'head meta[charset],head meta[http-equiv="content-type" i]'
+        )
     ]
     labels += _XML_ENCODING.findall(head)
     found = next(filter(None, map(webencodings.lookup, labels)), None)
@@ -443,7 +510,9 @@ def _html_text(html: str, *, main_only: bool = False) -> tuple[str, str]:
         node.replace_with(node.text().replace("\n", _LINE))
     for node in tree.css("td,th"):
         node.insert_after(" ")
-    lines = (" ".join(line.split()) for line in (tree.body.text() if tree.body else "").split(_LINE))
+    lines = (
+        " ".join(line.split()) for line in (tree.body.text() if tree.body else "").split(_LINE)
+    )
     return name, "\n".join(filter(None, lines))
 
 
@@ -474,7 +543,9 @@ def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
             text = data.decode(name)
             if not _SHIFT.search(text):
                 return text
-    raise UnreadableError("encoding", f"is not {own}, as it says; save it as UTF-8" if own else _NOT_UTF8)
+    raise UnreadableError(
+        "encoding", f"is not {own}, as it says; save it as UTF-8" if own else _NOT_UTF8
+    )
 
 
 def _marked(data: bytes) -> str | None:
@@ -483,28 +554,48 @@ def _marked(data: bytes) -> str | None:
 
 
 def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
-    """Yield the lines of JSON Lines or CSV with their numbers, each as its values or what is wrong with it."""
+    """Yield the lines of JSON Lines or CSV with their numbers, each as its values or what is wrong
+    with it.
+    """
     return _csv_rows(file, options) if kind == "csv" else _json_rows(file, options)
 
 
 def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
-    """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for what is missing."""
+    """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for
+    what is missing.
+    """
     if isinstance(values, UnreadableError):
         raise values
     if not isinstance(values, Mapping) or not isinstance(values.get(options.text_field), str):
-        has = f"; it has {', '.join(map(repr, [*values][:10]))}" if isinstance(values, Mapping) else ""
-        message = f"has no string {options.text_field!r}{has}; --text-field names the one that holds the text"
+        has = (
+            f"; it has {', '.join(map(repr, [*values][:10]))}"
+            if isinstance(values, Mapping)
+            else ""
+        )
+        message = (
+            f"has no string {options.text_field!r}{has}; --text-field names the one that "
+            "holds the text"
+        )
         raise UnreadableError("bad row", message)
     doc_id = place if options.id_field is None else values.get(options.id_field)
     if isinstance(doc_id, bool) or not isinstance(doc_id, str | int) or doc_id == "":
-        raise UnreadableError("bad row", f"has no string or integer {options.id_field!r}; every document needs an id")
+        raise UnreadableError(
+            "bad row", f"has no string or integer {options.id_field!r}; every document needs an id"
+        )
     title = values.get("title") if isinstance(values.get("title"), str) else None
-    own = {"id": str(doc_id), "title": title, "text": values[options.text_field], "source_row": number}
+    own = {
+        "id": str(doc_id),
+        "title": title,
+        "text": values[options.text_field],
+        "source_row": number,
+    }
     used = (options.text_field, options.id_field, None if title is None else "title")
     if "\0" in own["text"]:
         raise UnreadableError("bad row", "has a NUL in its text, which is no character; remove it")
     others = {name: value for name, value in values.items() if name not in used}
-    return own | {f"{name}_" if name.rstrip("_") in COLUMNS else name: value for name, value in others.items()}
+    return own | {
+        f"{name}_" if name.rstrip("_") in COLUMNS else name: value for name, value in others.items()
+    }
 
 
 def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
@@ -525,7 +616,9 @@ def json_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise UnreadableError("bad row", f"is not JSON: {one_line(error)}") from error
     if "\\u" in text and _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False)):
-        raise UnreadableError("bad row", "contains half of a surrogate pair, which is not a character; repair it")
+        raise UnreadableError(
+            "bad row", "contains half of a surrogate pair, which is not a character; repair it"
+        )
     return value
 
 
@@ -538,7 +631,9 @@ def _object(fields: list[tuple[str, Any]]) -> Values:
 
 
 def _number(text: str) -> float:
-    """Return a number of JSON. Raises ValueError for one that is larger than any floating-point number."""
+    """Return a number of JSON. Raises ValueError for one that is larger than any floating-point
+    number.
+    """
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text} is larger than a number can be; write it as text")
@@ -546,7 +641,8 @@ def _number(text: str) -> float:
 
 
 def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
-    """Yield the rows below the header, which shows what separates the cells; the number is that of the last line.
+    """Yield the rows below the header, which shows what separates the cells; the number is that of
+    the last line.
 
     Raises UnreadableError where nobody knows which cells were meant.
     """
@@ -575,7 +671,10 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
             elif any(map(_HALF_CHARACTER.search, cells)):
                 yield number, UnreadableError("encoding", _NOT_UTF8)
             elif any(map(_SPACED.fullmatch, cells)):
-                message = "has a space before a quote, so that nobody knows where its cell ends; remove it"
+                message = (
+                    "has a space before a quote, so that nobody knows where its cell ends; "
+                    "remove it"
+                )
                 yield number, UnreadableError("bad row", message)
             elif len(cells) != len(header):
                 message = f"has {len(cells)} cells, and the header {len(header)}"
@@ -583,7 +682,10 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
             else:
                 yield number, dict(zip(header, cells, strict=True))
     except csv.Error as error:
-        message = f"has a quote in the row at line {number + 1} that is not closed, or not doubled within a cell"
+        message = (
+            f"has a quote in the row at line {number + 1} that is not closed, or not "
+            "doubled within a cell"
+        )
         raise UnreadableError(
             "bad table", f"{message} ({error}); repair it, or write the table as JSON Lines"
         ) from error
@@ -593,33 +695,46 @@ def _check_header(names: Counter[str]) -> None:
     """Raise UnreadableError if two columns would be one."""
     name, count = names.most_common(1)[0]
     if count > 1:
-        raise UnreadableError("bad table", f"has {count} columns of the name {name!r}; rename all but one")
+        raise UnreadableError(
+            "bad table", f"has {count} columns of the name {name!r}; rename all but one"
+        )
 
 
 def _lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
     """Decode lines by the mark of the file, as UTF-8, or as the encoding that is given.
 
-    In those of UTF-8 that cannot be, halves of surrogate pairs stand for the bytes. Raises UnreadableError for others.
+    In those of UTF-8 that cannot be, halves of surrogate pairs stand for the bytes. Raises
+    UnreadableError for others.
     """
     head = file.peek(4)[:4]  # type: ignore[attr-defined]
     own = _marked(head) or (encoding or "ascii" if b"\0" in head else "utf-8-sig")
     is_utf8 = own == "utf-8-sig"
     try:
-        for line in io.TextIOWrapper(file, own, "surrogateescape" if is_utf8 else "strict", newline=""):
+        for line in io.TextIOWrapper(
+            file, own, "surrogateescape" if is_utf8 else "strict", newline=""
+        ):
             if is_utf8 and _HALF_CHARACTER.search(line):
-                line = line.encode("utf-8", "surrogateescape").decode(encoding or "utf-8", "surrogateescape")
+                line = line.encode("utf-8", "surrogateescape").decode(
+                    encoding or "utf-8", "surrogateescape"
+                )
             if not is_utf8 and "\0" in line:
                 raise UnreadableError("encoding", _NOT_UTF8)
             yield line
     except UnicodeDecodeError as error:
-        message = f"is not {own}; save it as UTF-8, or name its encoding, as in --encoding utf-16-le"
+        message = (
+            f"is not {own}; save it as UTF-8, or name its encoding, as in --encoding utf-16-le"
+        )
         raise UnreadableError("encoding", message) from error
 
 
-def hub_rows(name: str, subset: str | None, split: str, limit: int | None = None) -> Iterator[NumberedRow]:
-    """Stream the numbered rows of a data set by its name on the Hugging Face Hub, or of a local folder of one.
+def hub_rows(
+    name: str, subset: str | None, split: str, limit: int | None = None
+) -> Iterator[NumberedRow]:
+    """Stream the numbered rows of a data set by its name on the Hugging Face Hub, or of a local
+    folder of one.
 
-    Raises InputError, in one line, if the Hub cannot be reached, or the data set or its split is unknown.
+    Raises InputError, in one line, if the Hub cannot be reached, or the data set or its split is
+    unknown.
     """
     import datasets
 
@@ -628,6 +743,8 @@ def hub_rows(name: str, subset: str | None, split: str, limit: int | None = None
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         yield from enumerate(islice(rows, limit))
     except ConnectionError as error:
-        raise InputError(f"the Hugging Face Hub cannot be reached to fetch {name}; run again") from error
+        raise InputError(
+            f"the Hugging Face Hub cannot be reached to fetch {name}; run again"
+        ) from error
     except (ValueError, OSError) as error:
         raise InputError(f"{name}, split {split!r}: {one_line(error)}") from error

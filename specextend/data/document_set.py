@@ -1,6 +1,7 @@
 """A folder of Parquet files to which documents are added, each with an id of its own.
 
-A row names its file with size and time of modification, so that the data set itself says which files it has.
+A row names its file with size and time of modification, so that the data set itself says which
+files it has.
 """
 
 import json
@@ -22,7 +23,9 @@ from specextend.data.parquet import CHECKED, SEALED
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COUNTS = ("pages_without_text", "unmapped_characters")
-"""Columns that say what the text of a PDF lacks: its empty pages, and characters of fonts without a map to Unicode."""
+"""Columns that say what the text of a PDF lacks: its empty pages, and characters of fonts without a
+map to Unicode.
+"""
 COLUMNS = {
     "id": pa.string(),
     "title": pa.string(),
@@ -41,7 +44,8 @@ _EXACT = 1 << 53
 """The largest integer up to which all are floating-point numbers, too."""
 _REPEATED = """
     CREATE TABLE repeated AS
-    SELECT *, first_value(source_path) OVER same AS owner, first_value(source_row) OVER same AS owner_row
+    SELECT *, first_value(source_path) OVER same AS owner,
+    first_value(source_row) OVER same AS owner_row
     FROM rows WHERE id IN (SELECT id FROM rows GROUP BY id HAVING count(*) > 1)
     WINDOW same AS (PARTITION BY id ORDER BY source_path, source_row, part, row)
     QUALIFY row_number() OVER same > 1
@@ -68,16 +72,23 @@ class Failure(NamedTuple):
 
 
 def write_rows(rows: Iterable[Values], target: Location) -> int:
-    """Write rows as one Parquet file in small row groups, whole or not at all; return how many. None make no file.
+    """Write rows as one Parquet file in small row groups, whole or not at all; return how many.
+    None make no file.
 
-    The types are those of the values: Booleans, numbers or text. Lists, objects and mixed values become JSON.
+    The types are those of the values: Booleans, numbers or text. Lists, objects and mixed values
+    become JSON.
     """
     num_rows = 0
     with tempfile.TemporaryDirectory() as scratch:  # the last row may widen a type
         groups = []
         for number, group in enumerate(_groups(rows)):
             names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])
-            table = pa.table({name: _column([row.get(name) for row in group], COLUMNS.get(name)) for name in names})
+            table = pa.table(
+                {
+                    name: _column([row.get(name) for row in group], COLUMNS.get(name))
+                    for name in names
+                }
+            )
             groups.append(f"{scratch}/{number}.parquet")
             pq.write_table(table, groups[-1], **SEALED)
             num_rows += len(table)
@@ -107,7 +118,10 @@ def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
             return pa.array(values, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             kind = pa.string()
-    texts = [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    texts = [
+        value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+        for value in values
+    ]
     return pa.array(texts, "string")
 
 
@@ -150,27 +164,38 @@ def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> N
 
 
 def list_parts(folder: Location) -> dict[str, int]:
-    """Return the files of a data set with their bytes. Raises InputError if the folder has others."""
+    """Return the files of a data set with their bytes. Raises InputError if the folder has
+    others.
+    """
     sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
     for name in sizes:
         if not (name.startswith("part-") and name.endswith(".parquet")):
-            raise InputError(f"{folder.path} holds {name}, which is no part of a data set; name a folder of its own")
+            raise InputError(
+                f"{folder.path} holds {name}, which is no part of a data set; name a folder of "
+                "its own"
+            )
     return dict(sorted(sizes.items()))
 
 
 def new_part(folder: Location) -> Location:
-    """Return the place of a file behind all that are there; another process that adds one chooses another name."""
+    """Return the place of a file behind all that are there; another process that adds one chooses
+    another name.
+    """
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
 
 
 def id_column_of(names: Iterable[str]) -> str | None:
-    """Return the id column of a data set, which the names of its files tell; None for any other files."""
+    """Return the id column of a data set, which the names of its files tell; None for any other
+    files.
+    """
     return "id" if all(map(_PART.fullmatch, names)) else None
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
-    """Return size and time of modification of each file that has a row. Raises InputError for another data set."""
+    """Return size and time of modification of each file that has a row. Raises InputError for
+    another data set.
+    """
     names = ["source_path", "source_size", "source_modified"]
     return {
         row["source_path"]: (row["source_size"], row["source_modified"])
@@ -184,14 +209,18 @@ def _read(part: Location, names: list[str]) -> pa.Table:
         with pq.ParquetFile(part.path, filesystem=part.filesystem, **CHECKED) as parquet:
             return parquet.read(names).select(names)
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(f"{part.path} is no part of such a data set: {error}; name a folder of its own") from error
+        raise InputError(
+            f"{part.path} is no part of such a data set: {error}; name a folder of its own"
+        ) from error
 
 
 def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[Failure]]:
-    """Remove the rows of some files and those whose id another has; give all parts one schema, and join small ones.
+    """Remove the rows of some files and those whose id another has; give all parts one schema, and
+    join small ones.
 
-    Returns the number of rows, and a failure for each whose id is that of another. A part is deleted when its rows are
-    in another one: if the process ends in between, the next call finds some rows twice, and removes them.
+    Returns the number of rows, and a failure for each whose id is that of another. A part is
+    deleted when its rows are in another one: if the process ends in between, the next call finds
+    some rows twice, and removes them.
     """
     sizes = list_parts(folder)
     parts = [folder.child(name) for name in sizes]
@@ -219,9 +248,13 @@ def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[F
 
 
 def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
-    """Return a database with what tells rows apart, and which of them have the id of an earlier one."""
+    """Return a database with what tells rows apart, and which of them have the id of an earlier
+    one.
+    """
     database = Database()
-    database.select("CREATE TABLE rows (id TEXT, source_path TEXT, source_row BIGINT, part INT, row BIGINT)")
+    database.select(
+        "CREATE TABLE rows (id TEXT, source_path TEXT, source_row BIGINT, part INT, row BIGINT)"
+    )
     for i, part in enumerate(parts):
         table = _read(part, ["id", "source_path", "source_row"])
         database.add(table, f"INSERT INTO rows SELECT *, {i}, row_number() OVER () - 1 FROM given")
@@ -233,7 +266,10 @@ def _with_rows(parts: list[Location], without: Collection[str]) -> Database:
 def _as_failure(row: Values) -> Failure:
     line = "" if row["owner_row"] is None else f", line {row['owner_row']}"
     return Failure(
-        row["source_path"], row["source_row"], "repeated id", f"has the id {row['id']!r} of {row['owner']}{line}"
+        row["source_path"],
+        row["source_row"],
+        "repeated id",
+        f"has the id {row['id']!r} of {row['owner']}{line}",
     )
 
 

@@ -1,7 +1,7 @@
 """Files of documents, read in processes of their own and added to one data set.
 
-Another call reads only the files that are new, that have changed or that have failed. A file that hangs its reader, or
-ends it, fails alone.
+Another call reads only the files that are new, that have changed or that have failed. A file that
+hangs its reader, or ends it, fails alone.
 """
 
 import errno
@@ -59,7 +59,9 @@ from specextend.data.storage import (
 PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
 _AHEAD = 64
-"""Most files, for each process, that are read or wait in memory before the first of them is done."""
+"""Most files, for each process, that are read or wait in memory before the first of them is
+done.
+"""
 _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 """Ends of paths whose content pyarrow decompresses."""
 _HOPELESS = 1000
@@ -86,8 +88,12 @@ class Reading(NamedTuple):
     failures: tuple[Failure, ...] = ()
 
 
-def _read_file(file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False) -> Reading:
-    """Return what a file holds; one that cannot be read is read once more before anything is said of it."""
+def _read_file(
+    file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False
+) -> Reading:
+    """Return what a file holds; one that cannot be read is read once more before anything is said
+    of it.
+    """
     try:
         with file.location.filesystem.open_input_stream(file.location.path) as opened:
             stream = _Counted(opened)
@@ -107,7 +113,9 @@ def _read_file(file: SourceFile, folder: Location, options: DocumentOptions, *, 
         reason = "unreachable" if is_away(error) or not is_readable(file.location) else "damaged"
         return _failed(file, reason, f"cannot be read: {one_line(error)}")
     except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
-        return _failed(file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}")
+        return _failed(
+            file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}"
+        )
     row["title"] = row["title"] or PurePath(file.location.name).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
 
@@ -138,7 +146,9 @@ class _Counted(io.RawIOBase):
             raise OSError(errno.EIO, f"{self._num_bytes:,} of {file.size:,} bytes came")
 
 
-def _whole(lines: Iterator[NumberedRow], stream: _Counted, file: SourceFile) -> Iterator[NumberedRow]:
+def _whole(
+    lines: Iterator[NumberedRow], stream: _Counted, file: SourceFile
+) -> Iterator[NumberedRow]:
     try:
         yield from lines
     except UnreadableError:
@@ -155,8 +165,12 @@ def _failed(file: SourceFile, reason: str, message: str) -> Reading:
     return Reading(failures=(Failure(file.path, None, reason, message),))
 
 
-def read_table(file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions) -> Reading:
-    """Write the rows of a table as a part that is pending. Raises UnreadableError if the first thousand are bad."""
+def read_table(
+    file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions
+) -> Reading:
+    """Write the rows of a table as a part that is pending. Raises UnreadableError if the first
+    thousand are bad.
+    """
     failures: list[Failure] = []
     pending = f"{PENDING}{secrets.token_hex(8)}.parquet"
     num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
@@ -166,7 +180,10 @@ def read_table(file: SourceFile, lines: Iterable[NumberedRow], folder: Location,
 
 
 def _good_rows(
-    file: SourceFile, lines: Iterable[NumberedRow], options: DocumentOptions, failures: list[Failure]
+    file: SourceFile,
+    lines: Iterable[NumberedRow],
+    options: DocumentOptions,
+    failures: list[Failure],
 ) -> Iterator[Values]:
     for number, (line, values) in enumerate(lines, start=1):
         try:
@@ -174,7 +191,9 @@ def _good_rows(
         except UnreadableError as error:
             failures.append(Failure(file.path, line, error.reason, error.message))
             if len(failures) == number == _HOPELESS:
-                raise UnreadableError(error.reason, f"has no good row; one of them {error.message}") from error
+                raise UnreadableError(
+                    error.reason, f"has no good row; one of them {error.message}"
+                ) from error
 
 
 class _Reader:
@@ -192,17 +211,26 @@ class _Reader:
             self._connection.send(file)
             if self._connection.poll(self._options.time_limit_s + file.size / (1 << 20)):
                 return self._connection.recv()
-            reason, message = "too slow", "was not read in the time that a file may take (--time-limit)"
+            reason, message = (
+                "too slow",
+                "was not read in the time that a file may take (--time-limit)",
+            )
         except (EOFError, OSError):
             reason = "crashed"
-            message = "ended its reader: it is damaged, or needs more memory than a reader has (--memory-limit)"
+            message = (
+                "ended its reader: it is damaged, or needs more memory than a reader has "
+                "(--memory-limit)"
+            )
         self.stop()
         return _failed(file, reason, message)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy the locks of pyarrow's threads
+        # a fork would copy the locks of pyarrow's threads
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._folder, self._options), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._folder, self._options), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._connection.recv()  # the time of a file begins when the process is ready
@@ -218,7 +246,8 @@ class _Reader:
 def read_files(
     files: Iterable[SourceFile], folder: Location, options: DocumentOptions
 ) -> Generator[Reading, None, None]:
-    """Read files in several processes, each driven by a thread; yield what they hold, in order of the files.
+    """Read files in several processes, each driven by a thread; yield what they hold, in order of
+    the files.
 
     folder: where the parts of tables are written.
     """
@@ -251,8 +280,11 @@ def read_files(
 
 def _serve(connection: Connection, folder: Location, options: DocumentOptions) -> None:
     """Read files, one after the other, until nobody asks for more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks hears it too, and ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY))
+    # the one who asks hears it too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY)
+    )
     connection.send(None)
     while True:
         try:
@@ -265,7 +297,9 @@ def _serve(connection: Connection, folder: Location, options: DocumentOptions) -
 # The data set
 
 ERRORS = "_errors.jsonl"
-"""Name of the file in a data set that has a line for each file, or row of one, that is not in it."""
+"""Name of the file in a data set that has a line for each file, or row of one, that is not in
+it.
+"""
 LEFT_OUT, GONE = "left out", "gone"
 """Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
 _PART_BYTES = 64 << 20
@@ -301,21 +335,33 @@ class Prepared:
         if self.num_unchanged or self.num_waiting:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
             failed = f", {self.num_failed:,} failed" if self.num_failed else ""
-            said.append(f"{counted(self.num_read, 'file')} read{failed}, {self.num_unchanged:,} unchanged{waiting}")
-        said += [f"{name.replace('_', ' ')}: {count:,}" for name, count in self.counts.items() if count]
+            said.append(
+                f"{counted(self.num_read, 'file')} read{failed}, {self.num_unchanged:,} "
+                f"unchanged{waiting}"
+            )
+        said += [
+            f"{name.replace('_', ' ')}: {count:,}" for name, count in self.counts.items() if count
+        ]
         if self.failures:
             counts = Counter(failure.reason for failure in self.failures).most_common()
-            said.append(", ".join(f"{reason}: {count:,}" for reason, count in counts) + f" (see {output}/{ERRORS})")
+            said.append(
+                ", ".join(f"{reason}: {count:,}" for reason, count in counts)
+                + f" (see {output}/{ERRORS})"
+            )
         return "; ".join(said)
 
 
 def prepare_documents(
-    sources: Sequence[str], output: str, options: DocumentOptions, on_progress: Callable[[int, int], None]
+    sources: Sequence[str],
+    output: str,
+    options: DocumentOptions,
+    on_progress: Callable[[int, int], None],
 ) -> Prepared:
     """Bring a data set up to date with files, folders and globs, local or URIs.
 
-    on_progress: gets the numbers of files that were read, and that are to be read. Raises InputError, in one line, for
-    sources without a file, an output that is something else, or a missing package.
+    on_progress: gets the numbers of files that were read, and that are to be read. Raises
+    InputError, in one line, for sources without a file, an output that is something else, or a
+    missing package.
     """
     folder = _open(output)
     known = known_files(folder)
@@ -324,14 +370,19 @@ def prepare_documents(
     named = [failure for failure in read_errors(folder) if failure.reason != LEFT_OUT]
     earlier = [failure for failure in named if failure.path in listed]
     failed = {failure.path for failure in earlier}
-    new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
+    new = [
+        file
+        for file in files
+        if file.path in failed or known.get(file.path) != (file.size, file.modified)
+    ]
     todo = new[: options.limit]
     paths = {file.path for file in todo}
     failures += [failure for failure in earlier if failure.path not in paths]
     check_packages({file.kind for file in todo})
     gone = known.keys() - listed
     message = (
-        f"is not found this time; its documents {'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
+        "is not found this time; its documents "
+        f"{'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
     )
     failures += [Failure(path, None, GONE, message) for path in gone]
     if not options.remove_gone:
@@ -340,26 +391,38 @@ def prepare_documents(
     if stale:
         settle(folder, stale)
     with closing(read_files(todo, folder, options)) as readings:
-        num_documents, counts = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
+        num_documents, counts = _add(
+            folder, readings, failures, lambda done: on_progress(done, len(todo))
+        )
     num_failed = len(paths & {failure.path for failure in failures} - known_files(folder).keys())
     num_unchanged, num_waiting = len(files) - len(new), len(new) - len(todo)
     num_read = len(todo) - num_failed
-    return Prepared(num_documents, num_read, num_failed, num_unchanged, num_waiting, failures, counts)
+    return Prepared(
+        num_documents, num_read, num_failed, num_unchanged, num_waiting, failures, counts
+    )
 
 
 def _remember(failure: Failure) -> Failure:
     """Return what an earlier call named of a file that is not found this time."""
     if failure.reason == GONE:
         return failure
-    return failure._replace(reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}")
+    return failure._replace(
+        reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}"
+    )
 
 
-def prepare_rows(name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions) -> Prepared:
-    """Put numbered rows into a data set, in the place of those of that name. Raises InputError if all are bad."""
+def prepare_rows(
+    name: str, lines: Iterable[NumberedRow], output: str, options: DocumentOptions
+) -> Prepared:
+    """Put numbered rows into a data set, in the place of those of that name. Raises InputError if
+    all are bad.
+    """
     folder = _open(output)
     failures = [failure for failure in read_errors(folder) if failure.path != name]
     try:
-        reading = read_table(SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options)
+        reading = read_table(
+            SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options
+        )
     except UnreadableError as error:
         raise InputError(f"{name} {error.message}") from error
     settle(folder, {name})
@@ -368,7 +431,9 @@ def prepare_rows(name: str, lines: Iterable[NumberedRow], output: str, options: 
 
 
 def _open(output: str) -> Location:
-    """Return the folder of a data set, without what a killed process has left. Raises InputError if it is a file."""
+    """Return the folder of a data set, without what a killed process has left. Raises InputError if
+    it is a file.
+    """
     folder = resolve(output)
     if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
         raise InputError(f"{output} is a file; name a folder for the data set")
@@ -382,7 +447,8 @@ def _open(output: str) -> Location:
 def find_files(
     sources: Sequence[str], options: DocumentOptions, output: Location
 ) -> tuple[list[SourceFile], list[Failure]]:
-    """Find the files of some sources, each once, in path order; the failures are those that are left out by name.
+    """Find the files of some sources, each once, in path order; the failures are those that are
+    left out by name.
 
     The id is the path below the source; if there are several, the whole path as it is written.
     """
@@ -390,10 +456,16 @@ def find_files(
     others: dict[str, Failure] = {}
     for source in sources:
         root, pattern, files = _list(source)
-        written = "/".join(source.rstrip("/").split("/")[: -len(pattern) or None]).removeprefix("./")
+        written = "/".join(source.rstrip("/").split("/")[: -len(pattern) or None]).removeprefix(
+            "./"
+        )
         for file in files:
             relative, location = file.relative_path, root.child(file.relative_path)
-            path = f"{source.partition('://')[0]}://{location.path}" if is_uri(source) else location.path
+            path = (
+                f"{source.partition('://')[0]}://{location.path}"
+                if is_uri(source)
+                else location.path
+            )
             if f"{location.path}/".startswith(f"{output.path}/"):
                 continue
             kind = _kind(path, relative, pattern == (relative,), options)
@@ -401,12 +473,15 @@ def find_files(
                 others[path] = kind
                 continue
             doc_id = relative if len(sources) == 1 or not written else f"{written}/{relative}"
-            modified = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=file.modified_ns // 1000)
+            modified = datetime.fromtimestamp(0, UTC) + timedelta(
+                microseconds=file.modified_ns // 1000
+            )
             found.setdefault(path, SourceFile(location, path, doc_id, kind, file.size, modified))
     if not found:
         seen = f"; {counted(len(others), 'file')} of other kinds" if others else ""
         raise InputError(
-            f"there is no file to read in {', '.join(sources)}{seen}; --pattern names those to read as text"
+            f"there is no file to read in {', '.join(sources)}{seen}; --pattern names those to "
+            "read as text"
         )
     return sorted(found.values(), key=lambda file: file.path), list(others.values())
 
@@ -414,18 +489,24 @@ def find_files(
 def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) -> str | Failure:
     """Return the kind of a file, or why its name leaves it out."""
     if any("\udc80" <= character <= "\udcff" for character in path):
-        return Failure(path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it")
+        return Failure(
+            path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it"
+        )
     is_wanted = is_named or any(PurePath(relative).match(pattern) for pattern in options.patterns)
     if options.patterns and not is_wanted:
         return Failure(path, None, LEFT_OUT, "has a name that no pattern matches")
     kind = kind_of(relative) or ("text" if is_wanted else None)
-    return kind or Failure(path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it")
+    return kind or Failure(
+        path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it"
+    )
 
 
 def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
-    """Return the folder that is searched, the components of the source below it, and its files, each once.
+    """Return the folder that is searched, the components of the source below it, and its files,
+    each once.
 
-    Hidden files are left out, except one that is named. Raises InputError if there is no such place.
+    Hidden files are left out, except one that is named. Raises InputError if there is no such
+    place.
     """
     found = find(resolve(source), _is_hidden)
     if found is None:
@@ -434,7 +515,8 @@ def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
     wanted = (
         file
         for file in files
-        if pattern == (file.relative_path,) or not any(map(_is_hidden, file.relative_path.split("/")))
+        if pattern == (file.relative_path,)
+        or not any(map(_is_hidden, file.relative_path.split("/")))
     )
     return root, pattern, each_once(wanted)
 
@@ -456,9 +538,14 @@ def _write_errors(folder: Location, failures: Iterable[Failure]) -> None:
 
 
 def _add(
-    folder: Location, readings: Iterable[Reading], failures: list[Failure], on_progress: Callable[[int], None]
+    folder: Location,
+    readings: Iterable[Reading],
+    failures: list[Failure],
+    on_progress: Callable[[int], None],
 ) -> tuple[int, Counter[str]]:
-    """Add what is read to the data set, and to the failures; return the number of all documents, and what new lack."""
+    """Add what is read to the data set, and to the failures; return the number of all documents,
+    and what new lack.
+    """
     rows: list[Values] = []
     counts: Counter[str] = Counter()
     num_bytes, since = 0, time.monotonic()
@@ -469,7 +556,8 @@ def _add(
             num_bytes += sum(len(row["text"]) for row in reading.rows)
             for row in reading.rows:
                 counts.update({name: row.get(name, 0) for name in COUNTS})
-            if reading.pending is not None:  # the failures first: rows without them would look complete
+            # the failures first: rows without them would look complete
+            if reading.pending is not None:
                 _write_errors(folder, failures)
                 folder.filesystem.move(folder.child(reading.pending).path, new_part(folder).path)
             if num_bytes >= _PART_BYTES or time.monotonic() - since > _COMMIT_S:
@@ -480,6 +568,8 @@ def _add(
         write_rows(rows, new_part(folder))
     num_documents, repeated = settle(folder)
     failures += repeated
-    failures.sort(key=lambda failure: (failure.reason in (LEFT_OUT, GONE), failure.path, failure.row or 0))
+    failures.sort(
+        key=lambda failure: (failure.reason in (LEFT_OUT, GONE), failure.path, failure.row or 0)
+    )
     _write_errors(folder, failures)
     return num_documents, counts

@@ -1,4 +1,6 @@
-"""The end of a run: commits become summaries and errors in input order, and every row is accounted for."""
+"""The end of a run: commits become summaries and errors in input order, and every row is accounted
+for.
+"""
 
 import hashlib
 import tempfile
@@ -16,26 +18,56 @@ from numpy.typing import NDArray
 from pyarrow import ipc
 
 from specextend.core import Checkpoint, counted
-from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
+from specextend.data.commits import (
+    KEY_COLUMNS,
+    OPEN,
+    Settled,
+    commit_of,
+    commit_order,
+    read_results,
+    run_id_of,
+)
 from specextend.data.database import temporary_room
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
-from specextend.data.parquet import DAMAGED, as_stored, open_parquet, rows_where, stream, write_groups
-from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
+from specextend.data.parquet import (
+    DAMAGED,
+    as_stored,
+    open_parquet,
+    rows_where,
+    stream,
+    write_groups,
+)
+from specextend.data.run_folder import (
+    Counts,
+    errors_folder,
+    read_starts,
+    result_name,
+    summaries_folder,
+)
+from specextend.data.schema import (
+    COMMIT_SCHEMA,
+    ERROR_SCHEMA,
+    error_schema,
+    summary_columns,
+    summary_fields,
+)
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order
 
 MOST_BYTES = 256 << 20
 """Memory of the results that are being written, by several threads, or wait to be."""
 _HELD_BYTES = 32 << 20
-"""Most bytes of a file's results, or of its passthrough columns, that wait for a thread; larger files are written one
-after the other."""
+"""Most bytes of a file's results, or of its passthrough columns, that wait for a thread; larger
+files are written one after the other.
+"""
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
 
 
 class ReconciliationError(RuntimeError):
-    """The number of input rows differs from that of rows done and error rows; nothing is written."""
+    """The number of input rows differs from that of rows done and error rows; nothing is
+    written.
+    """
 
 
 def finalize(
@@ -46,12 +78,13 @@ def finalize(
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
-    Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to temporary files. Each
-    file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows are done by
-    now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
-    by several threads; may raise. observe: called with the results that count, as `read_results` yields them with the
-    columns of COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and InputError for an
-    input that changed or cannot be read.
+    Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to
+    temporary files. Each file is there whole or not at all; one that would not change is not
+    rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read
+    from the input itself. checkpoint: called between tables, by several threads; may raise.
+    observe: called with the results that count, as `read_results` yields them with the columns of
+    COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and
+    InputError for an input that changed or cannot be read.
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
@@ -65,13 +98,16 @@ def finalize(
         counts = _reconcile(source, settled)
         ending = _Ending(source, output, commits, checkpoint)
         stretches = ending.stretches(rows.tables())
-        for _ in in_order(ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES):
+        for _ in in_order(
+            ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES
+        ):
             checkpoint()
     return counts
 
 
 def unfinished(source: Source, output: Location) -> list[str]:
-    """Return the numbers of the files in `summaries/` and `errors/` that are not what `finalize` would write.
+    """Return the numbers of the files in `summaries/` and `errors/` that are not what `finalize`
+    would write.
 
     One may have been taken away, or a byte of it has changed on the disk.
     """
@@ -81,7 +117,11 @@ def unfinished(source: Source, output: Location) -> list[str]:
     ending = _Ending(source, output, commits)
     numbers = [file.number for file in source.files]
     written = in_order(ending.is_written, numbers)
-    return [result_name(number) for number, is_written in zip(numbers, written, strict=True) if not is_written]
+    return [
+        result_name(number)
+        for number, is_written in zip(numbers, written, strict=True)
+        if not is_written
+    ]
 
 
 class _Commits:
@@ -105,7 +145,9 @@ class _Commits:
         return sorted(self._done[number], key=commit_order)
 
     def failed(self, number: int) -> list[str]:
-        """Return the commits on which its error rows depend, rows done included; none if it has no error rows."""
+        """Return the commits on which its error rows depend, rows done included; none if it has no
+        error rows.
+        """
         names = self._failed[number]
         return sorted(names | self._done[number], key=commit_order) if names else []
 
@@ -117,7 +159,8 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
         missing = wanted[settled.states(file.number, file.num_rows)[wanted] == OPEN]
         if len(missing):
             raise ReconciliationError(
-                f"{file.relative_path} lacks the results of {len(missing):,} of {counted(len(wanted), 'row')}, "
+                f"{file.relative_path} lacks the results of {len(missing):,} of "
+                f"{counted(len(wanted), 'row')}, "
                 f"the first is row {missing[0]}; run the job again"
             )
     done, failed = settled.count()
@@ -139,17 +182,29 @@ class _Stretch(NamedTuple):
 
 
 class _Ending:
-    """Writes the results of one input file after the other; `write` and `is_written` are thread-safe."""
+    """Writes the results of one input file after the other; `write` and `is_written` are
+    thread-safe.
+    """
 
-    def __init__(self, source: Source, output: Location, commits: _Commits, checkpoint: Checkpoint = lambda: None):
+    def __init__(
+        self,
+        source: Source,
+        output: Location,
+        commits: _Commits,
+        checkpoint: Checkpoint = lambda: None,
+    ):
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
-        self._there = {folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)}
+        self._there = {
+            folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)
+        }
         self._columns = output_columns(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
-        """Cut all results into those of each file; a file with too many of them is written at once, and not yielded."""
+        """Cut all results into those of each file; a file with too many of them is written at once,
+        and not yielded.
+        """
         results = Tables(tables)
         for file in self._source.files:
             rest = results.take(len(self._source.rows(file.number)))
@@ -198,14 +253,26 @@ class _Ending:
             self._write(self._errors, number, schema, self._commits.failed(number), errors)
 
     def _write(
-        self, folder: Location, number: int, schema: pa.Schema, names: list[str], tables: Iterable[pa.Table]
+        self,
+        folder: Location,
+        number: int,
+        schema: pa.Schema,
+        names: list[str],
+        tables: Iterable[pa.Table],
     ) -> None:
-        """Write the file of an input file in one of the two folders, with the provenance of its rows."""
-        origin = self._provenance(dict.fromkeys(map(run_id_of, names)))  # no reason to write a file again
+        """Write the file of an input file in one of the two folders, with the provenance of its
+        rows.
+        """
+        # no reason to write a file again
+        origin = self._provenance(dict.fromkeys(map(run_id_of, names)))
         with atomic_output(folder.child(result_name(number))) as path:
-            write_groups(path, schema.with_metadata({**schema.metadata, PROVENANCE: origin}), tables)
+            write_groups(
+                path, schema.with_metadata({**schema.metadata, PROVENANCE: origin}), tables
+            )
 
-    def _summaries_of(self, number: int, tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+    def _summaries_of(
+        self, number: int, tables: Iterator[pa.Table], schema: pa.Schema
+    ) -> Iterator[pa.Table]:
         """Yield summaries in row order, some rows at a time."""
         results = Tables(tables)
         for columns, num_rows in _passthrough(self._source, number):
@@ -214,32 +281,49 @@ class _Ending:
             table = pa.table(summary_columns(rows, self._columns) + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy())
 
-    def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their own columns."""
+    def _errors_of(
+        self, number: int, failed: list[pa.Table], schema: pa.Schema
+    ) -> Iterator[pa.Table]:
+        """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their
+        own columns.
+        """
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
         mask = np.isin(self._source.rows(number), np.concatenate(keys))
         results, fields = Tables(iter(failed)), self._source.passthrough_fields
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             chosen, mask = mask[:num_rows], mask[num_rows:]
-            rows = pa.concat_tables([error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))])
-            own = rows_where(pa.table(columns, schema=pa.schema(fields)), chosen).columns if fields else []
+            rows = pa.concat_tables(
+                [error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))]
+            )
+            own = (
+                rows_where(pa.table(columns, schema=pa.schema(fields)), chosen).columns
+                if fields
+                else []
+            )
             yield pa.table(rows.columns + own, schema=schema)
 
     def _error_rows(self, table: pa.Table) -> pa.Table:
-        """Return the error rows of a table of results, with the columns of their schema but those passed through."""
+        """Return the error rows of a table of results, with the columns of their schema but those
+        passed through.
+        """
         rows = table.filter(table["error_class"].is_valid())
         keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
         names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
         schema = error_schema([], self._columns)
-        return rows.append_column("key", keys).select(names).rename_columns(schema.names).cast(schema)
+        return (
+            rows.append_column("key", keys).select(names).rename_columns(schema.names).cast(schema)
+        )
 
     def _summaries_schema(self, number: int) -> pa.Schema:
         fields = [*summary_fields(self._columns), *self._source.passthrough_fields]
         return _with_digest(pa.schema(fields), self._commits.done(number))
 
     def _errors_schema(self, number: int) -> pa.Schema:
-        return _with_digest(error_schema(self._source.passthrough_fields, self._columns), self._commits.failed(number))
+        return _with_digest(
+            error_schema(self._source.passthrough_fields, self._columns),
+            self._commits.failed(number),
+        )
 
     def _holds(self, folder: Location, number: int, schema: pa.Schema) -> bool:
         """Return True if a file of the folder holds the columns and results that the digest names.
@@ -260,18 +344,24 @@ class _Ending:
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
-    """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row order."""
+    """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row
+    order.
+    """
     fields = source.passthrough_fields
     if not fields:
         num_rows = len(source.rows(number))
-        yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
+        yield from (
+            ([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS)
+        )
         return
     for batch in source.chosen_batches(number, [field.name for field in fields]):
         yield source.passthrough(batch, number), len(batch)
 
 
 def _with_digest(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """Add what tells whether a file must be written again: its columns, and the commits that its rows come from."""
+    """Add what tells whether a file must be written again: its columns, and the commits that its
+    rows come from.
+    """
     digest = hashlib.sha256("\n".join([schema.to_string(), *names]).encode()).hexdigest()
     return schema.with_metadata({_DIGEST: digest})
 
@@ -288,10 +378,11 @@ _FILE_BITS = 32
 
 
 class SortedRows:
-    """Rows of one schema, which has columns `file` and `row`, added in any order and taken in the order of the input.
+    """Rows of one schema, which has columns `file` and `row`, added in any order and taken in the
+    order of the input.
 
-    Holds `buffer_bytes` of rows and a sorted copy of them. More go to temporary files without a name, each sorted; the
-    system removes them when the process ends, however it ends.
+    Holds `buffer_bytes` of rows and a sorted copy of them. More go to temporary files without a
+    name, each sorted; the system removes them when the process ends, however it ends.
     """
 
     def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES):
@@ -313,7 +404,9 @@ class SortedRows:
             self._store()
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows in order, as tables of a few hundred kilobytes. Nothing can be added any more."""
+        """Yield the rows in order, as tables of a few hundred kilobytes. Nothing can be added any
+        more.
+        """
         runs = [*map(_stored_batches, self._files), _batches(self._sorted())]
         heads = [_Head(run) for run in runs]
         while heads := [head for head in heads if len(head.keys)]:
@@ -332,7 +425,9 @@ class SortedRows:
             file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
             self._files.append(file)
             options = ipc.IpcWriteOptions(compression="lz4")
-            with ipc.new_stream(pa.PythonFile(file, mode="w"), self._schema, options=options) as writer:
+            with ipc.new_stream(
+                pa.PythonFile(file, mode="w"), self._schema, options=options
+            ) as writer:
                 for batch in _batches(self._sorted()):
                     writer.write_table(batch)
 
@@ -347,7 +442,9 @@ class _Head:
         self._advance()
 
     def take(self, bound: int) -> pa.Table:
-        """Return the next rows with keys up to `bound`, which is not beyond the last one at hand."""
+        """Return the next rows with keys up to `bound`, which is not beyond the last one at
+        hand.
+        """
         count = int(np.searchsorted(self.keys, bound, side="right"))
         taken = self._table.slice(0, count)
         self._table, self.keys = self._table.slice(count), self.keys[count:]
@@ -362,7 +459,9 @@ class _Head:
 
 def _keys(table: pa.Table) -> NDArray[np.int64]:
     """Return one number for each row [N], by which rows are sorted."""
-    keys: NDArray[np.int64] = (table["file"].to_numpy().astype(np.int64) << _FILE_BITS) + table["row"].to_numpy()
+    keys: NDArray[np.int64] = (table["file"].to_numpy().astype(np.int64) << _FILE_BITS) + table[
+        "row"
+    ].to_numpy()
     return keys
 
 

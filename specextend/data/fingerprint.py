@@ -1,4 +1,6 @@
-"""The manifest of a run, which describes what it is made of, and the provenance that its files hold."""
+"""The manifest of a run, which describes what it is made of, and the provenance that its files
+hold.
+"""
 
 import hashlib
 import json
@@ -27,12 +29,21 @@ _FREE = (
     "attention.backend",
     "target.device",
 )
-"""Options that may change from one start to the next: the places of files, the order and the machines in which
-documents are done, and what reports show."""
+"""Options that may change from one start to the next: the places of files, the order and the
+machines in which documents are done, and what reports show.
+"""
 _HASHED = ("target.model", "draft.model")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
-_PASSED_OVER = ("input.filter", "input.sample", "input.limit", "input.passthrough", f"prompt.template_options.{CLOCK}")
-"""Options that only say which rows a run makes and what is copied beside them, and the time that prompts name."""
+_PASSED_OVER = (
+    "input.filter",
+    "input.sample",
+    "input.limit",
+    "input.passthrough",
+    f"prompt.template_options.{CLOCK}",
+)
+"""Options that only say which rows a run makes and what is copied beside them, and the time that
+prompts name.
+"""
 
 
 def build_manifest(
@@ -41,16 +52,22 @@ def build_manifest(
     hashes: Mapping[str, str],
     models: Mapping[str, Mapping[str, str | None]] | None = None,
 ) -> Values:
-    """Build a manifest: `{"version", "fingerprint", "identity": {"files", "hashes", "config"}, "config", "models"}`.
+    """Build a manifest: `{"version", "fingerprint", "identity": {"files", "hashes", "config"},
+    "config", "models"}`.
 
-    config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`); what may change
-    without making it another run is left out of `identity`. hashes: of target and draft weights and tokenizer, by
-    name (`target`, `draft`, `tokenizer`). models: how target and draft were named, and the commits that they are.
-    `modified_ns` is added for the files' times; if the run is about some rows only, `identity` has a `selection` that
-    says which, and `selection` says what became of the others.
+    config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`);
+    what may change without making it another run is left out of `identity`. hashes: of target and
+    draft weights and tokenizer, by name (`target`, `draft`, `tokenizer`). models: how target and
+    draft were named, and the commits that they are. `modified_ns` is added for the files' times; if
+    the run is about some rows only, `identity` has a `selection` that says which, and `selection`
+    says what became of the others.
     """
     files = {
-        file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
+        file.relative_path: {
+            "size": file.size,
+            "rows": file.num_rows,
+            "footer_sha256": file.footer_sha256,
+        }
         for file in source.files
     }
     free = tuple(f"{name}." for name in _FREE + _HASHED)
@@ -72,26 +89,32 @@ def build_manifest(
 
 def fingerprint(identity: ReadOnly) -> str:
     """Compute the SHA-256 of the canonical JSON: keys sorted, no spaces, no NaN."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def output_columns(output: Location) -> TextColumns:
-    """Return the columns with a run's texts, and their schemas. Raises ValueError for a bad manifest."""
+    """Return the columns with a run's texts, and their schemas. Raises ValueError for a bad
+    manifest.
+    """
     return text_columns((read_manifest(output) or {"config": {}})["config"])
 
 
 def read_manifest(output: Location) -> Values | None:
     """Read the manifest of an output folder; None if there is none.
 
-    Raises ValueError, in one line, if it is damaged or of another version, and OSError if it is out of reach.
+    Raises ValueError, in one line, if it is damaged or of another version, and OSError if it is out
+    of reach.
     """
     location = manifest_file(output)
     try:
         return read_parsed(location, _checked_manifest)
     except ValueError as error:
         raise ValueError(
-            f"{location.path} is damaged, or is not a manifest that this version can read ({error}); use another "
+            f"{location.path} is damaged, or is not a manifest that this version can read "
+            f"({error}); use another "
             "output folder, or move it away to resume with the same configuration"
         ) from error
 
@@ -102,7 +125,11 @@ def _checked_manifest(content: bytes) -> Values:
     if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(identity):
         raise ValueError("its version or fingerprint is wrong")
     values = dict(flattened(manifest["config"]))
-    if any(values.get(name) != value for name, value in identity["config"].items() if name not in _PASSED_OVER):
+    if any(
+        values.get(name) != value
+        for name, value in identity["config"].items()
+        if name not in _PASSED_OVER
+    ):
         raise ValueError("its configuration is not the one of its fingerprint")
     return manifest
 
@@ -131,10 +158,11 @@ _SCHEMA = "output.schema"
 
 
 def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
-    """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
+    """Return one line for each value in which two manifests' identities differ; none if they are of
+    the same run.
 
-    A line names the value, what the output folder has, and what this run has; of two schemas it names what differs in
-    them, unless that is the order of their fields.
+    A line names the value, what the output folder has, and what this run has; of two schemas it
+    names what differs in them, unless that is the order of their fields.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
     texts = before.get(_SCHEMA), after.get(_SCHEMA)
@@ -153,10 +181,16 @@ def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
 
 
 def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
-    """Return the lines of `differences` for models and options that let two runs make different rows of a document."""
-    identities = ({**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current))
+    """Return the lines of `differences` for models and options that let two runs make different
+    rows of a document.
+    """
+    identities = (
+        {**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current)
+    )
     lines = differences(*({"identity": identity} for identity in identities))
-    return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))]
+    return [
+        line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))
+    ]
 
 
 def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,14 +207,21 @@ def _flat_identity(manifest: ReadOnly) -> Iterator[tuple[str, Any]]:
     yield from identity["config"].items()
     yield from ((f"weights of {name}", value[:12]) for name, value in identity["hashes"].items())
     if selection := identity.get("selection"):
-        yield "selected rows", f"{counted(selection['rows'], 'row')}, {str(selection['sha256'])[:12]}"
+        yield (
+            "selected rows",
+            f"{counted(selection['rows'], 'row')}, {str(selection['sha256'])[:12]}",
+        )
     for path, file in identity["files"].items():
         size = f"{counted(file['rows'], 'row')}, {counted(file['size'], 'byte')}"
         yield f"input file {path}", f"{size}, footer {file['footer_sha256'][:12]}"
 
 
 def _say(values: ReadOnly, name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False, sort_keys=True) if name in values else "nothing"
+    return (
+        json.dumps(values[name], ensure_ascii=False, sort_keys=True)
+        if name in values
+        else "nothing"
+    )
 
 
 PROVENANCE = b"specextend"
@@ -188,10 +229,12 @@ PROVENANCE = b"specextend"
 
 
 def provenance(manifest: ReadOnly | None, starts: Iterable[Start], run_ids: Iterable[str]) -> bytes:
-    """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not known is null.
+    """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not
+    known is null.
 
-    models: by name, what was asked for, its commit, and the hash of its files. starts: those of `run_ids`, each with
-    the versions of the libraries, the git commit of the code, and the kernels that its workers tried.
+    models: by name, what was asked for, its commit, and the hash of its files. starts: those of
+    `run_ids`, each with the versions of the libraries, the git commit of the code, and the kernels
+    that its workers tried.
     """
     known = {start.run_id: start for start in starts}
     names = ("run_id", "begin", "versions", "git_commit")
@@ -201,22 +244,32 @@ def provenance(manifest: ReadOnly | None, starts: Iterable[Start], run_ids: Iter
             "fingerprint": None if manifest is None else manifest["fingerprint"],
             "models": {} if manifest is None else models_of(manifest),
             "starts": [
-                {name: getattr(start, name) for name in names} | {"kernels": tried_kernels([start])} for start in found
+                {name: getattr(start, name) for name in names} | {"kernels": tried_kernels([start])}
+                for start in found
             ],
         }
     ).encode()
 
 
 def tried_kernels(starts: Iterable[Start]) -> list[Values]:
-    """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and `workers`."""
+    """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and
+    `workers`.
+    """
     found: dict[tuple[str, bool], Values] = {}
-    for kernel in (each for start in starts for worker in start.workers or () for each in worker.kernels):
+    for kernel in (
+        each for start in starts for worker in start.workers or () for each in worker.kernels
+    ):
         row = found.setdefault((kernel.name, kernel.taken), asdict(kernel) | {"workers": 0})
         row["workers"] += 1
     return [*found.values()]
 
 
 def models_of(manifest: ReadOnly) -> Values:
-    """Describe the models of a run by name: what was asked for, its commit, and the hash of its files."""
+    """Describe the models of a run by name: what was asked for, its commit, and the hash of its
+    files.
+    """
     asked, hashes = manifest.get("models") or {}, manifest["identity"]["hashes"]
-    return {name: {**asked.get(name, {}), "sha256": hashes.get(name)} for name in sorted({*asked, *hashes})}
+    return {
+        name: {**asked.get(name, {}), "sha256": hashes.get(name)}
+        for name in sorted({*asked, *hashes})
+    }

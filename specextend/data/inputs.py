@@ -1,4 +1,6 @@
-"""The options of the input and output, the errors of input files and documents, and what is known of a file."""
+"""The options of the input and output, the errors of input files and documents, and what is known
+of a file.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -20,7 +22,9 @@ _NOT_SUPPORTED = ("not supported", "Unsupported", "not implemented", "Not yet im
 
 
 class InputError(ValueError):
-    """The whole input is unusable: exit 2. The message is one printable line that says what to do."""
+    """The whole input is unusable: exit 2. The message is one printable line that says what to
+    do.
+    """
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -35,30 +39,40 @@ class InputUnreachableError(InputError):
 
 
 def unreachable(file: str, error: Exception) -> InputUnreachableError:
-    """Return the error for a file whose store does not answer, or whose system does not let it be read now."""
+    """Return the error for a file whose store does not answer, or whose system does not let it be
+    read now.
+    """
     return InputUnreachableError(f"{file} cannot be reached ({one_line(error)}); run again")
 
 
 def unreadable(file: str, error: Exception) -> InputError:
-    """Return the error for a file that is not Parquet, is damaged, or uses what pyarrow cannot decode."""
+    """Return the error for a file that is not Parquet, is damaged, or uses what pyarrow cannot
+    decode.
+    """
     if any(word in str(error) for word in _NOT_SUPPORTED):
         return InputError(
-            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: write it anew where it "
+            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: "
+            "write it anew where it "
             "was made, with the compression zstd and plain or dictionary encoding"
         )
     if file.lower().endswith((".parquet", ".pq", ".parq")):
-        return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
-    return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
+        return InputError(
+            f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out"
+        )
+    return InputError(
+        f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER"
+    )
 
 
 @dataclass(eq=False)
 class DocumentError(Exception):
-    """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
+    """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be
+    pickled.
 
-    error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
-    `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), `IncompleteAnswer` (`decode`), or the class of
-    what failed in the engine.
-    doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
+    error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`,
+    `BadOptions` (stage `read`), `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`),
+    `IncompleteAnswer` (`decode`), or the class of what failed in the engine. doc_id,
+    content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
 
     error_class: str
@@ -81,8 +95,10 @@ class InputOptions:
     """`input.*`: Where the documents are, and what their columns mean."""
 
     path: str
-    """A Parquet file, a folder (searched recursively) or a glob; a local path or a URI. The path of a URI is taken as
-    it is written (`s3://bucket/a b#1`); only a `file://` URI is percent-encoded."""
+    """A Parquet file, a folder (searched recursively) or a glob; a local path or a URI. The path of
+    a URI is taken as it is written (`s3://bucket/a b#1`); only a `file://` URI is
+    percent-encoded.
+    """
     text_column: str = "text"
     """The string column with the documents."""
     id_column: str | None = None
@@ -99,8 +115,9 @@ class InputOptions:
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
-    """A string column that takes the place of `prompt.instruction` where it is neither null nor blank. It is no
-    template, but may have one `{{ document }}`."""
+    """A string column that takes the place of `prompt.instruction` where it is neither null nor
+    blank. It is no template, but may have one `{{ document }}`.
+    """
     options_column: str | None = None
     """A struct column whose fields, where not null, take the place of `decoding.*` for the row:
     `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings)."""
@@ -110,7 +127,9 @@ class InputOptions:
     """Only a random part of the rows: a fraction (`0.01`) or a number (`500`). Each row's id
     decides, so the same documents are drawn from a larger input."""
     except_done_in: tuple[str, ...] = ()
-    """Output folders of earlier runs, or globs of them: rows that are done there and have not changed are left out."""
+    """Output folders of earlier runs, or globs of them: rows that are done there and have not
+    changed are left out.
+    """
     limit: int | None = None
     """At most so many rows, the first ones in input order; applied last."""
 
@@ -118,23 +137,34 @@ class InputOptions:
         for option in fields(self):
             if getattr(self, option.name) == "":
                 raise ValueError(f"input.{option.name} must not be empty")
-        for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
+        for name, path in [
+            ("path", self.path),
+            *(("except_done_in", path) for path in self.except_done_in),
+        ]:
             if holds_secret(path):
                 raise ValueError(f"input.{name} {NO_CREDENTIALS}")
         if self.options_column is not None and self.max_new_tokens_column is not None:
-            raise ValueError("input.options_column has max_new_tokens itself: leave out input.max_new_tokens_column")
+            raise ValueError(
+                "input.options_column has max_new_tokens itself: leave out "
+                "input.max_new_tokens_column"
+            )
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
         repeated = {name for name in self.passthrough if self.passthrough.count(name) > 1}
         if repeated:
-            raise ValueError(f"input.passthrough names {', '.join(sorted(repeated))} more than once")
+            raise ValueError(
+                f"input.passthrough names {', '.join(sorted(repeated))} more than once"
+            )
 
     def _check_selection(self) -> None:
         if self.filter is not None:
             filter_columns(self.filter)
         if isinstance(self.sample, float) and not 0 < self.sample < 1:
-            raise ValueError(f"input.sample must be a fraction between 0 and 1 or a number of rows, got {self.sample}")
+            raise ValueError(
+                "input.sample must be a fraction between 0 and 1 or a number of rows, got "
+                f"{self.sample}"
+            )
         for name, count in (("sample", self.sample), ("limit", self.limit)):
             if isinstance(count, int) and count < 1:
                 raise ValueError(f"input.{name} must be at least 1, got {count}")
@@ -142,7 +172,9 @@ class InputOptions:
     @property
     def selects(self) -> bool:
         """Return True if only some rows of the input may be wanted."""
-        return bool(self.except_done_in) or any(each is not None for each in (self.filter, self.sample, self.limit))
+        return bool(self.except_done_in) or any(
+            each is not None for each in (self.filter, self.sample, self.limit)
+        )
 
     @property
     def has_limits(self) -> bool:
@@ -177,9 +209,14 @@ class OutputOptions:
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
             if self.sources:
-                raise ValueError("output.sources looks up sentences: with output.schema, set output.evidence instead")
+                raise ValueError(
+                    "output.sources looks up sentences: with output.schema, set output.evidence "
+                    "instead"
+                )
         elif self.evidence:
-            raise ValueError("output.evidence looks up the strings of answers, so it needs output.schema")
+            raise ValueError(
+                "output.evidence looks up the strings of answers, so it needs output.schema"
+            )
         if not self.column:
             raise ValueError("output.column must not be empty")
         if not self.path:
@@ -194,7 +231,9 @@ class OutputOptions:
 
     @property
     def evidence_for(self) -> frozenset[str] | None:
-        """Return the fields whose strings are looked up in the document; None if that is not wanted."""
+        """Return the fields whose strings are looked up in the document; None if that is not
+        wanted.
+        """
         return string_fields(str(self.schema)) if self.evidence else None
 
 
@@ -213,7 +252,9 @@ class InputFile:
     """Bytes that the columns of a document take when they are read from the largest row group."""
     footer_sha256: str
     modified_ns: int | None
-    """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does not report it."""
+    """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does
+    not report it.
+    """
     compact: tuple[str, ...] = ()
     """Text columns that can be read as dictionaries."""
 

@@ -45,7 +45,9 @@ class Listing:
     sizes: Mapping[str, int]
     """Bytes of each file, by its path below the root."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
+    """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not
+    counted.
+    """
     num_repeated: int = 0
     """Paths that symbolic links give to files which are in `sizes` already."""
 
@@ -56,18 +58,24 @@ class Listing:
 
     def only(self, wanted: Collection[str]) -> Listing:
         """Return the listing without the files that are not wanted."""
-        return replace(self, sizes={name: size for name, size in self.sizes.items() if name in wanted})
+        return replace(
+            self, sizes={name: size for name, size in self.sizes.items() if name in wanted}
+        )
 
 
 def list_input(path: str) -> Listing:
-    """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError without an answer."""
+    """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError
+    without an answer.
+    """
     try:
         found = find(resolve(path), _is_hidden)
         for file in found[2] if found else ():
             file.relative_path.encode()
         above = _tables_above(found[0], found[2]) if found else {}
     except UnicodeError as error:
-        raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
+        raise InputError(
+            f"input.path {path} contains a name that is not UTF-8; rename it"
+        ) from error
     except (OSError, ValueError) as error:
         is_away = isinstance(error, OSError) and is_passing(error)
         raise (InputUnreachableError if is_away else InputError)(
@@ -75,17 +83,24 @@ def list_input(path: str) -> Listing:
             + ("run again" if is_away else "give a path that can be read")
         ) from error
     if found is None:
-        raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
+        raise InputError(
+            f"input.path {path} does not exist; give a Parquet file, a folder or a glob"
+        )
     root, pattern, files, below = found
     if pattern and not files:
-        raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
+        raise InputError(
+            f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` "
+            "does not)"
+        )
     wanted = [file for file in files if pattern or file.relative_path.lower().endswith(_SUFFIXES)]
     skipped = Counter(_ending(file.relative_path) for file in {*files}.difference(wanted))
     if not wanted:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
-            f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
-            "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, JSONL and CSV)"
+            f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a "
+            "folder that holds some, "
+            "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, "
+            "JSONL and CSV)"
         )
     for folder, kind in below.items():
         if any(f"/{file.relative_path}".startswith(f"/{folder}/") for file in wanted):
@@ -93,7 +108,8 @@ def list_input(path: str) -> Listing:
     for folder, kind in above.items():
         table = path[: path.find("://") + 3] + folder if is_uri(path) else folder
         raise InputError(
-            f"input.path {path} is {kind} table, or in one ({folder}): rows in its files may be deleted or replaced; "
+            f"input.path {path} is {kind} table, or in one ({folder}): rows in its files may be "
+            "deleted or replaced; "
             f"export it and give what that writes: {_EXPORTS[kind].format(table)}"
         )
     kept = each_once(wanted)
@@ -129,14 +145,20 @@ def find(
 ) -> tuple[Location, tuple[str, ...], list[FoundFile], dict[str, str]] | None:
     """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
 
-    is_hidden: of a name; what has such a name is not found in a folder. Returns the folder that is searched, the
-    components of the location below it, the files in path order, and the folders of tables below it with their kinds.
+    is_hidden: of a name; what has such a name is not found in a folder. Returns the folder that is
+    searched, the components of the location below it, the files in path order, and the folders of
+    tables below it with their kinds.
     """
     info = location.filesystem.get_file_info(location.path)
     if info.type == fs.FileType.File:
         name = location.name
         real = os.path.realpath(location.path) if location.is_local else name
-        return location.parent, (name,), [FoundFile(name, info.size, info.mtime_ns or 0, real, location.is_local)], {}
+        return (
+            location.parent,
+            (name,),
+            [FoundFile(name, info.size, info.mtime_ns or 0, real, location.is_local)],
+            {},
+        )
     if info.type == fs.FileType.Directory:
         seen = _files_below(location, lambda name: is_hidden(name) and name not in _TABLES)
         files = [file for file in seen if not any(map(is_hidden, file.relative_path.split("/")))]
@@ -161,7 +183,9 @@ def _tables(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
-    """Return the tables in whose folders the root lies, or what links below it lead to, as far as they may be seen."""
+    """Return the tables in whose folders the root lies, or what links below it lead to, as far as
+    they may be seen.
+    """
     inside = {root.path}
     if root.is_local:
         linked = (os.path.dirname(file.real_path) for file in files if file.is_linked)
@@ -170,7 +194,9 @@ def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
     above = {str(folder) for path in inside for folder in PurePosixPath(path).parents}
     for folder, sign in product(sorted(inside | above - {"."}), _TABLES):
         try:
-            records = _files_below(Location(root.filesystem, folder).child(sign), lambda name: False, recursive=False)
+            records = _files_below(
+                Location(root.filesystem, folder).child(sign), lambda name: False, recursive=False
+            )
         except OSError as error:
             if folder in inside or not _DENIED.search(str(error)):
                 raise
@@ -181,14 +207,18 @@ def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
 
 
 def split_glob(location: Location) -> tuple[Location, tuple[str, ...]]:
-    """Return the folder before the first component with a wildcard, and the components from there: none without one."""
+    """Return the folder before the first component with a wildcard, and the components from there:
+    none without one.
+    """
     parts = location.path.split("/")
     first = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
     return Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
 
 
 def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
-    """Return each real file once: by its own path, or else by the first path that a symbolic link gives it."""
+    """Return each real file once: by its own path, or else by the first path that a symbolic link
+    gives it.
+    """
     once: dict[str, FoundFile] = {}
     for file in sorted(files, key=lambda file: (file.is_linked, file.relative_path)):
         once.setdefault(file.real_path, file)
@@ -198,7 +228,8 @@ def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
 def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     """Return True if path components match glob components.
 
-    `**` stands for any number of components. A hidden name matches only a pattern that begins with `_` or `.` too.
+    `**` stands for any number of components. A hidden name matches only a pattern that begins with
+    `_` or `.` too.
     """
     if not pattern:
         return not parts
@@ -211,7 +242,9 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def check_apart(listing: Listing, output: str) -> Location:
-    """Return the output folder. Raises InputError if a file of the run would be input, or an input file is in it."""
+    """Return the output folder. Raises InputError if a file of the run would be input, or an input
+    file is in it.
+    """
     try:
         folder = resolve(output)
     except ValueError as error:
@@ -226,10 +259,15 @@ def check_apart(listing: Listing, output: str) -> Location:
         raise InputError(f"output.path {output} is inside the input folder; give one beside it")
     written = (*target[len(root) :], SUMMARIES, result_name(0))
     if inside and listing.pattern and glob_matches(written, listing.pattern):
-        raise InputError(f"output.path {output} would hold files that the input's glob matches; give a folder outside")
+        raise InputError(
+            f"output.path {output} would hold files that the input's glob matches; give a folder "
+            "outside"
+        )
     for name in listing.relative_paths:
         if _real_parts(listing.root.child(name))[: len(target)] == target:
-            raise InputError(f"the input file {name} is inside output.path {output}; give another output folder")
+            raise InputError(
+                f"the input file {name} is inside output.path {output}; give another output folder"
+            )
     return folder
 
 
@@ -239,22 +277,39 @@ def _real_parts(location: Location) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-def _files_below(folder: Location, is_hidden: Callable[[str], bool], *, recursive: bool = True) -> list[FoundFile]:
+def _files_below(
+    folder: Location, is_hidden: Callable[[str], bool], *, recursive: bool = True
+) -> list[FoundFile]:
     """List a folder's files, in path order."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
-        return sorted(_local_files(folder.path, "", (real,), recursive, is_hidden), key=lambda file: file.relative_path)
-    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True))
-    paths = [(info.path.removeprefix(folder.path.rstrip("/") + "/"), info) for info in infos if info.is_file]
+        return sorted(
+            _local_files(folder.path, "", (real,), recursive, is_hidden),
+            key=lambda file: file.relative_path,
+        )
+    infos = folder.filesystem.get_file_info(
+        fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
+    )
+    paths = [
+        (info.path.removeprefix(folder.path.rstrip("/") + "/"), info)
+        for info in infos
+        if info.is_file
+    ]
     shown = [(path, info) for path, info in paths if not any(map(is_hidden, path.split("/")))]
     files = (FoundFile(path, info.size, info.mtime_ns or 0, path) for path, info in shown)
     return sorted(files, key=lambda file: file.relative_path)
 
 
 def _local_files(
-    folder: str, prefix: str, real: tuple[str, ...], recursive: bool, is_hidden: Callable[[str], bool]
+    folder: str,
+    prefix: str,
+    real: tuple[str, ...],
+    recursive: bool,
+    is_hidden: Callable[[str], bool],
 ) -> Iterator[FoundFile]:
-    """Yield a local folder's files. real: its real path behind those of the folders above, into which no link leads."""
+    """Yield a local folder's files. real: its real path behind those of the folders above, into
+    which no link leads.
+    """
     if not os.path.isdir(folder):
         return
     with os.scandir(folder) as found:
@@ -265,10 +320,13 @@ def _local_files(
         if entry.is_file():
             stat, is_linked = entry.stat(), real_path != os.path.join(real[0], name)
             yield FoundFile(name, stat.st_size, stat.st_mtime_ns, real_path, is_linked)
-        elif is_link and not os.path.exists(entry.path):  # whoever reads it learns that it is out of reach
+        # whoever reads it learns that it is out of reach
+        elif is_link and not os.path.exists(entry.path):
             yield FoundFile(name, 0, 0, real_path, is_linked=True)
         elif recursive and entry.is_dir() and real_path not in real:
-            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive, is_hidden)
+            yield from _local_files(
+                entry.path, f"{name}/", (*real, real_path), recursive, is_hidden
+            )
 
 
 def _is_hidden(name: str) -> bool:

@@ -22,7 +22,9 @@ SEALED = {"compression": "zstd", "write_page_checksum": True}
 _COMPACT = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "BIT_PACKED"}
 """Encodings of text that pyarrow can read as a dictionary."""
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
+"""Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not
+UTF-8.
+"""
 _HASH_BYTES = 64
 """Bytes of a fixed size up to which they are an id, not text."""
 _GROUP_ROWS = 4096
@@ -39,11 +41,16 @@ def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Damag
 
 
 def read_file(
-    location: Location, read: Callable[[pa.NativeFile], Value], damaged: Damaged, num_bytes: int | None = None
+    location: Location,
+    read: Callable[[pa.NativeFile], Value],
+    damaged: Damaged,
+    num_bytes: int | None = None,
 ) -> Value:
-    """Return what `read` makes of a file; what does not parse is read once more, against the size in the listing.
+    """Return what `read` makes of a file; what does not parse is read once more, against the size
+    in the listing.
 
-    Raises OSError if the file is out of reach, and only what `damaged` returns if it is there and does not parse.
+    Raises OSError if the file is out of reach, and only what `damaged` returns if it is there and
+    does not parse.
     """
     try:
         with location.filesystem.open_input_file(location.path) as file:
@@ -68,15 +75,20 @@ def read_stream(
 ) -> Iterator[pa.Table]:
     """Yield the tables that `read` makes of a file of any size. Raises as `read_file` does.
 
-    What was yielded cannot be taken back: a file that can be read to its end by now was out of reach for a moment.
-    compact: as for `open_parquet`.
+    What was yielded cannot be taken back: a file that can be read to its end by now was out of
+    reach for a moment. compact: as for `open_parquet`.
     """
     try:
         with open_parquet(location, compact) as parquet:
             yield from read(parquet)
     except (*DAMAGED, KeyError) as error:
         if not is_away(error):
-            read_file(location, lambda file: deque(read(open_parquet(file, compact)), maxlen=0), damaged, num_bytes)
+            read_file(
+                location,
+                lambda file: deque(read(open_parquet(file, compact)), maxlen=0),
+                damaged,
+                num_bytes,
+            )
         raise out_of_reach(location, error) from error
 
 
@@ -99,8 +111,9 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Open a file for streaming: pages are read when they are needed.
 
-    compact: text columns to read as dictionaries, in which a value that is stored once is held once. Times of 96 bits
-    come in microseconds: the years 1678 to 2262, which nanoseconds have room for, lack the 9999 of many tables.
+    compact: text columns to read as dictionaries, in which a value that is stored once is held
+    once. Times of 96 bits come in microseconds: the years 1678 to 2262, which nanoseconds have room
+    for, lack the 9999 of many tables.
     """
     is_place = isinstance(source, Location)
     return pq.ParquetFile(
@@ -116,23 +129,33 @@ def open_parquet(
 
 def leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
     """Return the numbers of the stored columns that some columns of the table are made of."""
-    begins = tuple(f"{column}." for column in columns)  # a leaf is a column, or inside one; both may have dots
-    return [i for i in range(len(parquet.schema)) if f"{parquet.schema.column(i).path}.".startswith(begins)]
+    # a leaf is a column, or inside one; both may have dots
+    begins = tuple(f"{column}." for column in columns)
+    return [
+        i
+        for i in range(len(parquet.schema))
+        if f"{parquet.schema.column(i).path}.".startswith(begins)
+    ]
 
 
 def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[str, ...]:
-    """Read a row of each row group; return the text columns that can be read as dictionaries in all of them.
+    """Read a row of each row group; return the text columns that can be read as dictionaries in all
+    of them.
 
     Raises what reading raises.
     """
     kinds = {field.name: field.type for field in parquet.schema_arrow}
-    found = {name for name in columns if is_text(kinds[name]) and not pa.types.is_dictionary(kinds[name])}
+    found = {
+        name for name in columns if is_text(kinds[name]) and not pa.types.is_dictionary(kinds[name])
+    }
     for number in range(parquet.metadata.num_row_groups):
         if next(_batches(parquet, number, list(columns), 1), None) is None:
             continue  # see `_stored_bytes`
         group = parquet.metadata.row_group(number)
         chunks = [group.column(i) for i in leaves(parquet, sorted(found))]
-        found -= {chunk.path_in_schema for chunk in chunks if not _COMPACT.issuperset(chunk.encodings)}
+        found -= {
+            chunk.path_in_schema for chunk in chunks if not _COMPACT.issuperset(chunk.encodings)
+        }
     return tuple(sorted(found))
 
 
@@ -144,7 +167,9 @@ def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Seque
     if not any(parquet.schema.column(i).physical_type == "INT96" for i in leaves(parquet, columns)):
         return True
     with open_parquet(file, int96_unit="ns") as exact:
-        for table, other in zip(stream(parquet, list(columns)), stream(exact, list(columns)), strict=True):
+        for table, other in zip(
+            stream(parquet, list(columns)), stream(exact, list(columns)), strict=True
+        ):
             for values, in_ns in zip(_leaves_of(table), _leaves_of(other), strict=True):
                 is_exact = values.type == in_ns.type or (
                     pc.multiply(values.cast("int64"), 1000).equals(in_ns.cast("int64"))
@@ -155,11 +180,15 @@ def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Seque
 
 
 def _leaves_of(table: pa.Table) -> list[pa.Array]:
-    return [leaf for values in table.columns for chunk in values.chunks for leaf in plain_leaves(chunk)]
+    return [
+        leaf for values in table.columns for chunk in values.chunks for leaf in plain_leaves(chunk)
+    ]
 
 
 def plain_leaves(values: pa.Array) -> list[pa.Array]:
-    """Return the values of an array, or of all that a nested one is made of, without dictionaries."""
+    """Return the values of an array, or of all that a nested one is made of, without
+    dictionaries.
+    """
     kind = values.type
     if pa.types.is_dictionary(kind):
         return [values.dictionary_decode()]
@@ -178,16 +207,22 @@ def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
     Bytes are counted as if text were written out, not held in a dictionary.
     """
     for group in range(parquet.metadata.num_row_groups):
-        mean_bytes = _stored_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
+        mean_bytes = _stored_bytes(parquet, group, columns) / max(
+            1, parquet.metadata.row_group(group).num_rows
+        )
         num_rows = int(min(_MAX_BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
         for table in _batches(parquet, group, columns, num_rows):
             yield from halved(table, BATCH_BYTES)
 
 
 def rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
-    """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as string views."""
+    """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as
+    string views.
+    """
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    return pa.concat_tables([table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())])
+    return pa.concat_tables(
+        [table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())]
+    )
 
 
 def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
@@ -208,34 +243,41 @@ def _plain_bytes(values: pa.ChunkedArray) -> int:
     return sum(pc.sum(each).as_py() or 0 for each in lengths)
 
 
-def _batches(parquet: pq.ParquetFile, group: int, columns: list[str], num_rows: int) -> Iterator[pa.Table]:
+def _batches(
+    parquet: pq.ParquetFile, group: int, columns: list[str], num_rows: int
+) -> Iterator[pa.Table]:
     for batch in parquet.iter_batches(batch_size=num_rows, row_groups=[group], columns=columns):
         yield pa.table(batch)
 
 
 def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
-    """Return the bytes that some columns of the largest row group take when they are read, with text compact.
+    """Return the bytes that some columns of the largest row group take when they are read, with
+    text compact.
 
     The footer contains them. Raises what reading raises.
     """
     offsets = 8 * len(columns)
     numbers = range(parquet.metadata.num_row_groups)
     return max(
-        (_stored_bytes(parquet, n, columns) + offsets * parquet.metadata.row_group(n).num_rows for n in numbers),
+        (
+            _stored_bytes(parquet, n, columns) + offsets * parquet.metadata.row_group(n).num_rows
+            for n in numbers
+        ),
         default=0,
     )
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
-    """Return the uncompressed bytes of some columns of a row group, or of all columns if those are few bytes.
+    """Return the uncompressed bytes of some columns of a row group, or of all columns if those are
+    few bytes.
 
     Raises what reading raises.
     """
     total = parquet.metadata.row_group(number).total_byte_size
     if total <= BATCH_BYTES:
         return max(0, total)
-    # pyarrow ends the process when it is asked about a column whose entry in the footer is damaged, but raises when it
-    # reads such a column. So it is asked only after it has read a row.
+    # pyarrow ends the process when it is asked about a column whose entry in the footer is damaged,
+    # but raises when it reads such a column. So it is asked only after it has read a row.
     group = parquet.metadata.row_group(number)
     if next(_batches(parquet, number, columns, 1), None) is None:
         return 0
@@ -243,7 +285,8 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if a column of this type holds text, or has no values: pandas writes such columns without a type.
+    """Return True if a column of this type holds text, or has no values: pandas writes such columns
+    without a type.
 
     JSON is text; bytes are not, even if they can be read as such: they may be of any encoding.
     """
@@ -254,13 +297,17 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_id(kind: pa.DataType) -> bool:
-    """Return True if the values of a type have one spelling: text, integers, also as decimals, and UUIDs."""
+    """Return True if the values of a type have one spelling: text, integers, also as decimals, and
+    UUIDs.
+    """
     is_whole = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)
     return is_text(kind) or is_whole or isinstance(kind, pa.UuidType)
 
 
 def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
-    """Return the cast that a column needs, as the end of a message; empty for a nested type. wanted: a type of SQL."""
+    """Return the cast that a column needs, as the end of a message; empty for a nested type.
+    wanted: a type of SQL.
+    """
     name = '"' + column.replace('"', '""') + '"'
     if kind.num_fields:
         return ""
@@ -269,21 +316,29 @@ def way_out(column: str, kind: pa.DataType, wanted: str) -> str:
     else:
         is_hash = pa.types.is_fixed_size_binary(kind) and kind.byte_width <= _HASH_BYTES
         cast = f"{'hex' if is_hash else 'decode'}({name})"
-    return f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS {name}) FROM ..."
+    return (
+        f"; cast it when you write the Parquet, as in DuckDB: SELECT * REPLACE ({cast} AS "
+        f"{name}) FROM ..."
+    )
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Return True if a column of this type holds bytes."""
     if pa.types.is_dictionary(kind):
         return is_bytes(kind.value_type)
-    return kind in (pa.binary(), pa.large_binary(), pa.binary_view()) or pa.types.is_fixed_size_binary(kind)
+    return kind in (
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+    ) or pa.types.is_fixed_size_binary(kind)
 
 
 def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a type that has room for the values of both; a cast says whether it has for each of them.
+    """Return a type that has room for the values of both; a cast says whether it has for each of
+    them.
 
-    Dictionaries and views are written out; of two zones the first counts. Raises ArrowTypeError if there is none: text
-    does not become bytes, nor a decimal a float.
+    Dictionaries and views are written out; of two zones the first counts. Raises ArrowTypeError if
+    there is none: text does not become bytes, nor a decimal a float.
     """
     if one == other:
         return one
@@ -309,7 +364,9 @@ def _written_out(kind: pa.DataType) -> pa.DataType:
 
 
 def _with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type in which those of its values have changed, inside of structs and lists as well."""
+    """Return a type in which those of its values have changed, inside of structs and lists as
+    well.
+    """
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_with_leaves(field.type, change)) for field in kind])
     if pa.types.is_list(kind):
@@ -325,9 +382,15 @@ def _leaf_types(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
-    """Yield the values of columns for each row; text as the bytes that were stored, which need not be UTF-8."""
+    """Yield the values of columns for each row; text as the bytes that were stored, which need not
+    be UTF-8.
+    """
     arrays = (
-        table[name].cast(_with_leaves(table[name].type, lambda kind: pa.large_binary() if is_text(kind) else kind))
+        table[name].cast(
+            _with_leaves(
+                table[name].type, lambda kind: pa.large_binary() if is_text(kind) else kind
+            )
+        )
         for name in columns
     )
     for values in zip(*(array.to_pylist() for array in arrays), strict=True):
@@ -335,7 +398,9 @@ def plain_rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Values]:
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast values of a type that `is_id` to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
+    """Cast values of a type that `is_id` to large_string. Raises ArrowInvalid for bytes that are
+    not UTF-8.
+    """
     if isinstance(values.type, pa.UuidType):
         spelled = [None if value is None else str(value) for value in values.to_pylist()]
         return pa.chunked_array([pa.array(spelled, "large_string")])
@@ -360,7 +425,8 @@ def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def write_groups(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write tables in row groups that are not too small: a writer keeps metadata of each until the file is whole.
+    """Write tables in row groups that are not too small: a writer keeps metadata of each until the
+    file is whole.
 
     Tables with dictionaries stay as they are, because each has its own.
     """

@@ -1,4 +1,6 @@
-"""Prompts: their options, the template around a document, and the length policy for documents that do not fit."""
+"""Prompts: their options, the template around a document, and the length policy for documents that
+do not fit.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,22 @@ from specextend.data.instructions import PLACE, Around, Instruction, around_docu
 
 LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
-"""Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
+"""Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes
+per character.
+"""
 _LEAST_PIECES = 4
 """A document that is no longer than so many pieces is tokenized in one call."""
 _WINDOW = 2048
-"""Characters on either side of a cut that are tokenized with and without it, to see that it changes nothing."""
+"""Characters on either side of a cut that are tokenized with and without it, to see that it changes
+nothing.
+"""
 _MOST_TRIES = 64
 """Most places that are tried for a cut."""
 
 TEMPLATE_S = 10.0
-"""Seconds that a chat template may take, which needs milliseconds; one made to never end is given up."""
+"""Seconds that a chat template may take, which needs milliseconds; one made to never end is given
+up.
+"""
 
 THINKING = (
     ("<think>", "</think>"),
@@ -45,17 +53,25 @@ THINKING = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""What models that think write around it; a template may write the first for them, or both, to have none."""
+"""What models that think write around it; a template may write the first for them, or both, to have
+none.
+"""
 CLOCK = "strftime_now"
-"""What chat templates ask for the time; `prompt.template_options` may say which time they are told."""
+"""What chat templates ask for the time; `prompt.template_options` may say which time they are
+told.
+"""
 _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>")
 """What a chat template must not ask of jinja2, nor write."""
 _PROBE = "\u20630" * 50_000
 """A long document that looks like no text, to see what a chat template does with one."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
-"""Characters for private use. Some that a document lacks stand for the first ones of control tokens in its text."""
+"""Characters for private use. Some that a document lacks stand for the first ones of control tokens
+in its text.
+"""
 _ANCHOR = "\n"
-"""Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
+"""Text that a piece is tokenized behind, because tokenizers may treat the start of a text
+specially.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +105,9 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+            raise ValueError(
+                f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}"
+            )
         _ = self.template
 
     @property
@@ -102,7 +120,8 @@ class PromptOptions:
 class PartOptions:
     """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
-    Each part is summarised, and the summaries are merged: all at once, or group by group until one is left.
+    Each part is summarised, and the summaries are merged: all at once, or group by group until one
+    is left.
     """
 
     tokens: int | None = None
@@ -120,7 +139,9 @@ class PartOptions:
             raise ValueError(f"parts.tokens must be at least 64, got {self.tokens}")
         for name in ("instruction", "merge_instruction"):
             if columns := Instruction(f"parts.{name}", getattr(self, name)).columns:
-                raise ValueError(f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
+                raise ValueError(
+                    f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns"
+                )
 
 
 @dataclass(frozen=True)
@@ -138,18 +159,22 @@ class Prompt:
 
 
 class PromptTooLongError(DocumentError):
-    """A document that does not fit and must not be cut: an error row, or the reason to split it into parts."""
+    """A document that does not fit and must not be cut: an error row, or the reason to split it
+    into parts.
+    """
 
 
 class Prompts:
     """Renders documents for one tokenizer.
 
-    tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). parts: for the length policy `parts`. Raises ValueError for a template that cannot take the
-    options.
+    tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take
+    together (`Engine.max_tokens`). parts: for the length policy `parts`. Raises ValueError for a
+    template that cannot take the options.
     """
 
-    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int, parts: PartOptions | None = None):
+    def __init__(
+        self, tokenizer: Any, options: PromptOptions, limit: int, parts: PartOptions | None = None
+    ):
         self.options = options
         self.limit = limit
         self.parts = parts or PartOptions()
@@ -163,31 +188,48 @@ class Prompts:
         source = template_source(tokenizer, options)
         self._chat = _chat(tokenizer, options, source)
         said = (source or "", tokenizer.get_added_vocab())
-        self._thinking = next((pair for place in said for pair in THINKING if pair[1] in place), None)
+        self._thinking = next(
+            (pair for place in said for pair in THINKING if pair[1] in place), None
+        )
         self._look()
 
     def _look(self) -> None:
-        """Render a prompt, to see what is written around a document. Raises ValueError for a bad template."""
+        """Render a prompt, to see what is written around a document. Raises ValueError for a bad
+        template.
+        """
         options, template = self.options, self.options.template
-        self._around = around_document(options.instruction) if template.columns else template.around({})
+        self._around = (
+            around_document(options.instruction) if template.columns else template.around({})
+        )
         with _at_most(TEMPLATE_S):
             rendered = self._rendered(_PROBE)
         if (count := rendered.count(_PROBE)) != 1:
-            raise ValueError(f"the chat template renders a document {count} times, but must render all of it once")
+            raise ValueError(
+                f"the chat template renders a document {count} times, but must render all of it "
+                "once"
+            )
         if _CHANCE.search(rendered):
-            raise ValueError("the chat template writes a place in memory, which is another one in each process")
-        self.begins_thinking = rendered.rstrip().endswith(tuple(self._names.get(begin, begin) for begin, _ in THINKING))
-        """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
+            raise ValueError(
+                "the chat template writes a place in memory, which is another one in each process"
+            )
+        self.begins_thinking = rendered.rstrip().endswith(
+            tuple(self._names.get(begin, begin) for begin, _ in THINKING)
+        )
+        """True if a prompt ends where the model is to think, so that it cannot begin with its
+        answer.
+        """
         self.num_template_tokens = self._measure(None)
         """Tokens of a prompt that are not the document's."""
 
     def render(self, text: str, max_new_tokens: int, instruction: Around | None = None) -> Prompt:
-        """Render a prompt as token ids, those that transformers would make of it, with the length policy applied.
+        """Render a prompt as token ids, those that transformers would make of it, with the length
+        policy applied.
 
         instruction: of the document, in the place of the run's. Raises DocumentError
-        (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
-        under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
-        text. Of a document that is cut, the template sees what is left.
+        (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and
+        PromptTooLongError, which is one, under the policies `error` and `parts`. Control tokens
+        written in the document or in its own instruction remain text. Of a document that is cut,
+        the template sees what is left.
         """
         policy, limit = self.options.length_policy, self._limit(max_new_tokens)
         token_ids, size = self._encode(text, instruction, limit)
@@ -203,7 +245,9 @@ class Prompts:
             kept = text[: left_out.start] + text[left_out.stop :]
             token_ids, size = self._encode(kept, instruction, limit)
             if size <= limit and num_kept:
-                return Prompt(token_ids, len(starts) - num_kept, policy, num_kept / len(starts), left_out)
+                return Prompt(
+                    token_ids, len(starts) - num_kept, policy, num_kept / len(starts), left_out
+                )
             room = min(room - 1, room * limit // size)
         raise _no_room(limit, max_new_tokens, limit)
 
@@ -213,20 +257,25 @@ class Prompts:
         return self.options.system, self.options.examples, self._around[0]
 
     def told_apart(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str | None]:
-        """Return the answer in a model's output, and what it wrote before while it thought; None if it does not think.
+        """Return the answer in a model's output, and what it wrote before while it thought; None if
+        it does not think.
 
-        Output that ends within the thinking has an empty answer. token_ids: of the output, in which markers are found
-        that are special tokens and so no text.
+        Output that ends within the thinking has an empty answer. token_ids: of the output, in which
+        markers are found that are special tokens and so no text.
         """
         if self._thinking is None:
             return text, None
         begin, end = self._thinking
         marked = text
         for marker in (end, begin):
-            token_id = self._tokenizer.convert_tokens_to_ids(marker) if marker in self._names else None
+            token_id = (
+                self._tokenizer.convert_tokens_to_ids(marker) if marker in self._names else None
+            )
             if token_id in token_ids:
                 before = self._tokenizer.decode(
-                    token_ids[: token_ids.index(token_id)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    token_ids[: token_ids.index(token_id)],
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
                 )
                 marked = marked[: len(before)] + marker + marked[len(before) :]
         thought, ends, answer = marked.partition(end)
@@ -242,11 +291,14 @@ class Prompts:
         return other
 
     def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
-        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do.
+        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`)
+        if none do.
 
         instruction: of the document, as for `render`.
         """
-        num_template = self.num_template_tokens if instruction is None else self._measure(instruction)
+        num_template = (
+            self.num_template_tokens if instruction is None else self._measure(instruction)
+        )
         limit = self._limit(max_new_tokens)
         if limit <= num_template:
             raise _no_room(num_template, max_new_tokens, limit)
@@ -266,15 +318,19 @@ class Prompts:
             anchor = _ANCHOR if begin else ""
             offsets = self._own.encode(anchor + text[begin:end], add_special_tokens=False).offsets
             size = len(anchor)
-            found = [begin + max(0, first - size) for first, last in offsets if last > size or not begin]
+            found = [
+                begin + max(0, first - size) for first, last in offsets if last > size or not begin
+            ]
             starts.append(np.array(found, np.int64))
         return np.concatenate(starts)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
-        """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each piece.
+        """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each
+        piece.
 
-        Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
-        text without any such place to cut (one endless word), tokens beside a cut may differ.
+        Together they are the tokens of the whole text if no token depends on text more than 2,048
+        characters away. In a text without any such place to cut (one endless word), tokens beside a
+        cut may differ.
         """
         for begin, end in self._pieces(text):
             yield self._encode_piece(text[begin:end], is_first=begin == 0)
@@ -290,27 +346,37 @@ class Prompts:
         yield begin, len(text)
 
     def _cut(self, text: str, end: int) -> int:
-        """Find the last place up to `end` where a cut changes no token around it; `end` if there is none."""
+        """Find the last place up to `end` where a cut changes no token around it; `end` if there is
+        none.
+        """
         for place in islice(_places(text, end), _MOST_TRIES):
             before, after = text[max(0, place - _WINDOW) : place], text[place : place + _WINDOW]
-            apart = self._encode_piece(before, is_first=True) + self._encode_piece(after, is_first=False)
+            apart = self._encode_piece(before, is_first=True) + self._encode_piece(
+                after, is_first=False
+            )
             if apart == self._encode_piece(before + after, is_first=True):
                 return place
         return end
 
     def _encode_piece(self, text: str, is_first: bool) -> list[int]:
-        """Tokenize a part of a text. is_first: it is the start; otherwise it continues other text, without the space
-        that some tokenizers put at the start.
+        """Tokenize a part of a text. is_first: it is the start; otherwise it continues other text,
+        without the space that some tokenizers put at the start.
         """
         if is_first:
             return self.encode_document(text)
         anchor = self.encode_document(_ANCHOR)
         joined = self.encode_document(_ANCHOR + text)
-        return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode_document(text)
+        return (
+            joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode_document(text)
+        )
 
     def _limit(self, max_new_tokens: int) -> int:
         room = self.limit - max_new_tokens
-        return room if self.options.max_prompt_tokens is None else min(self.options.max_prompt_tokens, room)
+        return (
+            room
+            if self.options.max_prompt_tokens is None
+            else min(self.options.max_prompt_tokens, room)
+        )
 
     def _encode(self, text: str, instruction: Around | None, most: int) -> tuple[list[int], int]:
         """Tokenize the prompt of a document; return `most` tokens of it, and how many there are."""
@@ -325,9 +391,11 @@ class Prompts:
         return token_ids, size
 
     def _rendered(self, text: str, instruction: Around | None = None) -> str:
-        """Write the prompt of a document, in which the template's control tokens, and no others, have their names.
+        """Write the prompt of a document, in which the template's control tokens, and no others,
+        have their names.
 
-        While the template looks at it, the first character of a control token in data is another one.
+        While the template looks at it, the first character of a control token in data is another
+        one.
         """
         before, after = self._around if instruction is None else instruction
         data = text if instruction is None else before + text + after
@@ -348,7 +416,8 @@ class Prompts:
 def _no_room(num_template: int, max_new_tokens: int, limit: int) -> DocumentError:
     return DocumentError(
         "PromptTooLong",
-        f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens {max_new_tokens} leaves "
+        f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens "
+        f"{max_new_tokens} leaves "
         "for the prompt, so there is no room for a document",
         stage="prompt",
     )
@@ -375,7 +444,9 @@ def cut(text: str, starts: NDArray[np.int64], room: int, policy: LengthPolicy) -
 
 
 def _places(text: str, end: int) -> Iterator[int]:
-    """Yield places where a long text may be cut, the last first: before single spaces, then anywhere."""
+    """Yield places where a long text may be cut, the last first: before single spaces, then
+    anywhere.
+    """
     begin = end - _WINDOW
     spaces = [begin + found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text[begin:end])]
     yield from islice(reversed(spaces), _MOST_TRIES // 2)
@@ -383,7 +454,9 @@ def _places(text: str, end: int) -> Iterator[int]:
 
 
 def template_source(tokenizer: Any, options: PromptOptions) -> str | None:
-    """Return the chat template; None if the model has none. Raises ValueError for several without a default."""
+    """Return the chat template; None if the model has none. Raises ValueError for several without a
+    default.
+    """
     if not tokenizer.chat_template:
         return None
     try:
@@ -391,37 +464,57 @@ def template_source(tokenizer: Any, options: PromptOptions) -> str | None:
     except ValueError:
         names = ", ".join(sorted(tokenizer.chat_template))
         raise ValueError(
-            f"the model has the chat templates {names}, and none is its default: name one in prompt.template_options, "
+            f"the model has the chat templates {names}, and none is its default: name one in "
+            "prompt.template_options, "
             "as in {chat_template: NAME}"
         ) from None
     return source
 
 
 def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> PromptOptions:
-    """Settle the time that a chat template is told which asks for it: the recorded one, or else now."""
-    if CLOCK in options.template_options or CLOCK not in (template_source(tokenizer, options) or ""):
+    """Settle the time that a chat template is told which asks for it: the recorded one, or else
+    now.
+    """
+    if CLOCK in options.template_options or CLOCK not in (
+        template_source(tokenizer, options) or ""
+    ):
         return options
     time = recorded or datetime.now().isoformat(timespec="seconds")
     return replace(options, template_options=options.template_options | {CLOCK: time})
 
 
 def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callable[[str], str]:
-    """Return what writes the prompt around a user message. Raises ValueError for a bad template or time."""
+    """Return what writes the prompt around a user message. Raises ValueError for a bad template or
+    time.
+    """
     if source is None:
         return partial(_plain, options)
     from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
     if found := _CHANCE.search(source):
-        raise ValueError(f"the chat template draws at random ({found[0]}), so that each process has another prompt")
+        raise ValueError(
+            f"the chat template draws at random ({found[0]}), so that each process has another "
+            "prompt"
+        )
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for example in options.examples:
-        messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]
+        messages += [
+            {"role": "user", "content": example.user},
+            {"role": "assistant", "content": example.assistant},
+        ]
     told = str(options.template_options.get(CLOCK, datetime.now()))
     try:
         now = datetime.fromisoformat(told)
     except ValueError:
-        raise ValueError(f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}") from None
-    variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options.template_options}
+        raise ValueError(
+            f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}"
+        ) from None
+    variables = {
+        "tools": None,
+        "documents": None,
+        **tokenizer.special_tokens_map,
+        **options.template_options,
+    }
     variables |= {CLOCK: now.strftime, "add_generation_prompt": True}
 
     def write(content: str) -> str:
@@ -432,7 +525,8 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callabl
             raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
         except Exception as error:
             raise ValueError(
-                f"the chat template refuses the prompt ({first_line(error)}); if it takes no system message, leave out "
+                f"the chat template refuses the prompt ({first_line(error)}); if it takes no "
+                "system message, leave out "
                 "prompt.system"
             ) from error
 
@@ -443,7 +537,8 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callabl
 def _at_most(limit_s: float) -> Iterator[None]:
     """Raise TimeoutError in a block that takes longer.
 
-    Only the main thread can be interrupted. A run renders its template there before any other thread or process does.
+    Only the main thread can be interrupted. A run renders its template there before any other
+    thread or process does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -469,14 +564,19 @@ def _plain(options: PromptOptions, content: str) -> str:
 
 
 def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
-    """Copy the tokenizer proper; its special tokens have names that no text can hold. Return these, too.
+    """Copy the tokenizer proper; its special tokens have names that no text can hold. Return these,
+    too.
 
-    So no text, whatever a normalizer makes of it, comes to a control token, while names do in the midst of any text.
-    The copy neither truncates nor pads, whatever its file says.
+    So no text, whatever a normalizer makes of it, comes to a control token, while names do in the
+    midst of any text. The copy neither truncates nor pads, whatever its file says.
     """
     key = secrets.token_hex(8)
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    special = [each["content"] for each in parts["added_tokens"] if each["special"] and each["content"].strip()]
+    special = [
+        each["content"]
+        for each in parts["added_tokens"]
+        if each["special"] and each["content"].strip()
+    ]
     names = {token: f"<{key}-{number}>" for number, token in enumerate(special)}
 
     def rename(part: Any) -> Any:
@@ -498,7 +598,9 @@ def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """Return the BOS token if the tokenizer begins texts with one; a chat template brings its own."""
+    """Return the BOS token if the tokenizer begins texts with one; a chat template brings its
+    own.
+    """
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []
 
@@ -511,5 +613,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
             rendered: str = tokenizer.apply_chat_template(said, tokenize=False)
     except Exception:  # noqa: BLE001  templates raise anything for what they do not take
         return None
-    after = tokenizer(rendered.rpartition("Answer")[2].lstrip(), add_special_tokens=False)["input_ids"]
+    after = tokenizer(rendered.rpartition("Answer")[2].lstrip(), add_special_tokens=False)[
+        "input_ids"
+    ]
     return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

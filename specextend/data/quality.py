@@ -1,6 +1,8 @@
-"""The quality of a summary in numbers and flags, so that people can find the ones to distrust. Nothing is held back.
+"""The quality of a summary in numbers and flags, so that people can find the ones to distrust.
+Nothing is held back.
 
-Words are lower-case runs of letters, marks and digits; each character of a script without spaces is a word.
+Words are lower-case runs of letters, marks and digits; each character of a script without spaces is
+a word.
 """
 
 from collections import Counter
@@ -25,9 +27,13 @@ REPEATED_WORDS = 4
 COPIED_WORDS = 8
 """Length of the runs of words that count as copied, in words."""
 MOST_REPEATED = 0.2
-"""Share of a summary's runs of words that occurred in it before, above which it is flagged `repeated_ngrams`."""
+"""Share of a summary's runs of words that occurred in it before, above which it is flagged
+`repeated_ngrams`.
+"""
 MOST_COPIED = 0.8
-"""Share of a summary's runs of words that are in its document, above which it is flagged `copied`."""
+"""Share of a summary's runs of words that are in its document, above which it is flagged
+`copied`.
+"""
 LEAST_WORDS = 10
 """Words of a document with fewer of which its summary is flagged `short_document`."""
 MOST_ROUGE_CHARACTERS = 200_000
@@ -36,12 +42,15 @@ MOST_ROUGE_CHARACTERS = 200_000
 _PIECE_CHARACTERS = 1 << 18  # of a document that are split into words at a time
 _SAMPLED_CHARACTERS = 1 << 16  # of a text, evenly spaced, by which its script is determined
 _SCRIPTS = (
-    "Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana", "Devanagari",
-    "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam", "Sinhala", "Thai", "Lao",
-    "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee",
+    "Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana",
+    "Devanagari", "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada",
+    "Malayalam", "Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian",
+    "Ethiopic", "Cherokee",
 )  # fmt: skip
 _EAST_ASIAN = r"(?P<EastAsian>[\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}])"  # Japanese mixes them
-_SCRIPT = regex.compile("|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)]))
+_SCRIPT = regex.compile(
+    "|".join([_EAST_ASIAN, *(rf"(?P<{name}>\p{{{name}}})" for name in _SCRIPTS)])
+)
 _LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined
 _LEAST_LETTERS = 60  # with fewer of them no language is determined
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
@@ -51,11 +60,14 @@ _GAP = regex.compile(r"\W")
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
-    """`quality.*`: What is found out about a summary besides the flags and figures that every summary gets."""
+    """`quality.*`: What is found out about a summary besides the flags and figures that every
+    summary gets.
+    """
 
     language: bool = False
-    """Flag a summary `wrong_language` if it is in another language than its document. Needs the extra `language`. Close
-    languages, such as Danish and Norwegian, are sometimes confused."""
+    """Flag a summary `wrong_language` if it is in another language than its document. Needs the
+    extra `language`. Close languages, such as Danish and Norwegian, are sometimes confused.
+    """
 
 
 class Quality(NamedTuple):
@@ -64,7 +76,9 @@ class Quality(NamedTuple):
     quality_flags: list[str]
     """In a fixed order; empty if there is nothing to say."""
     copied_fraction: float | None
-    """Share of the summary's runs of 8 words that are in its document; None if it has fewer words."""
+    """Share of the summary's runs of 8 words that are in its document; None if it has fewer
+    words.
+    """
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None  # noqa: N815 (the name of the column)
@@ -85,9 +99,10 @@ def assess(
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
-    num_dropped_tokens: of the document, which were not read. reference: another summary to compare with, if any.
-    evidence_for: fields of the answer whose strings are looked for in the document, if that is wanted.
-    sources_without: characters of the document that were not read, if sources of the sentences are wanted.
+    num_dropped_tokens: of the document, which were not read. reference: another summary to compare
+    with, if any. evidence_for: fields of the answer whose strings are looked for in the document,
+    if that is wanted. sources_without: characters of the document that were not read, if sources of
+    the sentences are wanted.
     """
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
@@ -106,7 +121,15 @@ def assess(
     one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
     sources = None if sources_without is None else find_sources(text, document, sources_without)
-    return Quality([name for name, raised in flags.items() if raised], copied, one, two, longest, evidence, sources)
+    return Quality(
+        [name for name, raised in flags.items() if raised],
+        copied,
+        one,
+        two,
+        longest,
+        evidence,
+        sources,
+    )
 
 
 def split_words(text: str) -> list[str]:
@@ -124,7 +147,9 @@ def repeated_fraction(words: Sequence[str]) -> float:
 
 
 def copied_fraction(words: Sequence[str], document: str) -> float | None:
-    """Return the share of the runs of 8 words that are in the document; None if there are fewer words."""
+    """Return the share of the runs of 8 words that are in the document; None if there are fewer
+    words.
+    """
     runs = list(_runs(words, COPIED_WORDS))
     if not runs:
         return None
@@ -139,7 +164,9 @@ def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 
 
 def _overlapping_pieces(text: str) -> Iterator[list[str]]:
-    """Yield the words of a text of any length piece by piece, with the last words of the piece before in front."""
+    """Yield the words of a text of any length piece by piece, with the last words of the piece
+    before in front.
+    """
     begin, carried = 0, list[str]()
     while begin < len(text):
         gap = _GAP.search(text, begin + _PIECE_CHARACTERS)
@@ -150,7 +177,9 @@ def _overlapping_pieces(text: str) -> Iterator[list[str]]:
 
 
 def dominant_script(text: str) -> str | None:
-    """Return the script of more than half of a text's letters; None if there is none, or no letter."""
+    """Return the script of more than half of a text's letters; None if there is none, or no
+    letter.
+    """
     sample = text[:: len(text) // _SAMPLED_CHARACTERS + 1]
     counts = Counter[str]()
     for character, count in Counter(sample).items():
@@ -167,13 +196,19 @@ def _script_of(character: str) -> str | None:
 
 
 def check_library(options: QualityOptions) -> None:
-    """Raise ValueError if languages are to be determined and the library for it is not installed."""
+    """Raise ValueError if languages are to be determined and the library for it is not
+    installed.
+    """
     if options.language and find_spec("py3langid") is None:
-        raise ValueError(f"quality.language needs the extra `language`: {how_to_install('language')}")
+        raise ValueError(
+            f"quality.language needs the extra `language`: {how_to_install('language')}"
+        )
 
 
 def language_of(text: str) -> str | None:
-    """Return the code of a text's language, by its middle; None if that has too few letters to tell."""
+    """Return the code of a text's language, by its middle; None if that has too few letters to
+    tell.
+    """
     from py3langid import classify
 
     begin = max(0, (len(text) - _LANGUAGE_CHARACTERS) // 2)
@@ -192,16 +227,23 @@ def _differ(one: str | None, other: str | None) -> bool:
 def rouge(summary: str, reference: str) -> tuple[float, float, float]:
     """Return the F-measures of ROUGE-1, ROUGE-2 and ROUGE-L, from 0 to 1, without stemming.
 
-    Both texts are cut to `MOST_ROUGE_CHARACTERS`. ROUGE-L compares whole texts, not sentence by sentence.
+    Both texts are cut to `MOST_ROUGE_CHARACTERS`. ROUGE-L compares whole texts, not sentence by
+    sentence.
     """
     words, others = (split_words(text[:MOST_ROUGE_CHARACTERS]) for text in (summary, reference))
     one, two = (_shared(words, others, length) for length in (1, 2))
     longest = LCSseq.similarity(words, others)
-    return _f_measure(one, words, others, 1), _f_measure(two, words, others, 2), _f_measure(longest, words, others, 1)
+    return (
+        _f_measure(one, words, others, 1),
+        _f_measure(two, words, others, 2),
+        _f_measure(longest, words, others, 1),
+    )
 
 
 def _shared(words: Sequence[str], others: Sequence[str], length: int) -> int:
-    """Count the runs of words that both texts have, as often as the one that has them less often."""
+    """Count the runs of words that both texts have, as often as the one that has them less
+    often.
+    """
     return (Counter(_runs(words, length)) & Counter(_runs(others, length))).total()
 
 
@@ -215,9 +257,13 @@ def _f_measure(num_shared: int, words: Sequence[str], others: Sequence[str], len
 
 
 LEAST_SCORE = 90.0
-"""Similarity from 0 to 100 (2 x matching characters over those of both) from which a passage counts as a value's."""
+"""Similarity from 0 to 100 (2 x matching characters over those of both) from which a passage counts
+as a value's.
+"""
 LEAST_LENGTH = 6
-"""Characters from which a value may stand in its document nearly, and not as whole words: fewer are like anything."""
+"""Characters from which a value may stand in its document nearly, and not as whole words: fewer are
+like anything.
+"""
 _MOST_PLACES = 1000
 """Places inside of words that are passed over."""
 _OTHER_SCRIPTS = "\u0590"
@@ -228,15 +274,18 @@ _SPACES = str.maketrans("\t\n\r\u00a0", "    ")
 def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Values]:
     """Find each string in the `fields` of an answer (JSON) in its document, in time linear in it.
 
-    Returns for each its `field` and `value` with `begin` and `end`, in characters of the document, of the first passage
-    of whole words that equals it, case and kinds of space aside, or else of the most similar one, and the passage's
-    `score` from 90 to 100. The three are null if there is none.
+    Returns for each its `field` and `value` with `begin` and `end`, in characters of the document,
+    of the first passage of whole words that equals it, case and kinds of space aside, or else of
+    the most similar one, and the passage's `score` from 90 to 100. The three are null if there is
+    none.
     """
     plain, found = _plain(document), list[Values]()
     for field, value in _strings(read_json(text), ""):
         if field in fields and value.strip():
             begin, end, score = _passage(_plain(value.strip()), plain) or (None, None, None)
-            found.append({"field": field, "value": value, "begin": begin, "end": end, "score": score})
+            found.append(
+                {"field": field, "value": value, "begin": begin, "end": end, "score": score}
+            )
     return found
 
 
@@ -248,17 +297,22 @@ def _passage(value: str, document: str) -> tuple[int, int, float] | None:
         if not any(_is_in_a_word(document, place) for place in (begin, begin + len(value))):
             return begin, begin + len(value), 100.0
         begin = document.find(value, begin + 1)
-    if len(value) > len(document) or len(value) < LEAST_LENGTH:  # the first would be looked for in the value
+    # the first would be looked for in the value
+    if len(value) > len(document) or len(value) < LEAST_LENGTH:
         return None
     match = partial_ratio_alignment(value, document, score_cutoff=LEAST_SCORE)
     if match is None:
         return None
     begin, end = match.dest_start, match.dest_end
-    return *((begin, end) if match.score == 100 else _whole_words(document, begin, end)), match.score
+    return *(
+        (begin, end) if match.score == 100 else _whole_words(document, begin, end)
+    ), match.score
 
 
 def _is_in_a_word(text: str, place: int) -> bool:
-    """Return True if a number, or a word of a script that puts spaces between words, goes on over a place."""
+    """Return True if a number, or a word of a script that puts spaces between words, goes on over a
+    place.
+    """
     if not 0 < place < len(text):
         return False
     before, after = text[place - 1], text[place]
@@ -284,7 +338,9 @@ def _plain(text: str) -> str:
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
-    """Yield the strings in a value with the names of their fields, those of inner objects behind a dot."""
+    """Yield the strings in a value with the names of their fields, those of inner objects behind a
+    dot.
+    """
     match value:
         case str():
             yield field, value
@@ -302,11 +358,16 @@ def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
 MOST_PASSAGES = 3
 """Passages of a sentence, at most."""
 LEAST_LIKENESS = 0.15
-"""BM25 from which a passage is a source: few of other passages have more, and few of those that are one have less."""
+"""BM25 from which a passage is a source: few of other passages have more, and few of those that are
+one have less.
+"""
 _RUN = 4
-"""Letters of the runs that sentence and passage share: words with other endings share most of them."""
+"""Letters of the runs that sentence and passage share: words with other endings share most of
+them.
+"""
 _SENTENCE_END = regex.compile(
-    # Space after the signs that end a sentence, unless a lower-case word follows an initial or an abbreviation,
+    # Space after the signs that end a sentence, unless a lower-case word follows an initial or an
+    # abbreviation,
     r"(?<=[.!?\u2026\u061f\u06d4\u0964\u0965\u1362]['\"\u201d\u2019\xbb)\]]{0,3})"
     r"(?<!\b(?:\p{Lu}|Mr|Mrs|Ms|Dr|Prof|St|No|vs)\.)\s++(?!\p{Ll})"
     # the place behind signs of scripts without spaces,
@@ -316,16 +377,20 @@ _SENTENCE_END = regex.compile(
     r"|\R(?=[^\S\r\n]*+(?:\R|[-*\u2022#]|\d{1,3}[.)]\s))\s*+"
 )
 _STRETCH = regex.compile(r"\S(?:.{0,499}(?<=\S)(?=\s|\Z)|.{0,499}\p{M}*+)", regex.DOTALL)
-"""At most 500 characters, up to the end of a word if one ends there; the marks of the last one belong to it."""
+"""At most 500 characters, up to the end of a word if one ends there; the marks of the last one
+belong to it.
+"""
 
 
 def find_sources(text: str, document: str, left_out: range = range(0)) -> list[Values]:
-    """Find for each sentence of a text the passages of its document that it rests on: those with its rarest words.
+    """Find for each sentence of a text the passages of its document that it rests on: those with
+    its rarest words.
 
-    Returns up to three for each `sentence`, the best first: `begin` and `end` in characters of the document, `score`
-    and the `passage` itself, a sentence or 500 characters of one. The score is the percentage of the sentence's runs of
-    letters, each counted by its rarity, that the passage has; in their order short passages come before long ones. The
-    four are null if none is near enough. left_out: characters that were not read.
+    Returns up to three for each `sentence`, the best first: `begin` and `end` in characters of the
+    document, `score` and the `passage` itself, a sentence or 500 characters of one. The score is
+    the percentage of the sentence's runs of letters, each counted by its rarity, that the passage
+    has; in their order short passages come before long ones. The four are null if none is near
+    enough. left_out: characters that were not read.
     """
     sentences = dict.fromkeys(text[begin:end] for begin, end in _passages(text, 0, len(text)))
     runs_of = {sentence: runs for sentence in sentences if (runs := _runs_of_letters(sentence))}
@@ -344,11 +409,21 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
         best = [(*spans[number], score) for number, score in _best_passages(weights, held)]
         for first, last, score in best or [(None, None, None)]:
             passage = document[first:last] if best else None
-            found.append({"sentence": sentence, "begin": first, "end": last, "score": score, "passage": passage})
+            found.append(
+                {
+                    "sentence": sentence,
+                    "begin": first,
+                    "end": last,
+                    "score": score,
+                    "passage": passage,
+                }
+            )
     return found
 
 
-def _best_passages(weights: Mapping[str, float], held: Sequence[tuple[int, set[str]]]) -> list[tuple[int, float]]:
+def _best_passages(
+    weights: Mapping[str, float], held: Sequence[tuple[int, set[str]]]
+) -> list[tuple[int, float]]:
     """Return number and score of the best passages by BM25, the first of equals.
 
     held: the number of runs of each passage, and those that are wanted.
@@ -362,11 +437,15 @@ def _best_passages(weights: Mapping[str, float], held: Sequence[tuple[int, set[s
         likeness = share * 2.2 / (1.3 + 0.9 * length / usual)  # k1 is 1.2, b 0.75
         if likeness >= LEAST_LIKENESS:
             found.append((likeness, number, 100 * share))
-    return [(number, score) for _, number, score in nlargest(MOST_PASSAGES, found, key=itemgetter(0))]
+    return [
+        (number, score) for _, number, score in nlargest(MOST_PASSAGES, found, key=itemgetter(0))
+    ]
 
 
 def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where the sentences in a part of a text begin and end, those that are long in stretches."""
+    """Yield where the sentences in a part of a text begin and end, those that are long in
+    stretches.
+    """
     cuts = [found.span() for found in _SENTENCE_END.finditer(text, begin, end)]
     for stop, following in [*cuts, (end, end)]:
         for found in _STRETCH.finditer(text, begin, stop):
@@ -375,6 +454,12 @@ def _passages(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs_of_letters(text: str) -> list[str]:
-    """Return the runs of letters in a text's words, in which characters with marks are written in one way."""
+    """Return the runs of letters in a text's words, in which characters with marks are written in
+    one way.
+    """
     words = [f" {word} " for word in split_words(normalize("NFKC", text))]
-    return [word[begin : begin + _RUN] for word in words for begin in range(max(1, len(word) - _RUN + 1))]
+    return [
+        word[begin : begin + _RUN]
+        for word in words
+        for begin in range(max(1, len(word) - _RUN + 1))
+    ]

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from specextend.core import Document, DocumentKey, ReadOnly, SamplingParams, Values, first_line, mended
+from specextend.core import (
+    Document,
+    DocumentKey,
+    ReadOnly,
+    SamplingParams,
+    Values,
+    first_line,
+    mended,
+)
 from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.instructions import Around, Instruction, around_document
 
@@ -25,7 +33,9 @@ class Row:
     """A summary to compare with, if there is one."""
     content_sha256: str
     instruction: Around | None = None
-    """The row's own instruction, or the run's with the row's values in it; None: the run's applies as it is."""
+    """The row's own instruction, or the run's with the row's values in it; None: the run's applies
+    as it is.
+    """
     others: tuple[Around | None, ...] = ()
     """The same for each further task."""
     sampling: ReadOnly = field(default_factory=dict)
@@ -34,7 +44,9 @@ class Row:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes rows of values of columns, of which texts are bytes. templates: the instructions of the run's tasks."""
+    """Makes rows of values of columns, of which texts are bytes. templates: the instructions of the
+    run's tasks.
+    """
 
     options: InputOptions
     templates: tuple[Instruction, ...] = ()
@@ -42,7 +54,9 @@ class RowReader:
     @property
     def template_columns(self) -> tuple[str, ...]:
         """Return the columns that the run's instructions name."""
-        return tuple(_named(*(column for template in self.templates for column in template.columns)))
+        return tuple(
+            _named(*(column for template in self.templates for column in template.columns))
+        )
 
     @property
     def content_columns(self) -> list[str]:
@@ -59,7 +73,8 @@ class RowReader:
     def read(self, key: DocumentKey, doc_id: str, values: ReadOnly) -> Row:
         """Make a row. What is not UTF-8 in a reference is replaced.
 
-        Raises DocumentError for null, empty or undecodable text, and for a bad limit, instruction or options.
+        Raises DocumentError for null, empty or undecodable text, and for a bad limit, instruction
+        or options.
         """
         options = self.options
         try:
@@ -76,10 +91,12 @@ class RowReader:
         return Row(document, max_new_tokens, summary, content, instruction, tuple(others), own)
 
     def content(self, values: ReadOnly) -> str:
-        """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
+        """Hash what a row says about its summary: its text, and its own limit, instruction and
+        values if it has them.
 
-        The length of each is hashed before it, so that no row can pass for another one. A row without an instruction of
-        its own adds the values that go into the run's. Returns 64 hexadecimal digits.
+        The length of each is hashed before it, so that no row can pass for another one. A row
+        without an instruction of its own adds the values that go into the run's. Returns 64
+        hexadecimal digits.
         """
         options = self.options
         own = values[options.options_column] if options.options_column else None
@@ -101,19 +118,25 @@ class RowReader:
         return values[column] if column else None
 
     def _instructions(self, values: ReadOnly) -> list[Around | None]:
-        """Return the row's own instruction, or each of the run's with its values. Raises DocumentError if not UTF-8."""
+        """Return the row's own instruction, or each of the run's with its values. Raises
+        DocumentError if not UTF-8.
+        """
         data = values[self.options.instruction_column] if self.options.instruction_column else None
         try:
             text = (data or b"").decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DocumentError("BadInstruction", f"the instruction is not UTF-8: {error.reason}") from error
+            raise DocumentError(
+                "BadInstruction", f"the instruction is not UTF-8: {error.reason}"
+            ) from error
         if text.strip():
             return [around_document(text)]
         return [each.around(values) if each.columns else None for each in self.templates] or [None]
 
 
 def own_options(values: ReadOnly | None) -> Values:
-    """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a value out of range."""
+    """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a
+    value out of range.
+    """
     own = {name: value for name, value in (values or {}).items() if value is not None}
     if "stop" in own:
         own["stop"] = tuple(mended(own["stop"], decodes=True))
@@ -125,19 +148,24 @@ def own_options(values: ReadOnly | None) -> Values:
 
 
 def is_options(kind: pa.DataType) -> bool:
-    """Return True if a column may be `input.options_column`: a struct of known fields of the right kinds."""
+    """Return True if a column may be `input.options_column`: a struct of known fields of the right
+    kinds.
+    """
     kinds = {
         "temperature": pa.types.is_floating,
         "top_p": pa.types.is_floating,
         "stop": lambda of: pa.types.is_list(of) and pa.types.is_string(of.value_type),
     }
     return pa.types.is_struct(kind) and all(
-        each.name in ROW_OPTIONS and kinds.get(each.name, pa.types.is_integer)(each.type) for each in kind
+        each.name in ROW_OPTIONS and kinds.get(each.name, pa.types.is_integer)(each.type)
+        for each in kind
     )
 
 
 def decode_text(data: bytes | None) -> str:
-    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white space."""
+    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white
+    space.
+    """
     if data is None:
         raise DocumentError("NullText", "the text is null")
     try:
@@ -152,9 +180,13 @@ def decode_text(data: bytes | None) -> str:
 
 
 def check_max_new_tokens(value: int | None) -> int | None:
-    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model takes."""
+    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model
+    takes.
+    """
     if value is not None and not 1 <= value <= MOST_TOKENS:
-        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}")
+        raise DocumentError(
+            "BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}"
+        )
     return value
 
 

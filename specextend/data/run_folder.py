@@ -1,4 +1,6 @@
-"""The output folder of a run: where each file is, the records of the run's starts, and the record of its end."""
+"""The output folder of a run: where each file is, the records of the run's starts, and the record
+of its end.
+"""
 
 import json
 import os
@@ -11,7 +13,14 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pyarrow.fs import FileType
-from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from specextend.core import Values, one_line
 from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
@@ -67,9 +76,11 @@ def run_folders(output: Location) -> list[Location]:
 
 
 def check_kinds(output: Location) -> None:
-    """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none.
+    """Raise ValueError if a file stands where the run has a folder, or the other way round; object
+    stores have none.
 
-    A symbolic link to a folder is none: what lies elsewhere would be written to, and lose its temporary files.
+    A symbolic link to a folder is none: what lies elsewhere would be written to, and lose its
+    temporary files.
     """
     if not output.is_local:
         return
@@ -78,11 +89,19 @@ def check_kinds(output: Location) -> None:
     files += [report_file(output, ending) for ending in ("json", "html")]
     for place in folders:
         if os.path.islink(place.path):
-            raise ValueError(f"{place.path} is a symbolic link; put a folder there, or give another output.path")
-    for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
+            raise ValueError(
+                f"{place.path} is a symbolic link; put a folder there, or give another output.path"
+            )
+    for places, wrong, right in (
+        (folders, FileType.File, "folder"),
+        (files, FileType.Directory, "file"),
+    ):
         for info in output.filesystem.get_file_info([place.path for place in places]):
             if info.type == wrong:
-                raise ValueError(f"{info.path} must be a {right} of the run; move it away, or give another output.path")
+                raise ValueError(
+                    f"{info.path} must be a {right} of the run; move it away, or give another "
+                    "output.path"
+                )
 
 
 def result_name(number: int) -> str:
@@ -115,7 +134,9 @@ def remove_success(output: Location) -> None:
 
 
 def read_success(output: Location) -> Counts | None:
-    """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds them."""
+    """Read the counts of a finished run; None if there is no `_SUCCESS`, or none that holds
+    them.
+    """
     return _read_valid(success_file(output), Counts)
 
 
@@ -137,7 +158,9 @@ def read_audit(output: Location) -> Values | None:
 
 
 def parse_record(kind: type[Record], data: bytes) -> Record | None:
-    """Parse a record that is one JSON object; None for anything else. Fields that it has beside are passed over."""
+    """Parse a record that is one JSON object; None for anything else. Fields that it has beside are
+    passed over.
+    """
     with suppress(ValueError):
         return TypeAdapter(kind).validate_json(data, strict=True)
     return None
@@ -149,7 +172,9 @@ def time_text(seconds: float) -> str:
 
 
 def parse_time(text: Any) -> float | None:
-    """Parse ISO 8601 to seconds since the epoch; None for what is no time. Without a zone it is UTC."""
+    """Parse ISO 8601 to seconds since the epoch; None for what is no time. Without a zone it is
+    UTC.
+    """
     try:
         time = datetime.fromisoformat(text)
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -180,7 +205,9 @@ class _Identity:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may hold anything."""
+    """The shape of `_run/manifest.json`, as `build_manifest` makes it. Fields that are not here may
+    hold anything.
+    """
 
     version: int
     fingerprint: str
@@ -195,7 +222,9 @@ _MANIFEST = TypeAdapter(_Manifest)
 _Time = Annotated[float, BeforeValidator(parse_time)]
 """Seconds since the epoch, in a record as ISO 8601."""
 RELEASED = "released"
-"""The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
+"""The reason in the record of a worker that was ended because its start had no more work for it, or
+stopped.
+"""
 
 
 @dataclass(frozen=True)
@@ -209,7 +238,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
+    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that
+    never happened.
+    """
 
     worker: str
     """Name that the driver gave it, such as `worker-3`."""
@@ -226,7 +257,9 @@ class WorkerRecord:
     """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
     device: str | None = None
     limits: dict[str, float] | None = None
-    """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
+    """What its device can do and what its target asks of it, as measured when it was loaded; None
+    if it was not.
+    """
     kernels: tuple[Kernel, ...] = ()
     """What came of each kernel that it tried."""
     used_gib: FiniteFloat | None = None
@@ -264,17 +297,25 @@ class Start:
     took_over: Heartbeat | None = None
     """The last one of the dead driver whose lock this start took over."""
     damage: str | None = None
-    """The reason why the record cannot be read; then only the run id is known, from the file's name."""
+    """The reason why the record cannot be read; then only the run id is known, from the file's
+    name.
+    """
 
 
 _START = TypeAdapter(Start)
 
 
 def read_starts(output: Location) -> list[Start]:
-    """Read the record of every start, oldest first; damaged ones come last and do not affect the others."""
+    """Read the record of every start, oldest first; damaged ones come last and do not affect the
+    others.
+    """
     folder = starts_folder(output)
     names = [name.removesuffix(".json") for name in list_files(folder) if name.endswith(".json")]
-    starts = [start for name in names if (start := _read_start(folder.child(f"{name}.json"), name)) is not None]
+    starts = [
+        start
+        for name in names
+        if (start := _read_start(folder.child(f"{name}.json"), name)) is not None
+    ]
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
 
 
@@ -315,7 +356,9 @@ def _wrong_with(error: Exception) -> str:
 
 
 def parse_start(record: Values, name: str) -> Start:
-    """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among others, for no such."""
+    """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among
+    others, for no such.
+    """
     job, report = record.get("job") or {}, record.get("report") or {}
     known = {
         "gpus_per_worker": job.get("gpus_per_worker"),

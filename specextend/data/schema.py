@@ -34,8 +34,12 @@ SOURCE = pa.struct(
 )
 """A sentence of a text, and a passage of the document that it rests on."""
 
-PART_SUMMARY = pa.struct([("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")])
-"""The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
+PART_SUMMARY = pa.struct(
+    [("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")]
+)
+"""The summary of a part: its first character in the document, the one behind its last, text and
+reason of its end.
+"""
 
 CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "float64")])
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
@@ -44,10 +48,19 @@ CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "floa
 TASKS = pa.list_(
     pa.struct(
         [
-            *((name, "string") for name in ("name", "text", "finish_reason", "length_policy", "reasoning")),
-            *((f"num_{name}_tokens", "int32") for name in ("prompt", "cached", "output", "dropped")),
+            *(
+                (name, "string")
+                for name in ("name", "text", "finish_reason", "length_policy", "reasoning")
+            ),
+            *(
+                (f"num_{name}_tokens", "int32")
+                for name in ("prompt", "cached", "output", "dropped")
+            ),
             ("num_requests", "int32"),
-            *((name, "float64") for name in ("coverage", "mean_acceptance_length", "prefill_s", "total_s")),
+            *(
+                (name, "float64")
+                for name in ("coverage", "mean_acceptance_length", "prefill_s", "total_s")
+            ),
             ("quality_flags", pa.list_(pa.string())),
             ("part_summaries", pa.list_(PART_SUMMARY)),
         ]
@@ -67,12 +80,30 @@ SUMMARY_SCHEMA = pa.schema(
         *_columns("int32", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens"),
         ("length_policy", "string"),
         ("part_summaries", pa.list_(PART_SUMMARY)),
-        *_columns("int32", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"),
+        *_columns(
+            "int32", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"
+        ),
         *_columns("float64", "mean_acceptance_length", "draft_acceptance_rate"),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("num_retrievals", "int32"),
-        *_columns("float64", "retrieval_coverage", "retrieval_churn", "queue_s", "ttft_s", "decode_s", "total_s"),
-        *_columns("float64", "prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"),
+        *_columns(
+            "float64",
+            "retrieval_coverage",
+            "retrieval_churn",
+            "queue_s",
+            "ttft_s",
+            "decode_s",
+            "total_s",
+        ),
+        *_columns(
+            "float64",
+            "prefill_s",
+            "draft_prefill_s",
+            "draft_s",
+            "verify_s",
+            "retrieval_s",
+            "other_s",
+        ),
         ("output_tokens_per_s", "float64"),
         ("quality_flags", pa.list_(pa.string())),
         ("worker", "string"),
@@ -111,7 +142,9 @@ COMMIT_SCHEMA = pa.schema(
         ("tasks", TASKS),
     ]
 )
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
+"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null
+for a row done.
+"""
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
@@ -134,7 +167,9 @@ def result_row(
     tasks: list[Values] | None = None,
     max_new_tokens: int | None = None,
 ) -> Values:
-    """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
+    """Make the row of a commit for a document that is done. started_at: in seconds since the
+    epoch.
+    """
     stats = completion.stats
     return {
         "file": key.file,
@@ -172,7 +207,9 @@ def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
 
 
 class TextColumns(NamedTuple):
-    """The columns for what the model wrote: of each task one with the texts, and those of its answers."""
+    """The columns for what the model wrote: of each task one with the texts, and those of its
+    answers.
+    """
 
     text: str = "summary"
     answers: str | None = None
@@ -189,18 +226,33 @@ def text_columns(config: ReadOnly) -> TextColumns:
     section: Mapping[str, Any] = config.get("output", {})
     named = [(name, section | own["output"]) for name, own in config.get("tasks", {}).items()]
     text = section.get("column", "summary")
-    others = [(name, output["column"], output.get("schema")) for name, output in named if output["column"] != text]
+    others = [
+        (name, output["column"], output.get("schema"))
+        for name, output in named
+        if output["column"] != text
+    ]
     return TextColumns(text, section.get("schema"), tuple(others))
 
 
 def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
-    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
-    ours = pa.schema([*_named(ERROR_SCHEMA, columns.text), *([("tasks", TASKS)] if columns.others else [])])
-    return pa.schema([*ours, *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough)])
+    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets
+    a `_` behind it.
+    """
+    ours = pa.schema(
+        [*_named(ERROR_SCHEMA, columns.text), *([("tasks", TASKS)] if columns.others else [])]
+    )
+    return pa.schema(
+        [
+            *ours,
+            *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough),
+        ]
+    )
 
 
 def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
-    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and `output.schema`."""
+    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
+    `output.schema`.
+    """
     fields = [*_named(SUMMARY_SCHEMA, columns.text), *answer_fields(columns.answers)]
     for _, text, answers in columns.others:
         fields += [pa.field(text, pa.string()), *answer_fields(answers)]
@@ -209,10 +261,15 @@ def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
 
 def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
     """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
-    found = [*(rows[name] for name in SUMMARY_SCHEMA.names), *answer_columns(columns.answers, rows["summary"])]
+    found = [
+        *(rows[name] for name in SUMMARY_SCHEMA.names),
+        *answer_columns(columns.answers, rows["summary"]),
+    ]
     if not columns.others:
         return found
-    texts = [{each["name"]: each["text"] for each in tasks or ()} for tasks in rows["tasks"].to_pylist()]
+    texts = [
+        {each["name"]: each["text"] for each in tasks or ()} for tasks in rows["tasks"].to_pylist()
+    ]
     for name, _, answers in columns.others:
         written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
         found += [written, *answer_columns(answers, written)]

@@ -1,4 +1,5 @@
-"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order.
+"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit,
+in this order.
 
 Ids are checked among the rows that the filter leaves.
 """
@@ -23,7 +24,14 @@ from specextend.data.database import Database, matches
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
-from specextend.data.parquet import CHECKED, damaged_as, gathered, plain_rows, read_file, write_table
+from specextend.data.parquet import (
+    CHECKED,
+    damaged_as,
+    gathered,
+    plain_rows,
+    read_file,
+    write_table,
+)
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, resolve
@@ -32,7 +40,9 @@ Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
 _SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
 _CHANGED, _UNCHANGED, _FAILED = 1, 2, 3
-"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
+"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail
+again.
+"""
 _BAD = """
     CREATE TABLE bad AS
     SELECT file, row, rows.id, rows.rowid AS place
@@ -60,7 +70,8 @@ _TABLES = (
 )
 _KNOWN = """
     CREATE TABLE known AS
-    SELECT file, row, content, state, (origin, file) IN (FROM given) AS is_same FROM earlier JOIN rows USING (id)
+    SELECT file, row, content, state, (origin, file) IN (FROM given) AS is_same FROM earlier
+        JOIN rows USING (id)
 """
 _DOUBTFUL = """
     SELECT file, row FROM known GROUP BY file, row HAVING NOT bool_or(is_same) ORDER BY file, row
@@ -68,15 +79,20 @@ _DOUBTFUL = """
 """Rows of files that have been written to since."""
 _STATES = f"""
     CREATE TABLE states AS
-    SELECT file, row, coalesce(min(state) FILTER (is_same OR known.content = found.content), {_CHANGED}) AS state
+    SELECT file, row, coalesce(min(state) FILTER (is_same OR known.content = found.content),
+        {_CHANGED}) AS state
     FROM known LEFT JOIN found USING (file, row) GROUP BY file, row
 """
 """What has become of each known row: `found` has the contents of the doubtful ones."""
 _FOUND = f"""
-    SELECT count(*) FILTER (state = {_UNCHANGED}) AS unchanged, count(*) FILTER (state = {_FAILED}) AS failed_before
+    SELECT count(*) FILTER (state = {_UNCHANGED}) AS unchanged, count(*)
+        FILTER (state = {_FAILED}) AS failed_before
     FROM states
 """
-_DONE = f"FROM rows USING states WHERE rows.file = states.file AND rows.row = states.row AND state >= {_UNCHANGED}"
+_DONE = (
+    "FROM rows USING states WHERE rows.file = states.file AND rows.row = states.row AND "
+    f"state >= {_UNCHANGED}"
+)
 _WITHIN_LIMIT = "CREATE OR REPLACE TABLE rows AS FROM rows ORDER BY file, row LIMIT {}"
 _LEFT = f"""
     SELECT count(*) FILTER (state = {_CHANGED}) AS changed, count(*) - changed AS new
@@ -92,9 +108,9 @@ def select_rows(
 ) -> Source:
     """Check the ids and choose the rows of a run; return the source of the files that hold some.
 
-    Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier run did from a file
-    that was written since. Raises InputError if filter or sample leave no row; that everything is done already is no
-    error. checkpoint: called between tables; may raise.
+    Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier
+    run did from a file that was written since. Raises InputError if filter or sample leave no row;
+    that everything is done already is no error. checkpoint: called between tables; may raise.
     """
     options, num_rows = source.options, source.num_rows
     if options.id_column is None and not options.selects:
@@ -106,7 +122,9 @@ def select_rows(
     counts: dict[str, int] = {}
     if options.filter is not None:
         counts["not_matching"] = num_rows - _size(database)
-        _refuse_nothing(database, f"input.filter {options.filter!r} matches none of {counted(num_rows, 'row')}")
+        _refuse_nothing(
+            database, f"input.filter {options.filter!r} matches none of {counted(num_rows, 'row')}"
+        )
     source = _check_ids(source, database)
     if not options.selects:
         return source
@@ -127,13 +145,17 @@ def select_rows(
     if options.except_done_in:
         [left] = database.select(_LEFT)
         counts |= left
-    return _limited(source, database, {"input": num_rows, **counts, "selected": _size(database)}, notes)
+    return _limited(
+        source, database, {"input": num_rows, **counts, "selected": _size(database)}, notes
+    )
 
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
     """Return the rows of a file that match the filter, with their ids if those are needed."""
     options, number = source.options, file.number
-    needs_ids = options.id_column is not None or options.sample is not None or options.except_done_in
+    needs_ids = (
+        options.id_column is not None or options.sample is not None or options.except_done_in
+    )
     rows = np.arange(file.num_rows)
     if options.filter is not None:
         rows = _matching(source, options.filter, checkpoint, file)
@@ -144,7 +166,9 @@ def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
 
 
 def _check_ids(source: Source, database: Database) -> Source:
-    """Return the source that knows the rows whose ids are null or repeated. Raises InputError if they are refused."""
+    """Return the source that knows the rows whose ids are null or repeated. Raises InputError if
+    they are refused.
+    """
     column = source.options.id_column
     if column is None:
         return source
@@ -155,13 +179,26 @@ def _check_ids(source: Source, database: Database) -> Source:
     if source.options.on_bad_id == "refuse":
         first = database.select(_FIRST_BAD)
         places = [f"{source.files[each['file']].relative_path} row {each['row']}" for each in first]
-        what = f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in {places[0]}"
+        what = (
+            f"nulls in column {column!r} (input.id_column): {counts['nulls']:,}, the first in "
+            f"{places[0]}"
+        )
         what += "; give them ids"
         if not counts["nulls"]:
-            where = f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in {' and '.join(places)}"
-            what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
-        raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
-    names = pa.table({"file": range(len(source.files)), "name": [file.relative_path for file in source.files]})
+            where = (
+                f"{counts['bad']:,} repeated, the first is {first[0]['id']!r} in "
+                f"{' and '.join(places)}"
+            )
+            what = (
+                f"ids must be unique over all files: {where}; make them different, or leave "
+                "out input.id_column"
+            )
+        raise InputError(
+            f"{what}, or set input.on_bad_id to error, which makes error rows of such rows"
+        )
+    names = pa.table(
+        {"file": range(len(source.files)), "name": [file.relative_path for file in source.files]}
+    )
     database.add(names, _BY_PLACE)
     bad = _of_files(database, "bad", len(source.files))
     return replace(source, bad_ids={number: rows for number, rows in enumerate(bad) if len(rows)})
@@ -189,14 +226,20 @@ def _delete(database: Database, which: str) -> int:
     return int(deleted["Count"])
 
 
-def _limited(source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
+def _limited(
+    source: Source, database: Database, counts: Mapping[str, int], notes: tuple[str, ...]
+) -> Source:
     """Return the source of the files that have rows left, which are numbered anew."""
     rows = _of_files(database, "rows", len(source.files))
     numbers = [number for number, each in enumerate(rows) if len(each)]
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = [rows[number] for number in numbers]
-    bad_ids = {i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids}
-    selection = ChosenRows(chosen, _digest([file.relative_path for file in files], chosen), counts, notes)
+    bad_ids = {
+        i: source.bad_ids[number] for i, number in enumerate(numbers) if number in source.bad_ids
+    }
+    selection = ChosenRows(
+        chosen, _digest([file.relative_path for file in files], chosen), counts, notes
+    )
     return replace(source, files=files, selection=selection, bad_ids=bad_ids)
 
 
@@ -207,12 +250,18 @@ def _digest(names: Iterable[str], rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], pa.Table]) -> Iterator[pa.Table]:
-    """Call a function that reads a file in small tables on many files at once; yield what it returns in their order."""
+def _of_each_file(
+    files: Sequence[InputFile], read: Callable[[InputFile], pa.Table]
+) -> Iterator[pa.Table]:
+    """Call a function that reads a file in small tables on many files at once; yield what it
+    returns in their order.
+    """
     return in_order(read, files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
 
 
-def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> NDArray[np.int64]:
+def _matching(
+    source: Source, text: str, checkpoint: Checkpoint, file: InputFile
+) -> NDArray[np.int64]:
     """Return the rows of a file that a filter matches."""
     masks = [np.zeros(0, bool)]
     for table in gathered(source.batches(file.number, list(source.options.filter_columns))):
@@ -224,20 +273,27 @@ def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile
     return np.flatnonzero(np.concatenate(masks))
 
 
-def _compare(source: Source, database: Database, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint) -> None:
-    """Say of each row what earlier runs have made of it, and whether it is still the same, in the table `states`.
+def _compare(
+    source: Source, database: Database, earlier: Sequence[EarlierOutput], checkpoint: Checkpoint
+) -> None:
+    """Say of each row what earlier runs have made of it, and whether it is still the same, in the
+    table `states`.
 
-    A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
+    A file with size, footer and time of that run holds what it held. In any other file the row
+    itself is read.
     """
     for statement in _TABLES:
         database.select(statement)
     for origin, each in enumerate(earlier):
         for table in each.read(summaries_folder(each.location), "doc_id", "content_sha256"):
             database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
-        for table in each.read(errors_folder(each.location), "doc_id", "content_sha256", "retryable"):
+        for table in each.read(
+            errors_folder(each.location), "doc_id", "content_sha256", "retryable"
+        ):
             database.add(
                 table,
-                f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given WHERE NOT retryable",
+                f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given "
+                "WHERE NOT retryable",
             )
     same = [
         {"origin": origin, "file": file.number}
@@ -258,18 +314,25 @@ def _compare(source: Source, database: Database, earlier: Sequence[EarlierOutput
     database.select(_STATES)
 
 
-def _contents(source: Source, file: InputFile, rows: NDArray[np.int64], checkpoint: Checkpoint) -> pa.Table:
-    """Read some rows of a file, which are in order; return them with the hashes of their contents."""
+def _contents(
+    source: Source, file: InputFile, rows: NDArray[np.int64], checkpoint: Checkpoint
+) -> pa.Table:
+    """Read some rows of a file, which are in order; return them with the hashes of their
+    contents.
+    """
     reader = source.reader
     contents: list[str] = []
     for batch in source.batches_of(file.number, reader.content_columns, rows):
         checkpoint()
         contents += map(reader.content, plain_rows(batch, reader.content_columns))
-    return pa.table({"file": np.full(len(rows), file.number, np.int32), "row": rows, "content": contents})
+    return pa.table(
+        {"file": np.full(len(rows), file.number, np.int32), "row": rows, "content": contents}
+    )
 
 
 def write_selection(source: Source, output: Location) -> None:
-    """Write down the rows of a run that leaves out what others have done, before its manifest is written.
+    """Write down the rows of a run that leaves out what others have done, before its manifest is
+    written.
 
     Others may do more by the time that the run is resumed, and it must have the same rows then.
     """
@@ -282,23 +345,33 @@ def write_selection(source: Source, output: Location) -> None:
 
 
 def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> Source:
-    """Return the source with the rows that `write_selection` wrote down; without those of files that are gone.
+    """Return the source with the rows that `write_selection` wrote down; without those of files
+    that are gone.
 
-    source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
+    source: of those files of the run that are there. manifest: of the run. Raises InputError if the
+    file is damaged.
     """
     location, names = selection_file(output), [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
-    table = read_file(location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged)
+    table = read_file(
+        location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged
+    )
     database = Database()
-    database.add(table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id")
+    database.add(
+        table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id"
+    )
     every, bad = (_of_files(database, which, len(names)) for which in ("rows", "bad"))
     if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
-        raise InputError(f"{location.path} does not hold the rows of its run; use another output folder")
+        raise InputError(
+            f"{location.path} does not hold the rows of its run; use another output folder"
+        )
     here = [file.relative_path for file in source.files]
     numbers = [names.index(name) for name in here]
     chosen = [every[number] for number in numbers]
     selection = ChosenRows(chosen, _digest(here, chosen), manifest["selection"])
-    return replace(source, selection=selection, bad_ids={i: bad[number] for i, number in enumerate(numbers)})
+    return replace(
+        source, selection=selection, bad_ids={i: bad[number] for i, number in enumerate(numbers)}
+    )
 
 
 class EarlierOutput(NamedTuple):
@@ -308,19 +381,29 @@ class EarlierOutput(NamedTuple):
     manifest: ReadOnly
 
     def holds(self, file: InputFile) -> bool:
-        """Return True if it was made from this very file: same path, size, footer and time of the last write."""
+        """Return True if it was made from this very file: same path, size, footer and time of the
+        last write.
+        """
         before = self.manifest["identity"]["files"].get(file.relative_path)
         now = {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         times = self.manifest.get("modified_ns", {})
-        return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
+        return (
+            before == now
+            and file.modified_ns is not None
+            and times.get(file.relative_path) == file.modified_ns
+        )
 
     def read(self, folder: Location, *columns: str) -> Iterator[pa.Table]:
         """Read columns of its summaries or errors."""
 
         def read(name: str) -> pa.Table:
-            damaged = damaged_as(InputError, folder.child(name), "repair it, or leave it out of input.except_done_in")
+            damaged = damaged_as(
+                InputError, folder.child(name), "repair it, or leave it out of input.except_done_in"
+            )
             return read_file(
-                folder.child(name), lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns), damaged
+                folder.child(name),
+                lambda file: pq.ParquetFile(file, **CHECKED).read(columns).select(columns),
+                damaged,
             )
 
         return in_order(read, list_results(folder))
@@ -332,11 +415,12 @@ def find_earlier(
     manifest: ReadOnly,
     checkpoint: Checkpoint = lambda: None,
 ) -> tuple[list[EarlierOutput], tuple[str, ...]]:
-    """Find the outputs of `input.except_done_in` whose rows count as done; return notes about the others, too.
+    """Find the outputs of `input.except_done_in` whose rows count as done; return notes about the
+    others, too.
 
-    own: this run's output folder, which is passed over. manifest: of this run before its rows are selected; an output
-    of another configuration has done nothing that this run would do. Raises InputError for a path without wildcards
-    that is no output folder.
+    own: this run's output folder, which is passed over. manifest: of this run before its rows are
+    selected; an output of another configuration has done nothing that this run would do. Raises
+    InputError for a path without wildcards that is no output folder.
     """
     found: list[EarlierOutput] = []
     left_out: dict[str, list[Location]] = {}
@@ -360,16 +444,22 @@ def find_earlier(
                 left_out.setdefault(", which is not finished", []).append(location)
             else:
                 found.append(EarlierOutput(location, recorded))
-    return found, tuple(f"not counted as done: rows of {_name(each)}{reason}" for reason, each in left_out.items())
+    return found, tuple(
+        f"not counted as done: rows of {_name(each)}{reason}" for reason, each in left_out.items()
+    )
 
 
 def _name(locations: Sequence[Location]) -> str:
     first, last = locations[0], locations[-1]
-    return first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
+    return (
+        first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
+    )
 
 
 def find_folders(path: str) -> list[tuple[Location, bool]]:
-    """Return the folder of a path, or the folders that match a glob, in order, and whether the path names one."""
+    """Return the folder of a path, or the folders that match a glob, in order, and whether the path
+    names one.
+    """
     root, pattern = split_glob(resolve(path))
     if "**" in pattern:
         raise InputError(f"{path}: `**` is not supported; give one `*` for each folder")
@@ -383,4 +473,8 @@ def _folders_like(folder: Location, pattern: str) -> list[Location]:
     """Return the folders in a folder whose names match."""
     infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
     names = sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
-    return [folder.child(name) for name in names if fnmatch.fnmatchcase(name, pattern) and not name.startswith(".")]
+    return [
+        folder.child(name)
+        for name in names
+        if fnmatch.fnmatchcase(name, pattern) and not name.startswith(".")
+    ]

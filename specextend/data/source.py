@@ -1,4 +1,6 @@
-"""The input of a run: opened and checked once, then streamed column by column, or read row by row."""
+"""The input of a run: opened and checked once, then streamed column by column, or read row by
+row.
+"""
 
 import threading
 from bisect import bisect_right
@@ -69,12 +71,16 @@ class ScannedRow(NamedTuple):
     max_new_tokens: int | None
     """The row's own; None, too, if it is not a limit."""
     error_class: str | None
-    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
+    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell;
+    or None.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is thread-safe."""
+    """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is
+    thread-safe.
+    """
 
     reader: RowReader
     root: Location
@@ -121,9 +127,9 @@ class Source:
     def read(self, key: DocumentKey) -> Row:
         """Read the row at `key`.
 
-        Raises DocumentError for null, empty or undecodable text, a bad id or a bad `max_new_tokens`, OSError if the
-        file is damaged at that place, InputUnreachableError if it is out of reach, and InputChangedError if it has been
-        written to.
+        Raises DocumentError for null, empty or undecodable text, a bad id or a bad
+        `max_new_tokens`, OSError if the file is damaged at that place, InputUnreachableError if it
+        is out of reach, and InputChangedError if it has been written to.
         """
         row = self._row(key, self.reader.document_columns)
         [values] = plain_rows(row, row.column_names)
@@ -137,17 +143,27 @@ class Source:
     @property
     def warning(self) -> str:
         """Describe what may surprise a user about the input; empty if there is nothing."""
-        said = [f"files not read in {self.root.path}: {describe_skipped(self.skipped)}"] if self.skipped else []
+        said = (
+            [f"files not read in {self.root.path}: {describe_skipped(self.skipped)}"]
+            if self.skipped
+            else []
+        )
         if self.num_repeated:
-            said.append(f"{counted(self.num_repeated, 'path')} through symbolic links to files that are read already")
+            said.append(
+                f"{counted(self.num_repeated, 'path')} through symbolic links to files that are "
+                "read already"
+            )
         return "; ".join(said)
 
     def place(self, key: DocumentKey) -> str:
-        """Describe the place of a row: `<path relative to the root>:<row in file>`. Reads nothing."""
+        """Describe the place of a row: `<path relative to the root>:<row in file>`. Reads
+        nothing.
+        """
         return f"{self.files[key.file].relative_path}:{key.row}"
 
     def doc_id(self, key: DocumentKey) -> str:
-        """Read the row's id alone, for an error row about an unreadable document; return its place if that fails too.
+        """Read the row's id alone, for an error row about an unreadable document; return its place
+        if that fails too.
 
         Raises InputChangedError.
         """
@@ -158,7 +174,8 @@ class Source:
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError if a file is gone, or has another size or time than when it was checked.
+        """Raise InputChangedError if a file is gone, or has another size or time than when it was
+        checked.
 
         Raises InputUnreachableError if its store does not answer.
         """
@@ -166,49 +183,67 @@ class Source:
         info = ask(self.location(number), file.relative_path)
         if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
             return
-        what = f"was written to ({file.size} bytes, now {info.size})" if info.is_file else "was removed"
+        what = (
+            f"was written to ({file.size} bytes, now {info.size})"
+            if info.is_file
+            else "was removed"
+        )
         raise InputChangedError(
             f"{file.relative_path} {what} after the run began; restore it and run again, "
             "or start a new run in another output folder"
         )
 
     def scan(self) -> Iterator[ScannedRow]:
-        """Stream the facts about the rows that the run is about, in key order; small files are read ahead.
+        """Stream the facts about the rows that the run is about, in key order; small files are read
+        ahead.
 
         A bad row raises nothing: its `error_class` is set.
         """
-        tables = in_order(self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
+        tables = in_order(
+            self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES
+        )
         for file, batches in zip(self.files, tables, strict=True):
             keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
             rows = (row for batch in batches for row in plain_rows(batch, batch.column_names))
             yield from (self._scanned(key, row) for row, key in zip(rows, keys, strict=False))
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
-        """Stream columns of a file as small tables, in row order; null where the file lacks a passthrough column.
+        """Stream columns of a file as small tables, in row order; null where the file lacks a
+        passthrough column.
 
-        Raises InputError for a file that cannot be read to its end (only its footer has been read before),
-        InputUnreachableError for one that is out of reach, and InputChangedError, after the last table, for one that
-        has been written to.
+        Raises InputError for a file that cannot be read to its end (only its footer has been read
+        before), InputUnreachableError for one that is out of reach, and InputChangedError, after
+        the last table, for one that has been written to.
         """
         file = self.files[number]
         damaged = partial(unreadable, file.relative_path)
         read = partial(self._tables, number, columns)
         with self._reading(number):
-            yield from read_stream(self.location(number), read, damaged, file.size, self._compact(number, columns))
+            yield from read_stream(
+                self.location(number), read, damaged, file.size, self._compact(number, columns)
+            )
 
-    def _tables(self, number: int, columns: list[str], parquet: pq.ParquetFile) -> Iterator[pa.Table]:
+    def _tables(
+        self, number: int, columns: list[str], parquet: pq.ParquetFile
+    ) -> Iterator[pa.Table]:
         """Yield what `batches` yields, of a file that is open."""
         num_rows, expected = 0, self.files[number].num_rows
-        lacking = {*self.partitions, *self.options.passthrough}.difference(parquet.schema_arrow.names)
+        lacking = {*self.partitions, *self.options.passthrough}.difference(
+            parquet.schema_arrow.names
+        )
         for batch in stream(parquet, [name for name in columns if name not in lacking]):
             num_rows += len(batch)
             yield self._with_partitions(batch, number, columns)
         if num_rows != expected:
-            raise pa.ArrowInvalid(f"it holds {counted(num_rows, 'row')}, its footer says {expected:,}")
+            raise pa.ArrowInvalid(
+                f"it holds {counted(num_rows, 'row')}, its footer says {expected:,}"
+            )
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[None]:
-        """Read a file for a `with` block: whatever happens, its having been written to is what is said first."""
+        """Read a file for a `with` block: whatever happens, its having been written to is what is
+        said first.
+        """
         try:
             yield
         except (InputError, OSError) as error:
@@ -219,15 +254,19 @@ class Source:
         self.check_unchanged(number)
 
     def passthrough(self, batch: pa.Table, number: int) -> list[pa.ChunkedArray]:
-        """Return the passthrough columns of a table of `batches` with their types. Raises InputError."""
+        """Return the passthrough columns of a table of `batches` with their types. Raises
+        InputError.
+        """
         columns = []
         for wanted in self.passthrough_fields:
             try:
                 columns.append(_typed(batch[wanted.name], wanted.type))
             except pa.ArrowException as error:
                 raise InputError(
-                    f"{self.files[number].relative_path}: input.passthrough {wanted.name!r} has a value that does not "
-                    f"fit into {wanted.type}, the type for all files ({one_line(error)}); make them one type"
+                    f"{self.files[number].relative_path}: input.passthrough {wanted.name!r} has a "
+                    "value that does not "
+                    f"fit into {wanted.type}, the type for all files ({one_line(error)}); make "
+                    "them one type"
                 ) from error
         return columns
 
@@ -237,7 +276,9 @@ class Source:
             return self.batches(number, columns)
         return self.batches_of(number, columns, self.selection.rows[number])
 
-    def batches_of(self, number: int, columns: list[str], rows: NDArray[np.int64]) -> Iterator[pa.Table]:
+    def batches_of(
+        self, number: int, columns: list[str], rows: NDArray[np.int64]
+    ) -> Iterator[pa.Table]:
         """Stream columns of some rows of a file, as `batches` does; a table may be without rows."""
         mask = np.zeros(self.files[number].num_rows, bool)
         mask[rows] = True
@@ -253,14 +294,20 @@ class Source:
         """
         column, kind = self.options.id_column, pa.large_string()
         if column is None:
-            places = [self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)]
+            places = [
+                self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)
+            ]
             return pa.chunked_array([pa.array(places, kind)])
         batches = self.batches(number, [column])
         try:
-            ids = pa.chunked_array([chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind)
+            ids = pa.chunked_array(
+                [chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind
+            )
         except pa.ArrowInvalid as error:
             name = self.files[number].relative_path
-            raise InputError(f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it") from error
+            raise InputError(
+                f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it"
+            ) from error
         if number not in self.bad_ids:
             return ids
         mask = np.zeros(len(ids), bool)
@@ -281,17 +328,26 @@ class Source:
         kinds = {**self.partitions, **{field.name: field.type for field in self.passthrough_fields}}
         for name in columns:
             if name not in batch.column_names:
-                batch = batch.append_column(name, partition_column(path, name, kinds[name], len(batch)))
+                batch = batch.append_column(
+                    name, partition_column(path, name, kinds[name], len(batch))
+                )
         return batch.select(columns)
 
     def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
-        """Read the scanned columns of a small file; those of a large one are read as they are iterated over.
+        """Read the scanned columns of a small file; those of a large one are read as they are
+        iterated over.
 
-        Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
-        they are damaged, or have a value for which their type has no room.
+        Before them, the columns that nobody reads before the end are read and dropped, so that
+        nothing is decoded if they are damaged, or have a value for which their type has no room.
         """
-        beside = (self.options.instruction_column, self.options.reference_column, *self.reader.template_columns)
-        unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
+        beside = (
+            self.options.instruction_column,
+            self.options.reference_column,
+            *self.reader.template_columns,
+        )
+        unread = dict.fromkeys(
+            [*(field.name for field in self.passthrough_fields), *filter(None, beside)]
+        )
         if unread:
             for batch in self.batches(file.number, list(unread)):
                 self.passthrough(batch, file.number)
@@ -323,7 +379,9 @@ class Source:
         return ScannedRow(key, text, limit, error_class)
 
     def _compact(self, number: int, columns: list[str]) -> list[str]:
-        """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a million times."""
+        """Choose the columns to read as dictionaries: a file of a kilobyte may repeat a text a
+        million times.
+        """
         return [column for column in columns if column in self.files[number].compact]
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
@@ -349,7 +407,9 @@ class Source:
             table = parquet.read_row_group(group, columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
-                raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
+                raise pa.ArrowInvalid(
+                    f"row group {group} holds {held}, the footer says {num_rows:,}"
+                )
             return table
 
         def damaged(error: Exception) -> OSError:
@@ -370,11 +430,12 @@ def open_source(
     only: Collection[str] | None = None,
     templates: Iterable[Instruction] = (),
 ) -> Source:
-    """List and check the input; reads footers only. Selects no rows and checks no ids: `select_rows` does.
+    """List and check the input; reads footers only. Selects no rows and checks no ids:
+    `select_rows` does.
 
-    A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be writable and apart
-    from the input. only: relative paths of the files that are wanted; others are left out. templates: the
-    instructions of the run's tasks.
+    A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be
+    writable and apart from the input. only: relative paths of the files that are wanted; others are
+    left out. templates: the instructions of the run's tasks.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
@@ -392,11 +453,20 @@ def open_source(
         listing = listing.only(only)
     files, passthrough_fields = check_input(listing, reader, output)
     partitions = partition_types(listing.relative_paths)
-    return Source(reader, listing.root, files, passthrough_fields, listing.skipped, listing.num_repeated, partitions)
+    return Source(
+        reader,
+        listing.root,
+        files,
+        passthrough_fields,
+        listing.skipped,
+        listing.num_repeated,
+        partitions,
+    )
 
 
 def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Give a column the type that holds the values of all files; text that was read compact is written out.
+    """Give a column the type that holds the values of all files; text that was read compact is
+    written out.
 
     Raises ArrowException for a value that the type has no room for. Text need not be UTF-8.
     """

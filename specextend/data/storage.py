@@ -1,4 +1,6 @@
-"""Files on local paths and on any `pyarrow.fs` URI: read many at once, written whole or not at all."""
+"""Files on local paths and on any `pyarrow.fs` URI: read many at once, written whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ from pyarrow import fs
 from specextend.core import first_line, one_line
 
 NUM_THREADS = 32
-"""Requests to a store that are under way at once: each waits for milliseconds and needs no processor meanwhile."""
+"""Requests to a store that are under way at once: each waits for milliseconds and needs no
+processor meanwhile.
+"""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PARAMETERS = {
-    "scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion",
-    "allow_delayed_open", "check_directory_existence_before_creation", "retry_limit_seconds", "enable_tls",
-    "blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme", "tenant_id",
-    "client_id", "user", "replication", "buffer_size", "default_block_size",
+    "scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation",
+    "allow_bucket_deletion", "allow_delayed_open", "check_directory_existence_before_creation",
+    "retry_limit_seconds", "enable_tls", "blob_storage_authority", "dfs_storage_authority",
+    "blob_storage_scheme", "dfs_storage_scheme", "tenant_id", "client_id", "user", "replication",
+    "buffer_size", "default_block_size",
 }  # fmt: skip
 """Parameters of a URI that are no secrets; any other may be one."""
-NO_CREDENTIALS = "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
+NO_CREDENTIALS = (
+    "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
+)
 """What is wrong with an address that `holds_secret` finds. The address itself is not repeated."""
 _QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
 """The parameters at the end of a URI; any other `?` belongs to the path."""
@@ -43,7 +50,14 @@ _S3_COPY_BYTES = 5 << 30
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
-_MISTAKES = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_MISTAKES = (
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
 """Errors about a path that somebody gave."""
 
 
@@ -57,9 +71,11 @@ class OutOfReachError(OSError):
 
 
 def is_away(error: BaseException) -> bool:
-    """Return True for an error of the system or of a store, or for a lack of memory, and False for what does not parse.
+    """Return True for an error of the system or of a store, or for a lack of memory, and False for
+    what does not parse.
 
-    pyarrow raises a plain OSError without a number for what does not parse, and for some errors of stores.
+    pyarrow raises a plain OSError without a number for what does not parse, and for some errors of
+    stores.
     """
     if not isinstance(error, OSError):
         return isinstance(error, MemoryError)
@@ -70,7 +86,9 @@ class Gate(Protocol):
     """Stands between a run and its output folder: the lock."""
 
     def check(self) -> None:
-        """Raise if the folder belongs to another driver by now; called before anything in it changes."""
+        """Raise if the folder belongs to another driver by now; called before anything in it
+        changes.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +138,11 @@ def is_uri(path: str) -> bool:
 
 
 def holds_secret(uri: str) -> bool:
-    """Return True if a URI may contain a password, a key or a token: as its user, or as a parameter that is not known.
+    """Return True if a URI may contain a password, a key or a token: as its user, or as a parameter
+    that is not known.
 
-    Users that are none: a container (`abfs://container@account`), `gs://anonymous@bucket`, and the user of HDFS.
+    Users that are none: a container (`abfs://container@account`), `gs://anonymous@bucket`, and the
+    user of HDFS.
     """
     if not is_uri(uri):
         return False
@@ -139,34 +159,44 @@ def holds_secret(uri: str) -> bool:
 
 
 def resolve(uri: str) -> Location:
-    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...); a relative path starts at the current folder.
+    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...); a relative path starts at the
+    current folder.
 
-    The path of a URI is taken as it is written, as the stores' own tools take it: `s3://bucket/a b#1%20c` is the key
-    `a b#1%20c`. Parameters may follow it (`?region=eu-west-1`). A `file://` URI is percent-encoded and has none.
-    Raises ValueError, in one line, for a URI that contains a secret or whose file system cannot be opened; OSError if
-    its store does not answer (S3 is asked for the bucket's region).
+    The path of a URI is taken as it is written, as the stores' own tools take it: `s3://bucket/a
+    b#1%20c` is the key `a b#1%20c`. Parameters may follow it (`?region=eu-west-1`). A `file://` URI
+    is percent-encoded and has none. Raises ValueError, in one line, for a URI that contains a
+    secret or whose file system cannot be opened; OSError if its store does not answer (S3 is asked
+    for the bucket's region).
     """
     if not uri:
         raise ValueError("a path must not be empty")
-    if holds_secret(uri):  # its text would be in messages, manifests and reports, so it is not repeated here either
+    # its text would be in messages, manifests and reports, so it is not repeated here either
+    if holds_secret(uri):
         raise ValueError(f"a URI {NO_CREDENTIALS}")
     if uri.startswith("file://"):
         uri = _local_path(uri)
     if not is_uri(uri):
-        return Location(fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri)).replace(os.sep, "/"))
+        return Location(
+            fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri)).replace(os.sep, "/")
+        )
     try:
         filesystem, path = fs.FileSystem.from_uri(_encoded(uri))
     except OSError as error:
-        if not re.search("Bucket '.*' not found", str(error)):  # Arrow says only in words that S3 has answered so
+        # Arrow says only in words that S3 has answered so
+        if not re.search("Bucket '.*' not found", str(error)):
             raise OSError(f"{uri} cannot be reached: {first_line(error)}; run again") from error
         raise ValueError(f"cannot open {uri}: {first_line(error)}") from error
     except (pa.ArrowException, ValueError) as error:
-        raise ValueError(f"cannot open {uri}: {first_line(error)}; use a local path or a URI of pyarrow.fs") from error
+        raise ValueError(
+            f"cannot open {uri}: {first_line(error)}; use a local path or a URI of pyarrow.fs"
+        ) from error
     return Location(filesystem, path.rstrip("/"))
 
 
 def _split(uri: str) -> tuple[str, str, str, str]:
-    """Split a URI into scheme, authority, path with its first slash, and parameters without their question mark."""
+    """Split a URI into scheme, authority, path with its first slash, and parameters without their
+    question mark.
+    """
     scheme, _, rest = uri.partition("://")
     found = _QUERY.search(rest)
     rest, query = (rest[: found.start()], found[0][1:]) if found else (rest, "")
@@ -178,16 +208,20 @@ def _local_path(uri: str) -> str:
     """Return the path of a `file://` URI. Raises ValueError if it has none."""
     path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
     if not path.startswith("/"):
-        raise ValueError(f"cannot open {uri}: a file:// URI needs an absolute path, as in file:///data")
+        raise ValueError(
+            f"cannot open {uri}: a file:// URI needs an absolute path, as in file:///data"
+        )
     return path
 
 
 def _encoded(uri: str) -> str:
-    """Percent-encode a URI, and add parameters: on S3 small files are uploaded in one request, so that none appears in
-    halves, and Google's store is given up after a minute.
+    """Percent-encode a URI, and add parameters: on S3 small files are uploaded in one request, so
+    that none appears in halves, and Google's store is given up after a minute.
     """
     scheme, authority, path, query = _split(uri)
-    wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(scheme)
+    wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(
+        scheme
+    )
     if wanted is not None and wanted.split("=")[0] not in query:
         query += f"{'&' if query else ''}{wanted}"
     parameters = f"?{quote(query, safe=':/&=%@+,;~*[]$()')}" if query else ""
@@ -209,9 +243,11 @@ def _file_type(location: Location) -> fs.FileType:
 
 
 def check_writable(folder: Location) -> None:
-    """Raise ValueError, in one line, if a folder is missing and cannot be made, or cannot be written to.
+    """Raise ValueError, in one line, if a folder is missing and cannot be made, or cannot be
+    written to.
 
-    On an object store only the bucket is looked for; whether it accepts files shows with the first one.
+    On an object store only the bucket is looked for; whether it accepts files shows with the first
+    one.
     """
     if folder.is_local:
         there = folder
@@ -238,7 +274,9 @@ def read_bytes(location: Location) -> bytes | None:
 
 
 def is_readable(location: Location) -> bool:
-    """Return True if all bytes of a file can be read, so that it must be what they say that cannot."""
+    """Return True if all bytes of a file can be read, so that it must be what they say that
+    cannot.
+    """
     try:
         with location.filesystem.open_input_stream(location.path, compression=None) as stream:
             while stream.read(_BLOCK_BYTES):
@@ -251,7 +289,8 @@ def is_readable(location: Location) -> bool:
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
     """Parse the content of a file; None if there is none. What does not parse is read once more.
 
-    Raises the ValueError of `parse` for what a file holds, and OSError for a file that is out of reach.
+    Raises the ValueError of `parse` for what a file holds, and OSError for a file that is out of
+    reach.
     """
     data = read_bytes(location)
     if data is None:
@@ -262,11 +301,13 @@ def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | 
         return read_again(location, lambda file: parse(file.read()))
 
 
-def read_again(location: Location, read: Callable[[pa.NativeFile], Value], num_bytes: int | None = None) -> Value:
+def read_again(
+    location: Location, read: Callable[[pa.NativeFile], Value], num_bytes: int | None = None
+) -> Value:
     """Read a file that did not parse once more. num_bytes: its size, as a listing names it.
 
-    Raises OutOfReachError if the store fails or sends less than there is. What `read` raises is then about what the
-    file holds.
+    Raises OutOfReachError if the store fails or sends less than there is. What `read` raises is
+    then about what the file holds.
     """
     try:
         witness = _Witness(location.filesystem.open_input_file(location.path), num_bytes)
@@ -287,19 +328,26 @@ def out_of_reach(location: Location, error: Exception) -> OutOfReachError:
 
 
 _MARK_BYTES = 16
-"""Bytes at the end of a buffer that must have changed: of an empty body pyarrow says that it filled the buffer."""
+"""Bytes at the end of a buffer that must have changed: of an empty body pyarrow says that it filled
+the buffer.
+"""
 
 
 class _Witness:
-    """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from what it holds."""
+    """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from
+    what it holds.
+    """
 
     def __init__(self, file: pa.NativeFile, num_bytes: int | None):
         self._file = file
-        self.seek, self.tell, self.close = file.seek, file.tell, file.close  # and no other way to its bytes
+        # and no other way to its bytes
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
         self._num_bytes = file.size() if num_bytes is None else num_bytes
         self.trouble = ""
         if file.size() != self._num_bytes:
-            self.trouble = f"it has {file.size():,} bytes, where the listing says {self._num_bytes:,}"
+            self.trouble = (
+                f"it has {file.size():,} bytes, where the listing says {self._num_bytes:,}"
+            )
 
     def read(self, size: int) -> bytes:
         """Read as a file does."""
@@ -359,7 +407,9 @@ def _sizes(folder: Location) -> dict[str, int]:
 
 @contextmanager
 def atomic_output(location: Location) -> Iterator[str]:
-    """Yield a local path to write to; its content appears at `location` when the block ends, never if it raises."""
+    """Yield a local path to write to; its content appears at `location` when the block ends, never
+    if it raises.
+    """
     if not location.is_local:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, "output")
@@ -390,7 +440,9 @@ def remove_temporary_files(folder: Location) -> None:
 
 
 def _temporary(location: Location) -> Location:
-    """Choose a place beside the target, so that renaming is atomic; hidden, so that no reader takes it for data."""
+    """Choose a place beside the target, so that renaming is atomic; hidden, so that no reader takes
+    it for data.
+    """
     return location.parent.child(f".{location.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -404,14 +456,17 @@ def _sync(path: str) -> None:
 
 
 def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
-    """Write a whole file to another file system; what is there remains as it was until all of it has arrived.
+    """Write a whole file to another file system; what is there remains as it was until all of it
+    has arrived.
 
-    is_small: an object store takes it in one request. Other data is written under a hidden name, then renamed, if the
-    store renames such a file in one request.
+    is_small: an object store takes it in one request. Other data is written under a hidden name,
+    then renamed, if the store renames such a file in one request.
     """
     kind = location.filesystem.type_name
     is_store = kind in _OBJECT_STORES
-    moves = not is_store or not (is_small or kind == "abfs" or (kind == "s3" and len(data) > _S3_COPY_BYTES))
+    moves = not is_store or not (
+        is_small or kind == "abfs" or (kind == "s3" and len(data) > _S3_COPY_BYTES)
+    )
     location.check()
     if not is_store:
         location.filesystem.create_dir(location.parent.path, recursive=True)
@@ -429,7 +484,9 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
 
 
 def _send(location: Location, data: pa.Buffer) -> None:
-    """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in between."""
+    """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in
+    between.
+    """
     with location.filesystem.open_output_stream(location.path, compression=None) as stream:
         for begin in range(0, len(data), _BLOCK_BYTES):
             stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
@@ -442,10 +499,12 @@ def in_order(
     cost: Callable[[Item], int] = lambda item: 0,
     most: int = 0,
 ) -> Iterator[Value]:
-    """Yield what `function` returns for each item, in their order; it is called in a bounded pool of threads.
+    """Yield what `function` returns for each item, in their order; it is called in a bounded pool
+    of threads.
 
-    cost: of an item; those that are under way, or whose results were not taken yet, cost at most `most` together, or
-    are a single one. An exception is raised where the result would be; what has not begun by then never does.
+    cost: of an item; those that are under way, or whose results were not taken yet, cost at most
+    `most` together, or are a single one. An exception is raised where the result would be; what has
+    not begun by then never does.
     """
     started: deque[tuple[Future[Value], int]] = deque()
     total = 0

@@ -1,4 +1,6 @@
-"""Admission of requests: their queue, the room in batch and caches, and smaller sizes after memory ran out."""
+"""Admission of requests: their queue, the room in batch and caches, and smaller sizes after memory
+ran out.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,13 +14,22 @@ Work = Literal["prefill", "step"]
 SMALLEST_CHUNK = 32
 """Prompt tokens of the smallest prefill chunk."""
 PATIENCE = 8
-"""Documents to finish with less before the full size is tried again; doubled after each failed try."""
+"""Documents to finish with less before the full size is tried again; doubled after each failed
+try.
+"""
 
 
 class Admission:
     """Hands out slots of the batch and rows of the caches."""
 
-    def __init__(self, cache: KVCache, drafter: Drafter | None, num_nodes: int, max_tokens: int, max_batch_size: int):
+    def __init__(
+        self,
+        cache: KVCache,
+        drafter: Drafter | None,
+        num_nodes: int,
+        max_tokens: int,
+        max_batch_size: int,
+    ):
         """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
         self._cache, self._drafter = cache, drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
@@ -33,17 +44,22 @@ class Admission:
         num_tokens = num_tokens_of(request)
         if num_tokens > self.max_tokens:
             raise ValueError(
-                f"prompt ({len(request.prompt_token_ids)}) and max_new_tokens ({request.max_new_tokens}) "
+                f"prompt ({len(request.prompt_token_ids)}) and max_new_tokens "
+                f"({request.max_new_tokens}) "
                 f"exceed the {self.max_tokens} tokens that the context leaves; shorten one of them"
             )
         if aligned(num_tokens + self._scratch) > self._num_rows:
             held = counted(self._num_rows, "row")
-            raise ValueError(f"{num_tokens:,} tokens do not fit the cache of {held}; raise decoding.cache_gib")
+            raise ValueError(
+                f"{num_tokens:,} tokens do not fit the cache of {held}; raise decoding.cache_gib"
+            )
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no room now.
+        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no
+        room now.
 
-        What follows the request has room, too, as far as it ever can. Raises ValueError if the draft can never take it.
+        What follows the request has room, too, as far as it ever can. Raises ValueError if the
+        draft can never take it.
         """
         slot, chain = self._slots[-1], request.chain
         most = max(size for size in map(num_tokens_of, chain) if size <= self._most_tokens)
@@ -78,7 +94,9 @@ def num_tokens_of(request: Request) -> int:
 
 
 class Queue:
-    """The request source, behind the requests that wait: one that found no room, and those that start again."""
+    """The request source, behind the requests that wait: one that found no room, and those that
+    start again.
+    """
 
     def __init__(self, requests: Iterator[Request | None]):
         self._requests = requests
@@ -119,12 +137,15 @@ class Queue:
 class MemoryLadder:
     """The sizes that may run at once: those configured, or smaller ones after memory ran out.
 
-    The caches are allocated at the start. What runs out is the memory of a forward, which grows with the batch, the
-    tree and the prefill chunk. None of these changes an output, so documents start again with smaller ones.
+    The caches are allocated at the start. What runs out is the memory of a forward, which grows
+    with the batch, the tree and the prefill chunk. None of these changes an output, so documents
+    start again with smaller ones.
     """
 
     def __init__(self, batch_size: int, num_nodes: int, chunk_size: int):
-        """Allow `batch_size` sequences, trees of `num_nodes` (0: no draft) and prefill chunks of `chunk_size`."""
+        """Allow `batch_size` sequences, trees of `num_nodes` (0: no draft) and prefill chunks of
+        `chunk_size`.
+        """
         self._all = batch_size, num_nodes, chunk_size
         self.start()
 
@@ -136,9 +157,9 @@ class MemoryLadder:
     def lower(self, work: Work, size: int, num_active: int) -> bool:
         """Lower one size after `work` ran out of memory; return False if none can be lowered.
 
-        A step takes fewer sequences, then smaller trees, then none; a prefill smaller chunks, then no draft, then no
-        other sequence beside it. `size` is the number of sequences of the step, or of tokens of the prompt;
-        `num_active` counts the sequences in the engine.
+        A step takes fewer sequences, then smaller trees, then none; a prefill smaller chunks, then
+        no draft, then no other sequence beside it. `size` is the number of sequences of the step,
+        or of tokens of the prompt; `num_active` counts the sequences in the engine.
         """
         self._num_ended = 0
         chunk_size = min(size, self.chunk_size)
@@ -155,7 +176,9 @@ class MemoryLadder:
         return True
 
     def ended(self) -> None:
-        """Count a document that is finished or given up; after enough of them, allow the full size again."""
+        """Count a document that is finished or given up; after enough of them, allow the full size
+        again.
+        """
         if (self.batch_size, self.num_nodes, self.chunk_size) == self._all:
             return
         self._num_ended += 1

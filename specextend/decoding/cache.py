@@ -1,15 +1,17 @@
-"""The KV caches: preallocated rows for many sequences, one contiguous region each, and the two caches of a draft.
+"""The KV caches: preallocated rows for many sequences, one contiguous region each, and the two
+caches of a draft.
 
-In offline work the largest length of a sequence is known in advance, so each gets one contiguous region and no paging
-is needed. A region is aligned to 256 rows, which are copied at a time.
+In offline work the largest length of a sequence is known in advance, so each gets one contiguous
+region and no paging is needed. A region is aligned to 256 rows, which are copied at a time.
 
-A draft has every committed token's K and V, and the rows that it may see now (arXiv 2505.20776, section 3). Its full
-cache holds keys rotated back to position 0. Its working cache holds the visible ones, rotated to consecutive positions,
-so that a draft trained on 2K positions stays in range at 16K. Rotations are computed in fp32 from `inv_freq` alone;
-yarn's attention scaling is part of the stored key.
+A draft has every committed token's K and V, and the rows that it may see now (arXiv 2505.20776,
+section 3). Its full cache holds keys rotated back to position 0. Its working cache holds the
+visible ones, rotated to consecutive positions, so that a draft trained on 2K positions stays in
+range at 16K. Rotations are computed in fp32 from `inv_freq` alone; yarn's attention scaling is part
+of the stored key.
 
-Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W` rows of a path, `n`
-tokens.
+Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W`
+rows of a path, `n` tokens.
 """
 
 from dataclasses import dataclass
@@ -47,7 +49,9 @@ class RowAllocator:
         return sum(region.size for region in self._free)
 
     def take(self, num_rows: int) -> Region | None:
-        """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide enough."""
+        """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide
+        enough.
+        """
         size = aligned(num_rows)
         for index, gap in enumerate(self._free):
             if gap.size >= size:
@@ -63,20 +67,29 @@ class RowAllocator:
             if merged and merged[-1].start + merged[-1].size == gap.start:
                 merged[-1] = Region(merged[-1].start, merged[-1].size + gap.size)
             else:
-                assert not merged or merged[-1].start + merged[-1].size < gap.start, "rows given back twice"
+                assert not merged or merged[-1].start + merged[-1].size < gap.start, (
+                    "rows given back twice"
+                )
                 merged.append(gap)
         self._free = merged
 
 
 class KVCache:
-    """Keys and values of every sequence, the heads of a layer one after the other, each with all rows.
+    """Keys and values of every sequence, the heads of a layer one after the other, each with all
+    rows.
 
-    A head's rows are contiguous, so attention reads them as one matrix, without a copy. Rows behind a sequence's
-    committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
+    A head's rows are contiguous, so attention reads them as one matrix, without a copy. Rows behind
+    a sequence's committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
     """
 
     def __init__(
-        self, num_layers: int, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
         self.stored = torch.empty(shape, dtype=dtype, device=device)
@@ -88,29 +101,35 @@ class KVCache:
         """The rows of each slot, while a sequence has it."""
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` rows from `source` on to `target`; both are starts of regions, which may overlap.
+        """Copy `count` rows from `source` on to `target`; both are starts of regions, which may
+        overlap.
 
-        Starts of regions are multiples of `ALIGNMENT`, so blocks of so many rows need no buffer if they are copied in
-        order.
+        Starts of regions are multiples of `ALIGNMENT`, so blocks of so many rows need no buffer if
+        they are copied in order.
         """
         if source == target:
             return
         firsts = range(0, count, ALIGNMENT)
         for first in firsts if target < source else reversed(firsts):
             end = min(first + ALIGNMENT, count)
-            self.stored[:, :, :, target + first : target + end] = self.stored[:, :, :, source + first : source + end]
+            self.stored[:, :, :, target + first : target + end] = self.stored[
+                :, :, :, source + first : source + end
+            ]
 
     def commit(self, rows: Tensor, paths: Tensor) -> None:
-        """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind the committed ones.
+        """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind
+        the committed ones.
 
-        `paths` [B, W] are places among the T, ascending up to the path's end and the place's own number behind it.
+        `paths` [B, W] are places among the T, ascending up to the path's end and the place's own
+        number behind it.
         """
         source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
         self.stored.index_copy_(3, target, self.stored.index_select(3, source))
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotate keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back), in fp32; return the keys' dtype.
+    """Rotate keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back), in fp32; return
+    the keys' dtype.
 
     inv_freq is [D / 2], or [K, D / 2] if heads differ; a row of zeros leaves its head unchanged.
     """
@@ -131,8 +150,9 @@ class DraftRows:
     visible: int = 0
     """Rows in the working cache that the draft sees now; the next token has this position."""
     pending: tuple[Tensor, Tensor | None] | None = None
-    """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for the next token;
-    None if its row is there."""
+    """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for
+    the next token; None if its row is there.
+    """
 
     @property
     def full_end(self) -> int:
@@ -140,7 +160,9 @@ class DraftRows:
         return self.full.start + self.length
 
     def reach(self, num_new: int) -> int:
-        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
+        """Return the rows in use with `num_new` behind the visible ones; the region must hold
+        them.
+        """
         assert self.visible + num_new <= self.working.size, "the working cache is full"
         return self.visible + num_new
 
@@ -165,7 +187,10 @@ class DraftCache:
         """
         assert slot not in self.of, f"slot {slot} is in use"
         if num_working_rows > self.working.stored.shape[3]:
-            raise ValueError("the draft's cache has no room for so many new tokens; raise decoding.max_new_tokens")
+            raise ValueError(
+                "the draft's cache has no room for so many new tokens; raise "
+                "decoding.max_new_tokens"
+            )
         full = self._full.rows.take(num_tokens)
         working = self.working.rows.take(num_working_rows)
         if full and working:
@@ -183,7 +208,9 @@ class DraftCache:
         self.working.rows.give_back(sequence.working)
 
     def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to the full cache."""
+        """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to
+        the full cache.
+        """
         sequence = self.of[slot]
         first = sequence.full_end
         sequence.length += keys.shape[1]
@@ -193,19 +220,28 @@ class DraftCache:
         self._full.values[:, :, rows] = values.transpose(1, 2)
 
     def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
-        """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
+        """Append `count` working rows from `offset` on, whose positions begin at `position`, to the
+        full cache.
+        """
         held, numbers = self.of[slot], torch.arange(count, device=self._inv_freq.device)
-        self.write_back(held.working.start + offset + numbers, position + numbers, held.full_end + numbers)
+        self.write_back(
+            held.working.start + offset + numbers, position + numbers, held.full_end + numbers
+        )
         held.length += count
 
     def keep_last(self, slot: int, offset: int, count: int) -> None:
-        """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""
+        """Move `count` working rows from `offset` on to the front, as prefill does when its window
+        slides.
+        """
         first = self.of[slot].working.start
         stored = self.working.stored
-        stored[..., first : first + count, :] = stored[..., first + offset : first + offset + count, :].clone()
+        stored[..., first : first + count, :] = stored[
+            ..., first + offset : first + offset + count, :
+        ].clone()
 
     def select(self, slot: int, positions: Tensor, first: int = 0) -> None:
-        """Show the tokens at `positions` [S] that the full cache holds, at positions `first` to `first` + S - 1.
+        """Show the tokens at `positions` [S] that the full cache holds, at positions `first` to
+        `first` + S - 1.
 
         `positions` are ascending and on the host, which has to know how many there are.
         """
@@ -222,16 +258,22 @@ class DraftCache:
         sequence.visible = count
 
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
-        """Copy working `rows` [n], whose keys are at `positions` [n], to rows [n] of the full cache.
+        """Copy working `rows` [n], whose keys are at `positions` [n], to rows [n] of the full
+        cache.
 
-        All int64 on the device. What lies behind a sequence's tokens there, up to the end of its region, is free.
+        All int64 on the device. What lies behind a sequence's tokens there, up to the end of its
+        region, is free.
         """
         new = self.working.stored.index_select(3, rows)
         keys = rotate(new[:, 0].transpose(1, 2), -positions, self._inv_freq)
-        self._full.stored.index_copy_(3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1))
+        self._full.stored.index_copy_(
+            3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1)
+        )
 
     def advance(self, slot: int, count: int) -> None:
-        """Count the first `count` rows behind the visible ones, which were written back, as the sequence's own."""
+        """Count the first `count` rows behind the visible ones, which were written back, as the
+        sequence's own.
+        """
         sequence = self.of[slot]
         sequence.visible += count
         sequence.length += count

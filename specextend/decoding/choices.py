@@ -1,9 +1,10 @@
-"""Scored answers: an output is put together of choices, each made by the target's probabilities of all its values.
+"""Scored answers: an output is put together of choices, each made by the target's probabilities of
+all its values.
 
-The values of a choice are a tree behind the prompt and the choices before; one forward scores them, several if there
-are many. Nothing is drafted or sampled. The log probability of a value is the sum over its tokens, given that it is one
-of the values. It is not divided by the length: texts end where they are told apart, so they exclude each other, and the
-sum is what the target says of them.
+The values of a choice are a tree behind the prompt and the choices before; one forward scores them,
+several if there are many. Nothing is drafted or sampled. The log probability of a value is the sum
+over its tokens, given that it is one of the values. It is not divided by the length: texts end
+where they are told apart, so they exclude each other, and the sum is what the target says of them.
 
 Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabulary.
 """
@@ -25,7 +26,9 @@ from specextend.decoding.sequence import Sequence as Running
 from specextend.decoding.tree import tree_mask
 
 MOST_NODES = 96
-"""Nodes of values in one forward. With forced tokens before them they are as many as every kernel takes."""
+"""Nodes of values in one forward. With forced tokens before them they are as many as every kernel
+takes.
+"""
 Path = list[int]
 """Tokens of an output, from its first one on."""
 
@@ -40,7 +43,9 @@ class ChoiceScorer:
     """Called for each forward of the target."""
 
     def answer(self, sequence: Running) -> tuple[Path, FinishReason]:
-        """Make a sequence's choices, one after the other; return its output, and why it ends there."""
+        """Make a sequence's choices, one after the other; return its output, and why it ends
+        there.
+        """
         request, text, path = sequence.request, "", Path()
         for choice in request.choices:
             texts = [text + each for each in choice.texts]
@@ -64,8 +69,12 @@ class ChoiceScorer:
         sums = torch.empty(len(paths), dtype=torch.float64)
         sequence.length = min(sequence.length, root)
         for group in self._groups(sequence, paths, num_shared):
-            forced = [*prompt[sequence.length :], *paths[0][:num_shared]][-(root + 1 - sequence.length) :]
-            sums[group] = self._sums(sequence, forced, [paths[place][num_shared:] for place in group])
+            forced = [*prompt[sequence.length :], *paths[0][:num_shared]][
+                -(root + 1 - sequence.length) :
+            ]
+            sums[group] = self._sums(
+                sequence, forced, [paths[place][num_shared:] for place in group]
+            )
             sequence.length = root  # the forced tokens were read into their rows
         if not bool(sums.isfinite().all()):
             raise NonFiniteLogits(num_shared)
@@ -74,7 +83,9 @@ class ChoiceScorer:
     @staticmethod
     def _groups(sequence: Running, paths: Sequence[Path], num_shared: int) -> Iterator[list[int]]:
         """Yield places of paths that fit into one tree."""
-        room = min(MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared)
+        room = min(
+            MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
+        )
         group, num_nodes, before = list[int](), 0, Path()
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             path = paths[place][:-1]  # nothing is asked behind its last token
@@ -86,7 +97,9 @@ class ChoiceScorer:
         yield group
 
     def _sums(self, sequence: Running, forced: Path, tails: Sequence[Path]) -> Tensor:
-        """Return [n] fp64: for each of the tails, which follow `forced`, the sum of its tokens' log probabilities."""
+        """Return [n] fp64: for each of the tails, which follow `forced`, the sum of its tokens' log
+        probabilities.
+        """
         root = len(forced) - 1
         token_ids, parents, depths = [*forced], [*range(-1, root)], [*range(root + 1)]
         nodes: dict[tuple[int, int], int] = {}
@@ -97,15 +110,25 @@ class ChoiceScorer:
                 asked.append((tail, node - root, token_id))
                 if depth - root < len(rest) and (node, token_id) not in nodes:
                     nodes[node, token_id] = len(token_ids)
-                    token_ids, parents, depths = [*token_ids, token_id], [*parents, node], [*depths, depth]
+                    token_ids, parents, depths = (
+                        [*token_ids, token_id],
+                        [*parents, node],
+                        [*depths, depth],
+                    )
                 node = nodes.get((node, token_id), -1)
-        logits = self._logits(sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device))[root:]
+        logits = self._logits(
+            sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device)
+        )[root:]
         tail_of, node_of, token_of = upload(torch.tensor(asked).T.contiguous(), logits.device)
         norms = where_finite(logits.logsumexp(-1), logits, math.nan)
         log_probs = logits[node_of, token_of].double() - norms.double()[node_of]
-        return torch.zeros(len(tails), dtype=torch.float64).index_add_(0, tail_of.cpu(), log_probs.cpu())
+        return torch.zeros(len(tails), dtype=torch.float64).index_add_(
+            0, tail_of.cpu(), log_probs.cpu()
+        )
 
-    def _logits(self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
+    def _logits(
+        self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor
+    ) -> Tensor:
         """Run nodes [N] behind the sequence's rows; return logits [N, V] fp32."""
         num_nodes, length = len(token_ids), sequence.length
         is_chain = bool((depths.diff() == 1).all())
@@ -121,4 +144,6 @@ def _num_shared(paths: Sequence[Path]) -> int:
     """Return how many tokens all paths begin with."""
     first, last = min(paths), max(paths)
     pairs = enumerate(zip(first, last, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(last)))
+    return next(
+        (number for number, (one, other) in pairs if one != other), min(len(first), len(last))
+    )

@@ -1,4 +1,6 @@
-"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`. Frozen, checked when they are made."""
+"""The options `decoding.*`, `attention.*`, `tree.*`, `cache.*` and `draft.*`. Frozen, checked when
+they are made.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class DecodingOptions:
 
     @property
     def batch_size(self) -> int:
-        """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto` first."""
+        """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto`
+        first.
+        """
         assert isinstance(self.max_batch_size, int)
         return self.max_batch_size
 
@@ -87,10 +91,12 @@ class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
     backend: Backend = "auto"
-    """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU `sdpa`, and what was
-    right and faster in a trial at the first start. `reference` is plain torch in float32, for tests; `sdpa` torch's
-    own; `compiled` (CPU, extra `cpu`) and `triton` (GPU, heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU,
-    extra `flash`) is flash-attn 2 or 3. What a kernel cannot do, another does."""
+    """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU
+    `sdpa`, and what was right and faster in a trial at the first start. `reference` is plain torch
+    in float32, for tests; `sdpa` torch's own; `compiled` (CPU, extra `cpu`) and `triton` (GPU,
+    heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU, extra `flash`) is flash-attn 2 or
+    3. What a kernel cannot do, another does.
+    """
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` attends to prefix and tree in two calls and merges both by their log-sum-exp (arXiv
     2505.20776, section 3), and is never captured; `dense` in one masked call. `auto` is `dense`
@@ -131,9 +137,12 @@ class TreeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram drafts see it all."""
+    """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram
+    drafts see it all.
+    """
 
-    draft_prefill_window: ClassVar[int] = 512  # tokens that a draft of kind `model` attends to while it reads a prompt
+    # tokens that a draft of kind `model` attends to while it reads a prompt
+    draft_prefill_window: ClassVar[int] = 512
 
     policy: Policy = "retrieval"
     """`full` shows the draft every token; `streaming` the first and the most recent chunks;
@@ -141,11 +150,15 @@ class CacheOptions:
     chunk_size: int = 32
     """Tokens in a chunk."""
     top_k_chunks: int = 32
-    """Chunks that the draft sees under `streaming` and `retrieval`, those of `sinks` and `recent` included."""
+    """Chunks that the draft sees under `streaming` and `retrieval`, those of `sinks` and `recent`
+    included.
+    """
     sinks: int = 32
     """Tokens at the start of the text that stay visible, rounded up to whole chunks."""
     recent: int = 128
-    """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole chunks."""
+    """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole
+    chunks.
+    """
     refresh_every: int = 32
     """Steps between two retrievals; the first one follows prefill."""
     score_layers: tuple[int, ...] = (-1,)
@@ -162,14 +175,16 @@ class CacheOptions:
         forced = -(-self.sinks // self.chunk_size) + -(-(self.recent - 1) // self.chunk_size) + 1
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(
-                f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent alone can take {forced}; "
+                f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent "
+                f"alone can take {forced}; "
                 "raise it, or lower those"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """`draft.*`: The draft, which proposes the tree. It runs in the target's dtype and on the target's device.
+    """`draft.*`: The draft, which proposes the tree. It runs in the target's dtype and on the
+    target's device.
 
     The section may be left out with `decoding.mode: autoregressive`.
     """
@@ -204,5 +219,6 @@ class DraftOptions:
             settings = " ".join(f"--set draft.{name}={empty[name]}" for name in given)
             names = " and ".join(f"draft.{name}" for name in given)
             raise ValueError(
-                f"{names} must not be set with draft.kind {self.kind}, which has no model: leave out, or {settings}"
+                f"{names} must not be set with draft.kind {self.kind}, which has no model: leave "
+                f"out, or {settings}"
             )

@@ -1,8 +1,10 @@
-"""What differs between devices, and captured steps: the only module of `decoding/` that knows the names of devices.
+"""What differs between devices, and captured steps: the only module of `decoding/` that knows the
+names of devices.
 
-A function of tensors can be run once, recorded, and replayed as one launch (a CUDA graph). A GPU starts a kernel faster
-than its host can ask for it: an eager step of small models is mostly asking. A captured function reads and writes fixed
-memory, so whatever differs between two steps must be a tensor on the device, and nothing may be asked of it on the way.
+A function of tensors can be run once, recorded, and replayed as one launch (a CUDA graph). A GPU
+starts a kernel faster than its host can ask for it: an eager step of small models is mostly asking.
+A captured function reads and writes fixed memory, so whatever differs between two steps must be a
+tensor on the device, and nothing may be asked of it on the way.
 """
 
 import logging
@@ -24,12 +26,16 @@ from specextend.core import how_to_install
 
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-"""Records what a named function does: returns its replay, and the outputs that every replay writes."""
+"""Records what a named function does: returns its replay, and the outputs that every replay
+writes.
+"""
 Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]]
 """The name of a function, and the shapes and types of its inputs."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
-"""Captured functions that are kept: for each size of a batch a draft, an absorption, and one for each size of trees."""
+"""Captured functions that are kept: for each size of a batch a draft, an absorption, and one for
+each size of trees.
+"""
 GRAPH_BYTES = 8 << 20
 """What one of them takes of a GPU beside the tensors in it, roughly."""
 
@@ -41,11 +47,15 @@ _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
-"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver, Triton."""
+"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA
+driver, Triton.
+"""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
 """Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
 _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name, such as `AMD EPYC`."""
+"""Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name,
+such as `AMD EPYC`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +63,31 @@ class DeviceTraits:
     """Says what the engine does differently on a kind of device."""
 
     prefill_chunk: int
-    """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows."""
+    """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that
+    hardly shows.
+    """
     decode_share: float
-    """Share of the time that the running sequences have while a prompt is read; 0: they wait for its end."""
+    """Share of the time that the running sequences have while a prompt is read; 0: they wait for
+    its end.
+    """
     packs_linears: bool
     """Whether the weights of linear layers may be laid out anew."""
     largest_batch: int
-    """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much cheaper."""
+    """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much
+    cheaper.
+    """
     measured_rows: int
-    """Rows of the largest step whose time is measured; those of larger ones are taken to grow with them."""
+    """Rows of the largest step whose time is measured; those of larger ones are taken to grow with
+    them.
+    """
     workspace_bytes: int
-    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries; of a CPU, the process."""
+    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries; of a CPU, the
+    process.
+    """
     probe_bytes: int
-    """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that starting a kernel
-    takes no share."""
+    """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that
+    starting a kernel takes no share.
+    """
     probe_size: int
     """Rows, inputs and outputs of the product by which the matrix rate is measured."""
 
@@ -77,7 +98,8 @@ CPU = DeviceTraits(
     packs_linears=True,
     largest_batch=8 if torch.cpu._is_amx_tile_supported() else 4,
     measured_rows=64,
-    workspace_bytes=5 << 28,  # what a worker with tiny models takes: its libraries and compiled kernels
+    # what a worker with tiny models takes: its libraries and compiled kernels
+    workspace_bytes=5 << 28,
     probe_bytes=512 << 20,
     probe_size=2048,
 )
@@ -107,7 +129,8 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the name of the first processor in the text of /proc/cpuinfo, and what tells its generation.
+    """Return the name of the first processor in the text of /proc/cpuinfo, and what tells its
+    generation.
 
     Of an x86 processor that is `AMD EPYC (cpu family 25, model 17)`.
     """
@@ -119,7 +142,9 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, whoever uses it; None for a CPU, whose memory is not the engine's alone."""
+    """Return the memory of a GPU, whoever uses it; None for a CPU, whose memory is not the engine's
+    alone.
+    """
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
@@ -129,7 +154,9 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def multiplies_bf16(device: torch.device | None = None) -> bool:
-    """Return True if torch has fast products of bf16 there, by default on this CPU: if it has instructions for them."""
+    """Return True if torch has fast products of bf16 there, by default on this CPU: if it has
+    instructions for them.
+    """
     mkldnn, is_cpu = torch.backends.mkldnn, device is None or device.type == "cpu"
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -137,14 +164,17 @@ def multiplies_bf16(device: torch.device | None = None) -> bool:
 def warn_of_slow_bf16() -> None:
     """Say what to do where nothing multiplies bf16 fast."""
     _log.warning(
-        "this processor has no products of bfloat16, so prompts take ten times as long as they could: %s, or set "
+        "this processor has no products of bfloat16, so prompts take ten times as long as they "
+        "could: %s, or set "
         "target.dtype: float32",
         how_to_install("cpu"),
     )
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host does not wait."""
+    """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host
+    does not wait.
+    """
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -158,30 +188,38 @@ def download(values: Tensor) -> Tensor:
 
 
 def make_current(device: torch.device) -> None:
-    """Let this thread's launches go to a GPU that is not the first one: Triton and captures take the current one."""
+    """Let this thread's launches go to a GPU that is not the first one: Triton and captures take
+    the current one.
+    """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 class CudaCapture:
-    """Captures what functions ask of the current GPU as CUDA graphs; nothing runs before their first replay.
+    """Captures what functions ask of the current GPU as CUDA graphs; nothing runs before their
+    first replay.
 
-    Functions of one name share memory: no two of them run at once, and each one's outputs are read before the next.
+    Functions of one name share memory: no two of them run at once, and each one's outputs are read
+    before the next.
     """
 
     def __init__(self) -> None:
         self._latest: WeakValueDictionary[str, torch.cuda.CUDAGraph] = WeakValueDictionary()
 
-    def __call__(self, name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    def __call__(
+        self, name: str, function: Callable[[], Outputs]
+    ) -> tuple[Callable[[], None], Outputs]:
         """Capture a function beside the latest one of its name that is still kept."""
         graph, latest = torch.cuda.CUDAGraph(), self._latest.get(name)
         pool = None if latest is None else latest.pool()
         stream = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # other threads may use the GPU
+            # other threads may use the GPU
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 outputs = function()
         finally:
-            torch.cuda.set_stream(stream)  # torch leaves the thread on its own if a capture cannot be ended
+            # torch leaves the thread on its own if a capture cannot be ended
+            torch.cuda.set_stream(stream)
         self._latest[name] = graph
         return graph.replay, outputs
 
@@ -199,10 +237,14 @@ def release_cached(device: torch.device) -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held: of its GPUs, through torch, or else of the host."""
+    """Return the most memory that this process has held: of its GPUs, through torch, or else of the
+    host.
+    """
     if torch.cuda.is_initialized():
         return sum(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -213,7 +255,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if every later call on the device will fail too, so that only a new process helps."""
+    """Return True if every later call on the device will fail too, so that only a new process
+    helps.
+    """
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.AcceleratorError):
@@ -222,46 +266,58 @@ def is_device_error(error: BaseException) -> bool:
 
 
 class Graphs:
-    """Runs functions of tensors, and captures those whose inputs have the same shapes again and again.
+    """Runs functions of tensors, and captures those whose inputs have the same shapes again and
+    again.
 
-    So rare shapes take no memory, and a batch needs no padding to a size that was captured before: rows of trees that
-    nobody asked for take as long as others. What was not run for longest makes room for new shapes. A larger function
-    than all of its name takes their memory, in which they are captured anew when they come again: captured one after
-    the other, as batches grow, they would take the sum.
+    So rare shapes take no memory, and a batch needs no padding to a size that was captured before:
+    rows of trees that nobody asked for take as long as others. What was not run for longest makes
+    room for new shapes. A larger function than all of its name takes their memory, in which they
+    are captured anew when they come again: captured one after the other, as batches grow, they
+    would take the sum.
 
-    A function whose kernels ask something of the host, or for which memory runs out, runs eagerly. If a capture fails
-    in any other way, all functions run eagerly from then on, because the device's allocator may not be trusted with
-    another one.
+    A function whose kernels ask something of the host, or for which memory runs out, runs eagerly.
+    If a capture fails in any other way, all functions run eagerly from then on, because the
+    device's allocator may not be trusted with another one.
     """
 
     def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
         """Take the way to capture; without one everything runs eagerly.
 
-        num_eager_calls: those with inputs of the same shapes before it; None: `CALLS_BEFORE_CAPTURE`. They build the
-        kernels, which a capture may not, so there must be one.
+        num_eager_calls: those with inputs of the same shapes before it; None:
+        `CALLS_BEFORE_CAPTURE`. They build the kernels, which a capture may not, so there must be
+        one.
         """
         self._capture = capture
         self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
         self._num_calls: Counter[Key] = Counter()
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
-        """The memory that a captured function reads, its replay, and what that writes; None: it runs eagerly."""
+        """The memory that a captured function reads, its replay, and what that writes; None: it
+        runs eagerly.
+        """
         self.capturing = False
-        """True while a function is captured, so that what it asks of the host would be asked once for all replays."""
+        """True while a function is captured, so that what it asks of the host would be asked once
+        for all replays.
+        """
 
     @property
     def enabled(self) -> bool:
-        """Return True if functions are captured, so that they must have fixed shapes and ask nothing of the device."""
+        """Return True if functions are captured, so that they must have fixed shapes and ask
+        nothing of the device.
+        """
         return self._capture is not None
 
     @property
     def num_warm_ups(self) -> int:
-        """Return the calls with inputs of the same shapes after which a call takes the time that it will take."""
+        """Return the calls with inputs of the same shapes after which a call takes the time that it
+        will take.
+        """
         return 1 if self._capture is None else self._num_eager_calls + 1
 
     def run(self, name: str, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
         """Return `function(*inputs)`.
 
-        What it returns is valid until the next call of this name. Functions of one name differ in their inputs alone.
+        What it returns is valid until the next call of this name. Functions of one name differ in
+        their inputs alone.
         """
         key = name, tuple((each.shape, each.dtype) for each in inputs)
         if self._capture is not None and key not in self._graphs:
@@ -270,7 +326,8 @@ class Graphs:
                 self._try(self._capture, key, function, inputs)
         if key not in self._graphs:
             return function(*inputs)
-        graph = self._graphs[key] = self._graphs.pop(key)  # the last one in the order is the one that ran last
+        # the last one in the order is the one that ran last
+        graph = self._graphs[key] = self._graphs.pop(key)
         if graph is None:
             return function(*inputs)
         memory, replay, outputs = graph
@@ -279,12 +336,22 @@ class Graphs:
         replay()
         return outputs
 
-    def _try(self, capture: Capture, key: Key, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
+    def _try(
+        self,
+        capture: Capture,
+        key: Key,
+        function: Callable[..., Outputs],
+        inputs: tuple[Tensor, ...],
+    ) -> None:
         """Capture a function, or note that it, or all of them, run eagerly."""
         if len(self._graphs) == MOST_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._num_calls[oldest]
-        alike = [other for other, graph in self._graphs.items() if other[0] == key[0] and graph is not None]
+        alike = [
+            other
+            for other, graph in self._graphs.items()
+            if other[0] == key[0] and graph is not None
+        ]
         if all(_num_elements(other) < _num_elements(key) for other in alike):
             for other in alike:
                 del self._graphs[other]
@@ -297,7 +364,10 @@ class Graphs:
                 _log.info("a step runs without a graph: %s", error)
                 self._graphs[key] = None
             else:
-                _log.warning("steps run without graphs from now on, because one cannot be captured: %s", error)
+                _log.warning(
+                    "steps run without graphs from now on, because one cannot be captured: %s",
+                    error,
+                )
                 self._capture = None
                 self.clear()
         finally:

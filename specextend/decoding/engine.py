@@ -1,7 +1,8 @@
-"""The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a time.
+"""The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a
+time.
 
-Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size,
-`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
+Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden
+size, `F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
 """
 
 import threading
@@ -18,7 +19,14 @@ from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.choices import ChoiceScorer
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, synchronise, traits_of
+from specextend.decoding.device import (
+    Graphs,
+    is_out_of_memory,
+    make_current,
+    release_cached,
+    synchronise,
+    traits_of,
+)
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
@@ -32,11 +40,15 @@ from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
 TIMED_EVERY = 16
-"""Captured steps of which one is timed, for which the host waits for the device after each phase."""
+"""Captured steps of which one is timed, for which the host waits for the device after each
+phase.
+"""
 
 
 class BatchError(RuntimeError):
-    """A step of several sequences failed, because of one of them or of the machine; the engine is empty now."""
+    """A step of several sequences failed, because of one of them or of the machine; the engine is
+    empty now.
+    """
 
     def __init__(self, request_ids: list[str], error: Exception):
         super().__init__(f"{type(error).__name__}: {error}")
@@ -45,7 +57,9 @@ class BatchError(RuntimeError):
 
 
 class Engine:
-    """Decodes requests. Between two calls of `generate` it keeps nothing but weights and buffers."""
+    """Decodes requests. Between two calls of `generate` it keeps nothing but weights and
+    buffers.
+    """
 
     def __init__(
         self,
@@ -62,43 +76,67 @@ class Engine:
         adaptive: Adaptive | None = None,
         graphs: Graphs | None = None,
     ):
-        """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
+        """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and
+        output together.
 
-        `adaptive` cuts trees and pauses speculation; without it all sequences speculate in every step, with whole
-        trees. `graphs` are those of the drafter.
+        `adaptive` cuts trees and pauses speculation; without it all sequences speculate in every
+        step, with whole trees. `graphs` are those of the drafter.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0
-        """Number of prefill chunks and decoding steps so far; it shows that the engine makes progress."""
+        """Number of prefill chunks and decoding steps so far; it shows that the engine makes
+        progress.
+        """
         self.target, self.drafter, self.max_tokens = target, drafter, max_tokens
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
-        self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
+        self._admission = Admission(
+            target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size
+        )
         traits = traits_of(target.device)
         self.decode_share = traits.decode_share
         """Share of the time that the running sequences have while a prompt is read, below 1."""
-        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk)
-        self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
-        self._num_levels, self._tree_attention = drafter.num_levels if drafter else 0, tree_attention
+        self._memory = MemoryLadder(
+            max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk
+        )
+        self._scored_layers = (
+            scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
+        )
+        self._num_levels, self._tree_attention = (
+            drafter.num_levels if drafter else 0,
+            tree_attention,
+        )
         hidden_layers = drafter.hidden_layers if drafter else ()
         self._verifier = Verifier(
-            target, hidden_layers, self._scored_layers, self._num_levels, tree_attention, self._graphs
+            target,
+            hidden_layers,
+            self._scored_layers,
+            self._num_levels,
+            tree_attention,
+            self._graphs,
         )
         self._choices = ChoiceScorer(tokenizer, target, self._count_step)
         self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._unread: dict[str, Sequence] = {}
-        """Those of them whose prompts are not read yet, of which the first is being read; all others run."""
+        """Those of them whose prompts are not read yet, of which the first is being read; all
+        others run.
+        """
         self._owed_s = 0.0
-        """Seconds of steps that the running sequences are owed before the next chunk of a prompt."""
+        """Seconds of steps that the running sequences are owed before the next chunk of a
+        prompt.
+        """
         self._cancelled: set[str] = set()
         self._watch, self._timed_for = Stopwatch(), adaptive
-        self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
+        self._reader = PromptReader(
+            target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step
+        )
 
     def limits(self) -> dict[str, float] | None:
-        """Return what its device can do and what its target asks of it: a `MachineLimits` and a `ModelWork`, as one.
+        """Return what its device can do and what its target asks of it: a `MachineLimits` and a
+        `ModelWork`, as one.
 
         None if the device has no memory left to measure its limits. No request may be running.
         """
@@ -122,22 +160,30 @@ class Engine:
         return len(self._active)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, and what follows it, between two steps; no completion comes. Any thread may call it."""
+        """Drop a request, and what follows it, between two steps; no completion comes. Any thread
+        may call it.
+        """
         with self._lock:
             self._cancelled.add(request_id)
 
     def progress(self) -> dict[str, int]:
-        """Return the output tokens so far of requests whose prefill has begun. May be called from any thread."""
+        """Return the output tokens so far of requests whose prefill has begun. May be called from
+        any thread.
+        """
         with self._lock:
-            return {name: sequence.stats.num_output_tokens for name, sequence in self._active.items()}
+            return {
+                name: sequence.stats.num_output_tokens for name, sequence in self._active.items()
+            }
 
-    def generate(self, source: Iterable[Request | None], on_error: OnError | None = None) -> Iterator[Completion]:
+    def generate(
+        self, source: Iterable[Request | None], on_error: OnError | None = None
+    ) -> Iterator[Completion]:
         """Yield completions as they finish.
 
-        `source` yields None if it has no request now. It is asked only while the batch has room, and may block only
-        while nothing runs. If a request fails alone, `on_error(request_id, error)` is called; without `on_error` the
-        error is raised. When memory runs out, requests start again with smaller sizes; if no size can be lowered, they
-        fail.
+        `source` yields None if it has no request now. It is asked only while the batch has room,
+        and may block only while nothing runs. If a request fails alone, `on_error(request_id,
+        error)` is called; without `on_error` the error is raised. When memory runs out, requests
+        start again with smaller sizes; if no size can be lowered, they fail.
 
         Raises:
             ValueError: a request can never fit, and there is no `on_error`.
@@ -165,13 +211,18 @@ class Engine:
             self._owed_s = 0.0
 
     def _take_turn(self, queue: Queue, on_error: OnError | None) -> None:
-        """Read a chunk of a prompt, or take a step of all sequences that run, whichever has the turn.
+        """Read a chunk of a prompt, or take a step of all sequences that run, whichever has the
+        turn.
 
-        A chunk is followed by steps until these have had their share of the time. A sequence that is doubted takes one
-        alone.
+        A chunk is followed by steps until these have had their share of the time. A sequence that
+        is doubted takes one alone.
         """
         begin = self._watch.mark
-        running = [sequence for sequence in self._active.values() if sequence.request.request_id not in self._unread]
+        running = [
+            sequence
+            for sequence in self._active.values()
+            if sequence.request.request_id not in self._unread
+        ]
         running = [sequence for sequence in running if sequence.is_doubted][:1] or running
         if self._unread and not (running and self._owed_s > 0):
             self._guard("prefill", [*self._unread.values()][:1], queue, on_error)
@@ -181,9 +232,13 @@ class Engine:
             self._owed_s -= self._watch.mark - begin
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
-        """Choose the prompt that is read next, unless there is one, if the source has one and there is room."""
+        """Choose the prompt that is read next, unless there is one, if the source has one and there
+        is room.
+        """
         while (
-            not self._unread and len(self._active) < self._memory.batch_size and (request := queue.peek()) is not None
+            not self._unread
+            and len(self._active) < self._memory.batch_size
+            and (request := queue.peek()) is not None
         ):
             try:
                 sequence = self._start(request)
@@ -202,9 +257,14 @@ class Engine:
         before: one that has ended, whose place it takes.
         """
         if request.request_id in self._active:
-            raise ValueError(f"request {request.request_id!r} is running already; give each request an id of its own")
+            raise ValueError(
+                f"request {request.request_id!r} is running already; give each request an id of "
+                "its own"
+            )
         self._admission.check(request)
-        grammar = self._grammars.begin(request.schema) if request.schema and not request.choices else None
+        grammar = (
+            self._grammars.begin(request.schema) if request.schema and not request.choices else None
+        )
         admitted = (before.slot, before.region) if before else self._admission.admit(request)
         if admitted is None:
             assert self._active, "an empty engine has room for whatever passes the check"
@@ -218,7 +278,10 @@ class Engine:
             stop_repetition=request.sampling.stop_repetition,
         )
         drafts = self._memory.num_nodes > 0 and request.drafts and not request.choices
-        policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
+        policy, penalties = (
+            CachePolicy(self._cache_options),
+            penalties_of(request, self.target.device),
+        )
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if before is not None:
             sequence.num_kept = _num_kept(before.request, request)
@@ -232,7 +295,9 @@ class Engine:
             self._unread[request.request_id] = sequence
         return sequence
 
-    def _refuse(self, request: Request, error: ValueError, queue: Queue, on_error: OnError | None) -> None:
+    def _refuse(
+        self, request: Request, error: ValueError, queue: Queue, on_error: OnError | None
+    ) -> None:
         """Report a request that cannot run; what follows it is queued."""
         if on_error is None:
             raise error
@@ -240,9 +305,11 @@ class Engine:
         queue.give_back(request.chain[1:2])
 
     def _end(self, sequence: Sequence, queue: Queue, on_error: OnError | None) -> None:
-        """Let a sequence leave that has ended. The request that follows it takes its place, or is queued.
+        """Let a sequence leave that has ended. The request that follows it takes its place, or is
+        queued.
 
-        It takes it where prompts begin alike, the rows suffice, and the draft, if it will propose, has read along.
+        It takes it where prompts begin alike, the rows suffice, and the draft, if it will propose,
+        has read along.
         """
         following = sequence.request.chain[1:2]
         if not following or not self._can_follow(sequence, following[0]):
@@ -264,8 +331,12 @@ class Engine:
         fits = self._admission.has_room(request, sequence.region)
         return reads and fits and _num_kept(sequence.request, request) > 0
 
-    def _guard(self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None) -> None:
-        """Do the work; if memory runs out and a size can be lowered, let the sequences start again."""
+    def _guard(
+        self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None
+    ) -> None:
+        """Do the work; if memory runs out and a size can be lowered, let the sequences start
+        again.
+        """
         try:
             with torch.inference_mode():
                 if work == "prefill":
@@ -293,14 +364,22 @@ class Engine:
         self._watch.restart()
 
     def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
-        """Return True if another start takes less memory: with a smaller size, or without a sequence's draft."""
-        still_drafts = self._memory.num_nodes == 0 and any(sequence.drafts for sequence in sequences)
+        """Return True if another start takes less memory: with a smaller size, or without a
+        sequence's draft.
+        """
+        still_drafts = self._memory.num_nodes == 0 and any(
+            sequence.drafts for sequence in sequences
+        )
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
-    def _fail(self, sequences: list[Sequence], error: Exception, queue: Queue, on_error: OnError) -> None:
+    def _fail(
+        self, sequences: list[Sequence], error: Exception, queue: Queue, on_error: OnError
+    ) -> None:
         """Report the failure of a sequence that ran alone; raise BatchError if several ran."""
         if len(sequences) > 1:
-            raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
+            raise BatchError(
+                [sequence.request.request_id for sequence in sequences], error
+            ) from error
         self._leave(sequences[0])
         self._memory.ended()
         if not self._unread:  # the next prompt takes no rows of one that may have failed over them
@@ -315,7 +394,9 @@ class Engine:
         self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self, queue: Queue, on_error: OnError | None) -> list[Completion]:
-        """Let the sequences leave that have ended; return the completions of those that are not broken."""
+        """Let the sequences leave that have ended; return the completions of those that are not
+        broken.
+        """
         done = []
         for sequence in [each for each in self._active.values() if each.has_ended]:
             if sequence.is_broken:
@@ -338,7 +419,9 @@ class Engine:
             self._leave(sequence)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
-        """Run a chunk of the prompt through target and draft; after the last choose a token, retrieve for the draft."""
+        """Run a chunk of the prompt through target and draft; after the last choose a token,
+        retrieve for the draft.
+        """
         [sequence] = sequences
         request = sequence.request
         end = self._reader.read(sequence, self._memory.chunk_size)
@@ -370,7 +453,9 @@ class Engine:
         self.num_steps += 1
 
     def _step(self, running: list[Sequence]) -> None:
-        """Draft, verify, accept, then let the draft look again, for all running sequences at once."""
+        """Draft, verify, accept, then let the draft look again, for all running sequences at
+        once.
+        """
         is_timed = not self._graphs.enabled or self.num_steps % TIMED_EVERY == 0
         self._timed_for = self._adaptive if is_timed else None
         self._wait_if_timed()
@@ -378,7 +463,9 @@ class Engine:
         trees = self._draft(running)
         if self._graphs.enabled and trees.num_nodes > 1:  # n-grams and grammars leave any size
             sizes = self._adaptive.costs.table if self._adaptive else None
-            trees = trees.padded(sizes.size_for(trees.num_nodes) if sizes else 1 + self._memory.num_nodes)
+            trees = trees.padded(
+                sizes.size_for(trees.num_nodes) if sizes else 1 + self._memory.num_nodes
+            )
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
@@ -392,21 +479,35 @@ class Engine:
             synchronise(self.target.device)
 
     def _draft(self, sequences: list[Sequence]) -> DraftTrees:
-        """Propose a tree for each sequence; for a plain step it is the root, and behind it what a grammar forces."""
+        """Propose a tree for each sequence; for a plain step it is the root, and behind it what a
+        grammar forces.
+        """
         roots = [sequence.root_token_id for sequence in sequences]
         if sequences[0].is_doubted:
             return roots_only(roots, self.target.device)
-        places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
+        places = [
+            b
+            for b, sequence in enumerate(sequences)
+            if sequence.drafts and sequence.speculation.active
+        ]
         trees = self._propose([sequences[b] for b in places]) if places else None
         pausing = [b for b, sequence in enumerate(sequences) if sequence.drafts and b not in places]
         if (glanced := self._glance([sequences[b] for b in pausing], sequences)) is not None:
-            trees = glanced if trees is None else DraftTrees.pad([*trees.nodes(), *glanced.nodes()], self.target.device)
+            trees = (
+                glanced
+                if trees is None
+                else DraftTrees.pad([*trees.nodes(), *glanced.nodes()], self.target.device)
+            )
             places += pausing
         if trees is None:
-            return self._constrained(roots_only(roots, self.target.device), sequences, drafting=False)
+            return self._constrained(
+                roots_only(roots, self.target.device), sequences, drafting=False
+            )
         proposing = [sequences[b] for b in places]
         if self._adaptive is not None:
-            trees = self._adaptive.prune(trees, proposing, [sequence.length for sequence in sequences])
+            trees = self._adaptive.prune(
+                trees, proposing, [sequence.length for sequence in sequences]
+            )
         if places != [*range(len(sequences))]:
             trees = among_roots(trees, places, roots)
         self._watch.charge("draft_s", proposing)
@@ -427,41 +528,64 @@ class Engine:
         return trees
 
     def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:
-        """Propose what takes no time for sequences that pause; captured steps have no trees of other sizes."""
+        """Propose what takes no time for sequences that pause; captured steps have no trees of
+        other sizes.
+        """
         if self.drafter is None or self._adaptive is None or not pausing or self._graphs.enabled:
             return None
         least = self._adaptive.least_probability([sequence.length for sequence in running])
-        return self.drafter.glance([sequence.slot for sequence in pausing], self._memory.num_nodes, least)
+        return self.drafter.glance(
+            [sequence.slot for sequence in pausing], self._memory.num_nodes, least
+        )
 
-    def _constrained(self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool) -> DraftTrees:
-        """Take out of trees what grammars forbid, and add what they force: of those that draft, or of those that pause.
+    def _constrained(
+        self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool
+    ) -> DraftTrees:
+        """Take out of trees what grammars forbid, and add what they force: of those that draft, or
+        of those that pause.
 
         A pause does not hold up what is forced.
         """
         asked = [each.drafts and each.speculation.active == drafting for each in sequences]
-        grammars = [each.grammar if is_asked else None for each, is_asked in zip(sequences, asked, strict=True)]
+        grammars = [
+            each.grammar if is_asked else None
+            for each, is_asked in zip(sequences, asked, strict=True)
+        ]
         if not any(grammars):
             return trees
         limits = [min(self._num_levels, each.num_left - 1) for each in sequences]
         proposed = trees.nodes()
         rows = zip(grammars, proposed, limits, strict=True)
-        kept = [nodes if grammar is None else grammar.keep(nodes, limit) for grammar, nodes, limit in rows]
+        kept = [
+            nodes if grammar is None else grammar.keep(nodes, limit)
+            for grammar, nodes, limit in rows
+        ]
         if kept == proposed:
             return trees
         return prune(DraftTrees.pad(kept, self.target.device), 1 + self._memory.num_nodes)
 
-    def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
-        """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""
+    def _accept(
+        self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float
+    ) -> None:
+        """Append each sequence's decided tokens, and count the step, whose verification started at
+        `begin`.
+        """
         lengths = [sequence.length for sequence in sequences]
         decided = [*zip(step.new_token_ids, step.is_finite, strict=True)]
         accepted = [len(new) - is_finite for new, is_finite in decided]
-        for sequence, size, number, (new, _) in zip(sequences, trees.sizes, accepted, decided, strict=True):
+        for sequence, size, number, (new, _) in zip(
+            sequences, trees.sizes, accepted, decided, strict=True
+        ):
             sequence.length += len(new)
             sizes = size - 1, number, self._num_levels
-            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=self._tree_attention == "hybrid")
+            sequence.count_step(
+                *sizes, batch_size=len(sequences), hybrid=self._tree_attention == "hybrid"
+            )
         now = self._watch.charge("verify_s", sequences)
         if self._adaptive is not None:
-            self._adaptive.observe(sequences, lengths, trees, accepted, now - begin if self._timed_for else None)
+            self._adaptive.observe(
+                sequences, lengths, trees, accepted, now - begin if self._timed_for else None
+            )
         for sequence, (new, is_finite) in zip(sequences, decided, strict=True):
             if new:
                 sequence.push(new, now)
@@ -469,7 +593,9 @@ class Engine:
             sequence.is_broken = not (is_finite or sequence.finish_reason) and trees.num_nodes == 1
 
     def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
-        """Retrieve where it is due, then let the draft read what was decided, unless it pauses in the next step."""
+        """Retrieve where it is due, then let the draft read what was decided, unless it pauses in
+        the next step.
+        """
         assert self.drafter is not None
         going = [
             b
@@ -485,12 +611,18 @@ class Engine:
             if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
                 num_new = len(step.new_token_ids[b])
                 last = step.paths[b, num_new - 1 : num_new]
-                due.append((sequences[b], [query[b].index_select(0, last)[0] for query in step.queries]))
+                due.append(
+                    (sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
+                )
         if due:
             self._retrieve(due)
-        prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
+        prompt = [
+            b for b in going if sequences[b].speculation.active and not sequences[b].undrafted
+        ]
         if prompt:
-            seconds = self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
+            seconds = self._absorb(
+                [sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled)
+            )
             if self._timed_for is not None:
                 self._timed_for.costs.observe_draft("absorb", len(prompt), seconds)
         for b in going:
@@ -499,7 +631,9 @@ class Engine:
                 self._read_late(sequences[b], new, step.features[b, : len(new)].clone())
 
     def _read_late(self, sequence: Sequence, token_ids: list[int], features: Tensor) -> None:
-        """Keep decided tokens for the draft, and the features before them; let it read all it missed if it drafts."""
+        """Keep decided tokens for the draft, and the features before them; let it read all it
+        missed if it drafts.
+        """
         sequence.undrafted.append((token_ids, features))
         if sequence.speculation.active:  # alone, because others would be padded to it
             missed, before = sequence.catch_up()
@@ -509,7 +643,8 @@ class Engine:
                 self._adaptive.observe_catching_up(waiting, seconds)
 
     def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
-        """Choose what the draft sees of sequences, by the queries [H, D] of each one's last committed token.
+        """Choose what the draft sees of sequences, by the queries [H, D] of each one's last
+        committed token.
 
         They are those of the layers that score. The host waits once for the scores of all.
         """
@@ -518,11 +653,15 @@ class Engine:
         masses = [self._mass(*each) for each in due]
         on_host = torch.cat(masses).cpu().split([*map(len, masses)])
         for (sequence, _), mass in zip(due, on_host, strict=True):
-            self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))
+            self.drafter.select(
+                sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats)
+            )
         self._watch.charge("retrieval_s", [sequence for sequence, _ in due])
 
     def _mass(self, sequence: Sequence, queries: list[Tensor]) -> Tensor:
-        """Return each chunk's share [C] of the attention of some queries; nothing if no layer scores."""
+        """Return each chunk's share [C] of the attention of some queries; nothing if no layer
+        scores.
+        """
         if not self._scored_layers:
             return torch.empty(0)
         rows = slice(sequence.region.start, sequence.region.start + sequence.length)
@@ -539,5 +678,7 @@ class Engine:
 
 
 def _num_kept(before: Request, request: Request) -> int:
-    """Return how many tokens of a prompt another one has read: one fewer than they share, as `Drafter.go_back` asks."""
+    """Return how many tokens of a prompt another one has read: one fewer than they share, as
+    `Drafter.go_back` asks.
+    """
     return max(0, num_common(before.prompt_token_ids, request.prompt_token_ids) - 1)

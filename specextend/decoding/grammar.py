@@ -1,8 +1,10 @@
-"""Constrained decoding: which tokens may follow at each node of a tree, and which must, by the library llguidance.
+"""Constrained decoding: which tokens may follow at each node of a tree, and which must, by the
+library llguidance.
 
-A grammar is that of a JSON Schema: one object, without white space that it does not need. What may not follow gets the
-logit -inf behind all penalties, so every way to choose a token keeps to the schema, and the output is that of plain
-decoding under the same masks. Only nodes that the target's own choices reach are masked. Letters: V vocabulary.
+A grammar is that of a JSON Schema: one object, without white space that it does not need. What may
+not follow gets the logit -inf behind all penalties, so every way to choose a token keeps to the
+schema, and the output is that of plain decoding under the same masks. Only nodes that the target's
+own choices reach are masked. Letters: V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,32 +26,46 @@ if TYPE_CHECKING:
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of the library: all between the values is forced, and is what Python's `json` writes."""
 _FORCED = log(0.99)
-"""Log probability of a token that is forced: the target may spell the same characters in other tokens."""
+"""Log probability of a token that is forced: the target may spell the same characters in other
+tokens.
+"""
 
 
 class Grammars:
-    """Makes the grammars of requests. Keeps the library's view of the tokenizer, and the schema compiled last."""
+    """Makes the grammars of requests. Keeps the library's view of the tokenizer, and the schema
+    compiled last.
+    """
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int):
-        """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the tokenizer's size."""
+        """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the
+        tokenizer's size.
+        """
         self._tokenizer, self._eos_token_ids = tokenizer, sorted(eos_token_ids)
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
         self._compiled: tuple[str, LLMatcher] | None = None
 
     def begin(self, schema: str) -> Grammar:
-        """Return the grammar of an output that has not begun. Raises ValueError if the library cannot make one."""
+        """Return the grammar of an output that has not begun. Raises ValueError if the library
+        cannot make one.
+        """
         from llguidance import LLMatcher, LLTokenizer  # a run without a schema needs neither
         from llguidance.hf import from_tokenizer
 
         if self._vocabulary is None:  # takes up to a second
             num_tokens = max(self._vocab_size, len(self._tokenizer))
             slices = LLTokenizer.json_slices()
-            self._vocabulary = from_tokenizer(self._tokenizer, num_tokens, self._eos_token_ids, slices)
+            self._vocabulary = from_tokenizer(
+                self._tokenizer, num_tokens, self._eos_token_ids, slices
+            )
         if self._compiled is None or self._compiled[0] != schema:
-            matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT))
+            matcher = LLMatcher(
+                self._vocabulary, LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+            )
             if matcher.is_error() or matcher.is_stopped():
-                raise ValueError(f"output.schema: {matcher.get_error() or 'no object satisfies it'}")
+                raise ValueError(
+                    f"output.schema: {matcher.get_error() or 'no object satisfies it'}"
+                )
             self._compiled = schema, matcher
         return Grammar(self._compiled[1].deep_copy(), self._eos_token_ids)
 
@@ -65,10 +81,14 @@ class Grammar:
         """Go on by tokens of the output; what stands behind its end does not count."""
         self._matcher.try_consume_tokens(list(token_ids))
 
-    def follow(self, token_ids: Sequence[int], parents: Sequence[int], choose: Callable[[int], int]) -> list[int]:
-        """Return the tokens chosen behind the root of a tree and the nodes that this leads to, -1 behind all others.
+    def follow(
+        self, token_ids: Sequence[int], parents: Sequence[int], choose: Callable[[int], int]
+    ) -> list[int]:
+        """Return the tokens chosen behind the root of a tree and the nodes that this leads to, -1
+        behind all others.
 
-        The root is the last token of the output. `choose` is called while the grammar stands at the node it is given.
+        The root is the last token of the output. `choose` is called while the grammar stands at the
+        node it is given.
         """
         nodes = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
         chosen, num_taken = [-1] * len(token_ids), 0
@@ -88,7 +108,8 @@ class Grammar:
         return taken is not None
 
     def mask(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` [1, V], which penalties made of `logits`, without what may not follow where it stands.
+        """Return `scores` [1, V], which penalties made of `logits`, without what may not follow
+        where it stands.
 
         Where penalties leave nothing that may follow, they do not count.
         """
@@ -101,23 +122,32 @@ class Grammar:
         return allowed
 
     def keep(self, tree: Sequence[TreeNode], num_levels: int) -> list[TreeNode]:
-        """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to `num_levels`."""
+        """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to
+        `num_levels`.
+        """
         children, kept = _children([node.parent for node in tree]), [tree[0]]
 
         def grow(number: int, old: int | None) -> None:
-            """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is there."""
+            """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is
+            there.
+            """
             node = kept[number]
             if node.depth >= num_levels:
                 return
             offers: dict[int, tuple[int | None, float]] = {}
             if old is not None:
                 drafted = [(child, tree[child]) for child in children.get(old, ())]
-                offers = {each.token_id: (child, each.log_prob - tree[old].log_prob) for child, each in drafted}
+                offers = {
+                    each.token_id: (child, each.log_prob - tree[old].log_prob)
+                    for child, each in drafted
+                }
             for token_id in self._forced():
                 offers[token_id] = offers[token_id][0] if token_id in offers else None, _FORCED
             for token_id, (child, log_prob) in offers.items():
                 if (taken := self._enter(token_id)) is not None:
-                    kept.append(TreeNode(number, token_id, node.depth + 1, node.log_prob + log_prob))
+                    kept.append(
+                        TreeNode(number, token_id, node.depth + 1, node.log_prob + log_prob)
+                    )
                     if taken:
                         grow(len(kept) - 1, child)
                     self._matcher.rollback(taken)
@@ -127,10 +157,16 @@ class Grammar:
 
     def _forced(self) -> list[int]:
         """Return the next token if there is but one way to go on; else none."""
-        return self._eos_token_ids[:1] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()[:1]
+        return (
+            self._eos_token_ids[:1]
+            if self._matcher.is_stopped()
+            else self._matcher.compute_ff_tokens()[:1]
+        )
 
     def _enter(self, token_id: int) -> int | None:
-        """Go on by a token; return how many are to be rolled back afterwards, None if it may not follow."""
+        """Go on by a token; return how many are to be rolled back afterwards, None if it may not
+        follow.
+        """
         if self._matcher.is_stopped():
             return 0 if token_id in self._eos_token_ids else None
         return self._matcher.try_consume_tokens([token_id]) or None

@@ -1,13 +1,15 @@
-"""A model's layers, replaced by faster ones: decoder layers in fewer operators, linear layers by compiled products.
+"""A model's layers, replaced by faster ones: decoder layers in fewer operators, linear layers by
+compiled products.
 
-A decoder layer of few rows is a chain of small operators, so each one that is left out counts. In fp32 the logits are
-the stock layer's; in bf16 fewer results are rounded between two operators.
+A decoder layer of few rows is a chain of small operators, so each one that is left out counts. In
+fp32 the logits are the stock layer's; in bf16 fewer results are rounded between two operators.
 
-A linear layer in bf16 on a CPU is laid out once for the kernel of `attention.compiled.products`; where that cannot be
-made, or does not take the weight, torch's own stays. Product and fp32 accumulation are the same.
+A linear layer in bf16 on a CPU is laid out once for the kernel of `attention.compiled.products`;
+where that cannot be made, or does not take the weight, torch's own stays. Product and fp32
+accumulation are the same.
 
-Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size, `K` key heads, `S` cache rows, `D` head
-size.
+Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size, `K` key heads, `S`
+cache rows, `D` head size.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     """Replace the decoder layers of a causal LM and its norms in place, by `FusedLayer` and `norm`.
 
-    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys. Layers go
-    to the model's device one after the other, and what `finish` makes of each stays there.
+    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries
+    and keys. Layers go to the model's device one after the other, and what `finish` makes of each
+    stays there.
     """
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
@@ -44,7 +47,9 @@ def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
 
 
 def norm(stock: Any) -> Any:
-    """Make a norm of one operator, in fp32 inside, rounded once, with a stock norm's weight and epsilon."""
+    """Make a norm of one operator, in fp32 inside, rounded once, with a stock norm's weight and
+    epsilon.
+    """
     made = nn.RMSNorm(len(stock.weight), stock.variance_epsilon, device="meta")
     made.weight = nn.Parameter(stock.weight, requires_grad=False)
     return made
@@ -67,7 +72,8 @@ class Forward:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of Llama's family, q, k and v in one product, gate and up in another, kernels between them.
+    """A decoder layer of Llama's family, q, k and v in one product, gate and up in another, kernels
+    between them.
 
     With kernels of ours it is eleven in all on a GPU, two of them attention.
     """
@@ -79,34 +85,50 @@ class FusedLayer(nn.Module):
         self._index: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
-        self.input_norm, self.post_norm = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
+        self.input_norm, self.post_norm = (
+            norm(layer.input_layernorm),
+            norm(layer.post_attention_layernorm),
+        )
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o_proj: nn.Module = attention.o_proj
         self.gate_up = join([mlp.gate_proj, mlp.up_proj])
         self.down_proj: nn.Module = mlp.down_proj
         self.head_norms: HeadNorms | None = None
         if (of_query := getattr(attention, "q_norm", None)) is not None:
-            self.head_norms = HeadNorms(of_query.weight, attention.k_norm.weight, of_query.variance_epsilon)
+            self.head_norms = HeadNorms(
+                of_query.weight, attention.k_norm.weight, of_query.variance_epsilon
+            )
 
     def forward(self, x: Tensor, run: Forward) -> Tensor:
         """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says."""
         keys, values = run.stored[self._index]
         normed = run.kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
         qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))
-        rotated = run.kernels.rotate_heads(qkv, run.cos, run.sin, self.head_norms, keys, values, run.rows)
+        rotated = run.kernels.rotate_heads(
+            qkv, run.cos, run.sin, self.head_norms, keys, values, run.rows
+        )
         query = rotated.unflatten(0, (-1, run.plan.num_new))
         if self._index in run.plan.keep_layers:
             run.plan.queries[self._index] = query
-        mixed = attend_plan(run.attend, query, keys, values, run.plan, self._scale).flatten(2).flatten(0, 1)
-        residual, normed = run.kernels.add_norm(x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps)
+        mixed = (
+            attend_plan(run.attend, query, keys, values, run.plan, self._scale)
+            .flatten(2)
+            .flatten(0, 1)
+        )
+        residual, normed = run.kernels.add_norm(
+            x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps
+        )
         return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.calls.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
+    """Return a `compiled.calls.Decoder` of layers in bf16 on a CPU, or None where it cannot take
+    them or be made.
+    """
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
-    if len(layers[0].gate_up.packed) % 2:  # blocks of outputs: a gate's and what it gates lie in the same places
+    # blocks of outputs: a gate's and what it gates lie in the same places
+    if len(layers[0].gate_up.packed) % 2:
         return None
     from specextend.attention.compiled.calls import Decoder, serves
 
@@ -128,13 +150,20 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Make one layer whose outputs are those of `linears`, which read the same input, side by side."""
+    """Make one layer whose outputs are those of `linears`, which read the same input, side by
+    side.
+    """
     weight = torch.cat([each.weight.detach() for each in linears])
-    return linear(weight, None if linears[0].bias is None else torch.cat([each.bias.detach() for each in linears]))
+    return linear(
+        weight,
+        None if linears[0].bias is None else torch.cat([each.bias.detach() for each in linears]),
+    )
 
 
 class CompiledLinear(nn.Module):
-    """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of `attention.compiled.products`."""
+    """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of
+    `attention.compiled.products`.
+    """
 
     def __init__(self, linear: nn.Linear, kernel: Any):
         """Take a layer that the kernel takes. kernel: the module `attention.compiled.calls`."""
@@ -143,7 +172,9 @@ class CompiledLinear(nn.Module):
         weight: Any = linear.weight.detach()
         is_plain = type(weight) is Tensor
         self.packed = kernel.products.lay_out(weight if is_plain else weight.qdata)
-        self.scales = torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
+        self.scales = (
+            torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
+        )
         bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
         self.product = kernel.product_of(self.packed, self.scales, self.bias)
@@ -155,7 +186,9 @@ class CompiledLinear(nn.Module):
 
 
 def pack(module: nn.Module) -> None:
-    """Replace, in place, every linear layer below `module` that the compiled kernel takes by one that it multiplies."""
+    """Replace, in place, every linear layer below `module` that the compiled kernel takes by one
+    that it multiplies.
+    """
     kernel = compiled_kernel()
     linears = {name: child for name, child in module.named_modules() if _is_plain_bf16(child)}
     if kernel is None and linears and not multiplies_bf16():
@@ -174,7 +207,9 @@ def _is_plain_bf16(module: nn.Module) -> bool:
 
 @cache
 def compiled_kernel() -> Any:
-    """Return the module of the compiled calls, or None where they cannot be made, or a layer of them is wrong."""
+    """Return the module of the compiled calls, or None where they cannot be made, or a layer of
+    them is wrong.
+    """
     calls = compiled()
     if calls is None or not {"avx2", "fma"} <= calls.tiles.processor_features():
         return None
@@ -183,7 +218,9 @@ def compiled_kernel() -> Any:
 
 @torch.inference_mode()
 def _computes_a_layer(kernel: Any) -> bool:
-    """Return True if a compiled layer of random weights, and a product in int8, give what plain torch gives in fp32."""
+    """Return True if a compiled layer of random weights, and a product in int8, give what plain
+    torch gives in fp32.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -196,8 +233,17 @@ def _computes_a_layer(kernel: Any) -> bool:
     attention.q_proj, attention.k_proj, attention.v_proj = product(128), product(64), product(64)
     mlp = SimpleNamespace(gate_proj=product(128), up_proj=product(128), down_proj=product(128))
     stock = SimpleNamespace(weight=draw(128), variance_epsilon=1e-5)
-    both = {"self_attn": attention, "mlp": mlp, "input_layernorm": stock, "post_attention_layernorm": stock}
-    layer, plan, stored = FusedLayer(SimpleNamespace(**both)), AttentionPlan([0], [9], 9), draw(1, 2, 2, 16, 32)
+    both = {
+        "self_attn": attention,
+        "mlp": mlp,
+        "input_layernorm": stock,
+        "post_attention_layernorm": stock,
+    }
+    layer, plan, stored = (
+        FusedLayer(SimpleNamespace(**both)),
+        AttentionPlan([0], [9], 9),
+        draw(1, 2, 2, 16, 32),
+    )
     inputs = draw(9, 128), draw(9, 32), draw(9, 32)
     x, *angles = (each.float() for each in inputs)
     run = Forward(TORCH, attend_reference, plan, stored.float(), torch.arange(9), *angles)
@@ -205,8 +251,14 @@ def _computes_a_layer(kernel: Any) -> bool:
     for name in PRODUCTS:
         setattr(layer, name, CompiledLinear(getattr(layer, name), kernel))
     found = kernel.Decoder([layer], attention.scaling).run(*inputs, plan, stored, ())[0]
-    weight, scales = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator), torch.rand(64)
+    weight, scales = (
+        torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator),
+        torch.rand(64),
+    )
     laid_out = kernel.products.lay_out(weight)
     of_int8 = kernel.multiply(inputs[0], kernel.product_of(laid_out, scales, scales))
     pairs = (found, exact), (of_int8, x @ weight.float().T * scales + scales)
-    return all((one.float() - other).norm() <= 4 * torch.finfo(one.dtype).eps * other.norm() for one, other in pairs)
+    return all(
+        (one.float() - other).norm() <= 4 * torch.finfo(one.dtype).eps * other.norm()
+        for one, other in pairs
+    )

@@ -1,12 +1,13 @@
 """Measurements of the machine: how they are kept between two starts, and what it can do at most.
 
-A measurement is one JSON file in the user's cache folder. It is kept only if nothing else used the cores meanwhile:
-beside another busy process, kernels of several threads can take thirty times as long, and the wrong one looks fastest.
-If a file is missing, damaged, about something else or made by other code, there is nothing; if the folder cannot be
-written, nothing is kept.
+A measurement is one JSON file in the user's cache folder. It is kept only if nothing else used the
+cores meanwhile: beside another busy process, kernels of several threads can take thirty times as
+long, and the wrong one looks fastest. If a file is missing, damaged, about something else or made
+by other code, there is nothing; if the folder cannot be written, nothing is kept.
 
-A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits it; prefill is
-limited by the rate of matrix products. What steps really take decides how large trees are, see `speculation.py`.
+A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits
+it; prefill is limited by the rate of matrix products. What steps really take decides how large
+trees are, see `speculation.py`.
 
 Shapes: `T` rows of a forward.
 """
@@ -44,13 +45,16 @@ if TYPE_CHECKING:
     from specextend.decoding.model import CachedModel
 
 _MOST_WAITING = 0.1
-"""Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray 0.05, with one more
-busy process 0.2 to 0.7."""
+"""Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray
+0.05, with one more busy process 0.2 to 0.7.
+"""
 _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 _REPEATS = 5
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-"""Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
+"""Numbers of rows of a forward that are measured; a number in between costs as much as the next
+larger one.
+"""
 MOST_ALONE = 64
 """Rows of a sequence in a step that is measured, at most."""
 LENGTHS = (512, 6000, 2048)
@@ -64,7 +68,8 @@ _LONG_S = 0.05
 def kept_or_measured(
     kind: str, key: ReadOnly, measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
 ) -> Any:
-    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it.
+    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is
+    about, or measure it.
 
     It is measured again where `is_final` says of what was kept that it is not enough.
     """
@@ -84,7 +89,9 @@ def kept_or_measured(
 
 
 def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
-    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
+    """Measure until the machine was quiet, for a second or two; return the last result, and True if
+    it was quiet.
+    """
     started_at = time.perf_counter()
     while True:
         begin, before = time.perf_counter(), _waited_s()
@@ -96,7 +103,9 @@ def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 def _waited_s() -> float:
-    """Return how long the threads of this process have waited for a core; not a number where Linux does not say it."""
+    """Return how long the threads of this process have waited for a core; not a number where Linux
+    does not say it.
+    """
     waited = []
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has just ended
@@ -105,7 +114,9 @@ def _waited_s() -> float:
 
 
 def cache_folder() -> Path | None:
-    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`; None if there is no home either."""
+    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`; None if there is no home
+    either.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the standard says to ignore relative ones
         return Path(base, "specextend")
@@ -145,7 +156,9 @@ class MachineLimits:
     read_bytes_per_s: float
     """Of a sum over a large tensor."""
     flop_per_s: float
-    """Of a product like those of prefill, in the target's dtype, by torch with its weight packed."""
+    """Of a product like those of prefill, in the target's dtype, by torch with its weight
+    packed.
+    """
 
 
 @dataclass(frozen=True)
@@ -163,7 +176,9 @@ class ModelWork:
     """Of a token and one that it attends to, in all layers."""
 
     def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
-        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one before it."""
+        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one
+        before it.
+        """
         products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
         return products + self.attention_flop_per_pair * num_pairs
 
@@ -179,10 +194,16 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
 
 
 def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a product of square matrices by torch, whose second one is packed where oneDNN multiplies bf16."""
+    """Return a product of square matrices by torch, whose second one is packed where oneDNN
+    multiplies bf16.
+    """
     weight = torch.randn(size, size, device=device, dtype=dtype)
     x = torch.ones(size, size, device=device, dtype=dtype)
-    if dtype != torch.bfloat16 or not traits_of(device).packs_linears or not multiplies_bf16(device):
+    if (
+        dtype != torch.bfloat16
+        or not traits_of(device).packs_linears
+        or not multiplies_bf16(device)
+    ):
         return partial(linear, x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, size)
     return partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], "")
@@ -202,7 +223,9 @@ def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """Return the limits of a device, kept or measured now."""
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
-    return MachineLimits(**kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype))))
+    return MachineLimits(
+        **kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype)))
+    )
 
 
 def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
@@ -212,16 +235,26 @@ def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -
     """
     config = model.config
     head = model.lm_head.weight.numel()
-    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    unread = 0 if config.tie_word_embeddings else head  # of an embedding of its own, a step reads one row
+    linears = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
+    # of an embedding of its own, a step reads one row
+    unread = 0 if config.tie_word_embeddings else head
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
     head_dim = head_size(config)
     return ModelWork(
         weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype),
-        kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize,
+        kv_bytes_per_token=2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * head_dim
+        * dtype.itemsize,
         layer_parameters=linears - head,
         head_parameters=head,
-        attention_flop_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+        attention_flop_per_pair=4
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * head_dim,
     )
 
 
@@ -231,7 +264,9 @@ def head_size(config: Any) -> int:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """Fit the least-squares line through (length, seconds), or a flat one where it would fall or begin below 0."""
+    """Fit the least-squares line through (length, seconds), or a flat one where it would fall or
+    begin below 0.
+    """
     lengths, seconds = zip(*points, strict=True)
     slope = max(0.0, linear_regression(lengths, seconds).slope) if len({*lengths}) > 1 else 0.0
     first = fmean(seconds) - slope * fmean(lengths)
@@ -239,7 +274,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def choose_sizes(num_nodes: int, max_batch_size: int, most: int) -> list[int]:
-    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `most`.
+    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to
+    `most`.
 
     `num_nodes` is the largest tree, the root not counted.
     """
@@ -258,17 +294,19 @@ def measure(
 ) -> CostTable:
     """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
-    One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the cache allows. It
-    writes to the front of the target's cache, so no request may be running. fastest: size -> tokens of prefix ->
-    seconds, of earlier measurements that something disturbed; of two times the shorter one counts, because other work
-    only ever adds to it.
+    One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the
+    cache allows. It writes to the front of the target's cache, so no request may be running.
+    fastest: size -> tokens of prefix -> seconds, of earlier measurements that something disturbed;
+    of two times the shorter one counts, because other work only ever adds to it.
     """
     begin, num_free = time.perf_counter(), target.cache.rows.num_free
     num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
-    target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
+    # fresh memory may hold NaN, and costs nothing until it is written
+    target.cache.stored[..., :num_rows, :] = 0
     points = defaultdict(dict) if fastest is None else fastest
     for number, length in enumerate(lengths):
-        if number > 1 and time.perf_counter() - begin > BUDGET_S:  # one length would say nothing of longer ones
+        # one length would say nothing of longer ones
+        if number > 1 and time.perf_counter() - begin > BUDGET_S:
             break
         for size in sizes:
             batch = -(-size // MOST_ALONE)
@@ -286,9 +324,11 @@ def measure(
 def make_step(
     target: CachedModel, kind: TreeAttention, batch: int, num_new: int, length: int, graphs: Graphs
 ) -> Callable[[Tensor], Tensor]:
-    """Return a step that reads `batch` chains of tokens [B, T], each behind `length` rows of its share of the cache.
+    """Return a step that reads `batch` chains of tokens [B, T], each behind `length` rows of its
+    share of the cache.
 
-    It goes through `graphs`, and returns logits [B, T, V]. With one token a sequence it is a plain step.
+    It goes through `graphs`, and returns logits [B, T, V]. With one token a sequence it is a plain
+    step.
     """
     starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
     first = torch.tensor(starts, device=target.device).unsqueeze(1)
@@ -298,7 +338,9 @@ def make_step(
     def forward(token_ids: Tensor, parents: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor]:
         mask = tree_mask(parents, num_new) if num_new > 1 else None
         places, lengths = (first, rows), [length + num_new] * batch
-        plan = AttentionPlan(starts, lengths, num_new, mask, tree=kind, on_device=places, captured=graphs.capturing)
+        plan = AttentionPlan(
+            starts, lengths, num_new, mask, tree=kind, on_device=places, captured=graphs.capturing
+        )
         return (target.logits(target.forward(token_ids, rows - first, plan)),)
 
     return lambda token_ids: graphs.run(f"step {kind}", forward, token_ids, parents, first, rows)[0]
@@ -308,7 +350,9 @@ def make_step(
 def time_step(
     target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
 ) -> float:
-    """Time one verification of chains of `size` rows together, each behind `length` tokens; one row is a plain step."""
+    """Time one verification of chains of `size` rows together, each behind `length` tokens; one row
+    is a plain step.
+    """
     begin, num_new = time.perf_counter(), -(-size // batch)
     token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=target.device)
     logits = make_step(target, kind, batch, num_new, length, graphs)(token_ids)
@@ -321,8 +365,8 @@ def load_step_costs(
 ) -> StepCosts | None:
     """Return the costs of steps, read from disk or measured now; None if trees have one size.
 
-    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the target's cache, so no
-    request may be running.
+    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the
+    target's cache, so no request may be running.
     """
     if tree.nodes != "auto":
         return None
@@ -332,7 +376,10 @@ def load_step_costs(
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
     key |= {"kind": kind, "sizes": sizes, "lengths": lengths}
     fastest: defaultdict[int, dict[int, float]] = defaultdict(dict)
-    kept = kept_or_measured("step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs, fastest).lines)
+    kept = kept_or_measured(
+        "step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs, fastest).lines
+    )
     graphs.clear()
-    lines = {int(size): tuple(line) for size, line in kept.items()}  # in JSON, keys are strings and tuples lists
+    # in JSON, keys are strings and tuples lists
+    lines = {int(size): tuple(line) for size, line in kept.items()}
     return StepCosts(CostTable(lines))

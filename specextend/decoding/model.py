@@ -1,4 +1,5 @@
-"""A causal LM that runs in batches on our layers and our cache, for the target and for standalone drafts.
+"""A causal LM that runs in batches on our layers and our cache, for the target and for standalone
+drafts.
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
@@ -24,11 +25,18 @@ class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
 
     def __init__(
-        self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels = TORCH, quantize: Scheme | None = None
+        self,
+        model: Any,
+        attend: Attend,
+        num_rows: int,
+        kernels: LayerKernels = TORCH,
+        quantize: Scheme | None = None,
     ):
-        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between their products.
+        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between
+        their products.
 
-        quantize: what becomes of the weights of these layers, which may still lie on another device than the others.
+        quantize: what becomes of the weights of these layers, which may still lie on another device
+        than the others.
         """
         self.config: Any = model.config
         self.model, self.attend, self.kernels = model, attend, kernels
@@ -63,13 +71,16 @@ class CachedModel:
         return self._decoder is not None
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after the final norm."""
+        """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after
+        the final norm.
+        """
         return self.forward_with_features(token_ids, positions, plan, ())[0]
 
     def forward_with_features(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Run `forward`, and return features [B, T, F] beside it: the outputs of `layers` (ascending) side by side.
+        """Run `forward`, and return features [B, T, F] beside it: the outputs of `layers`
+        (ascending) side by side.
 
         Without layers the features are the hidden states themselves. Nothing is kept.
         """
@@ -82,7 +93,10 @@ class CachedModel:
             x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, layers)
         else:
             rows = plan.new_rows(self.device).flatten()
-            run, outputs = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin), []
+            run, outputs = (
+                Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin),
+                [],
+            )
             for index, layer in enumerate(model.layers):
                 x = layer(x, run)
                 if index in layers:
@@ -95,7 +109,9 @@ class CachedModel:
         return self.model.lm_head(hidden)
 
     def timing_key(self) -> dict[str, Any]:
-        """Return what the time of a forward depends on, attention's kernels aside, as JSON values."""
+        """Return what the time of a forward depends on, attention's kernels aside, as JSON
+        values.
+        """
         return {
             "device": device_name(self.device),
             "threads": torch.get_num_threads(),

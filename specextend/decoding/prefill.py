@@ -1,12 +1,13 @@
 """Prefill: the target reads a prompt in chunks, and a draft reads along.
 
-The attention of a token depends on no later one, so prompts with the same first n tokens have the same n cache rows:
-what the target read for one is copied for the next (prefix caching). A draft reads every prompt itself, from the
-target's features; that takes little time. A request that follows another one in its place goes back to where their
-prompts differ: its rows are there, the draft's, too.
+The attention of a token depends on no later one, so prompts with the same first n tokens have the
+same n cache rows: what the target read for one is copied for the next (prefix caching). A draft
+reads every prompt itself, from the target's features; that takes little time. A request that
+follows another one in its place goes back to where their prompts differ: its rows are there, the
+draft's, too.
 
-Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a position, `H` query
-heads, `K` key heads, `D` head size.
+Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a
+position, `H` query heads, `K` key heads, `D` head size.
 """
 
 from collections.abc import Callable
@@ -35,10 +36,11 @@ def num_common(one: Items[int], other: Items[int]) -> int:
 
 @dataclass(slots=True)
 class LastPrompt:
-    """The prompt that the target read last, for one with the same long instruction, or about the same document.
+    """The prompt that the target read last, for one with the same long instruction, or about the
+    same document.
 
-    Its rows stay in the cache until the next prompt is read, even if its request has ended: nothing else is ever
-    written to a region that no running request has.
+    Its rows stay in the cache until the next prompt is read, even if its request has ended: nothing
+    else is ever written to a region that no running request has.
     """
 
     token_ids: Items[int]
@@ -47,16 +49,21 @@ class LastPrompt:
     """What a draft is given for its chunks, each [1, n, F]."""
 
     def length_in(self, prompt_token_ids: Items[int]) -> int:
-        """Return the tokens to take over for another prompt, whose last token is never among them; 0 if too few."""
+        """Return the tokens to take over for another prompt, whose last token is never among them;
+        0 if too few.
+        """
         n = num_common(self.token_ids, prompt_token_ids[:-1])
         return n if n >= LEAST_REUSED else 0
 
     def write(self, cache: KVCache, first_row: int, count: int) -> list[Tensor]:
-        """Copy the first `count` rows to `first_row` on; return their features in chunks [1, n, F]."""
+        """Copy the first `count` rows to `first_row` on; return their features in chunks [1, n,
+        F].
+        """
         cache.copy(self.first_row, first_row, count)
         chunks, left = [], count
         for chunk in self.features:
-            chunks.append(chunk if chunk.shape[1] <= left else chunk[:, :left].clone())  # a view would keep all of it
+            # a view would keep all of it
+            chunks.append(chunk if chunk.shape[1] <= left else chunk[:, :left].clone())
             left -= chunks[-1].shape[1]
             if not left:
                 break
@@ -76,7 +83,9 @@ class PromptEnd(NamedTuple):
 
 @dataclass
 class PromptReader:
-    """Reads prompts for one engine. What a prompt has in common with the one before it is read once."""
+    """Reads prompts for one engine. What a prompt has in common with the one before it is read
+    once.
+    """
 
     _target: CachedModel
     _drafter: Drafter | None
@@ -97,7 +106,8 @@ class PromptReader:
         self._last_prompt, self._features = None, []
 
     def read(self, sequence: Sequence, chunk_size: int) -> PromptEnd | None:
-        """Read the next `chunk_size` tokens of a sequence's prompt; return None if more of it is left.
+        """Read the next `chunk_size` tokens of a sequence's prompt; return None if more of it is
+        left.
 
         A prompt is read to its end, or given up, before another one is begun.
         """
@@ -110,7 +120,9 @@ class PromptReader:
                 self._features = self._take_over(sequence)
                 taken = torch.tensor(token_ids[: sequence.length], device=device)
                 self._let_draft_read(sequence, taken, self._features)
-        chunk = torch.tensor(token_ids[sequence.length : sequence.length + chunk_size], device=device)
+        chunk = torch.tensor(
+            token_ids[sequence.length : sequence.length + chunk_size], device=device
+        )
         plan, hidden, features = self._read_chunk(sequence, chunk)
         self._let_draft_read(sequence, chunk, [features])
         self._features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
@@ -122,7 +134,9 @@ class PromptReader:
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
     def _go_back(self, sequence: Sequence) -> None:
-        """Begin behind what its rows hold already. What the prompt before it left there is no prompt's any more."""
+        """Begin behind what its rows hold already. What the prompt before it left there is no
+        prompt's any more.
+        """
         num_kept, request, last = sequence.num_kept, sequence.request, self._last_prompt
         if last is not None and last.first_row == sequence.region.start:
             last.token_ids = last.token_ids[:num_kept]
@@ -133,7 +147,9 @@ class PromptReader:
             self._drafter.go_back(sequence.slot, request.prompt_token_ids[:num_kept], *sizes)
 
     def _take_over(self, sequence: Sequence) -> list[Tensor]:
-        """Copy the start of a prompt that was read for the one before; return its features in chunks [1, n, F]."""
+        """Copy the start of a prompt that was read for the one before; return its features in
+        chunks [1, n, F].
+        """
         last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
         if last is None or not (n := last.length_in(sequence.request.prompt_token_ids)):
             return []
@@ -141,23 +157,35 @@ class PromptReader:
         return last.write(self._target.cache, sequence.region.start, n)
 
     def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:
-        """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of chunks of them."""
+        """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of
+        chunks of them.
+        """
         self._watch.charge("prefill_s", [sequence])
         if self._drafter is None or not sequence.drafts:
             return
         first = 0
         for features in chunks:
-            self._drafter.prefill(sequence.slot, token_ids[first : first + features.shape[1]], features[0])
+            self._drafter.prefill(
+                sequence.slot, token_ids[first : first + features.shape[1]], features[0]
+            )
             first += features.shape[1]
         self._watch.charge("draft_prefill_s", [sequence])
 
-    def _read_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
+    def _read_chunk(
+        self, sequence: Sequence, chunk: Tensor
+    ) -> tuple[AttentionPlan, Tensor, Tensor]:
+        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features
+        [1, T, F].
+        """
         first = sequence.length
         sequence.length += len(chunk)
         layers = frozenset(self._scored_layers)
-        plan = AttentionPlan([sequence.region.start], [sequence.length], len(chunk), keep_layers=layers)
+        plan = AttentionPlan(
+            [sequence.region.start], [sequence.length], len(chunk), keep_layers=layers
+        )
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self._on_chunk()
         token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
-        return plan, *self._target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
+        return plan, *self._target.forward_with_features(
+            token_ids, positions, plan, self._hidden_layers
+        )

@@ -1,9 +1,10 @@
 """Weights of the target in 8 or 4 bits, which torchao makes of the products of its layers.
 
-Embeddings, norms and LM head stay as they are. A scale belongs to one output of a product (`int8`), to a group of an
-output's inputs (`int4`), or to one output and one token (`fp8`), never to several tokens: what becomes of a document
-does not depend on its neighbours. `int8` and `int4` leave the inputs of a product alone, so speculation loses nothing
-in float32 with them either. `fp8` rounds them to 8 bits too, and runs in bfloat16 only.
+Embeddings, norms and LM head stay as they are. A scale belongs to one output of a product (`int8`),
+to a group of an output's inputs (`int4`), or to one output and one token (`fp8`), never to several
+tokens: what becomes of a document does not depend on its neighbours. `int8` and `int4` leave the
+inputs of a product alone, so speculation loses nothing in float32 with them either. `fp8` rounds
+them to 8 bits too, and runs in bfloat16 only.
 """
 
 from importlib.util import find_spec
@@ -21,11 +22,15 @@ GROUP = 64
 """Inputs that share a scale and an offset with `int4`."""
 _LEAST_CAPABILITY = {"int8": (0, 0), "int4": (8, 0), "fp8": (8, 9)}
 _MULTIPLE = {"int8": 1, "int4": GROUP, "fp8": 16}
-"""What the inputs of a product must be a multiple of; torchao leaves others in 16 bits without a word."""
+"""What the inputs of a product must be a multiple of; torchao leaves others in 16 bits without a
+word.
+"""
 
 
 def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError if weights of a scheme cannot be multiplied on a device. None: they stay in `dtype`."""
+    """Raise ValueError if weights of a scheme cannot be multiplied on a device. None: they stay in
+    `dtype`.
+    """
     if scheme is None:
         return
     capability = compute_capability(device)
@@ -33,7 +38,8 @@ def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device
         raise ValueError("target.quantize fp8 runs on a GPU only; choose int8")
     if capability is not None and capability < (least := _LEAST_CAPABILITY[scheme]):
         raise ValueError(
-            f"target.quantize {scheme} needs a GPU of compute capability {least[0]}.{least[1]} or higher, this one has "
+            f"target.quantize {scheme} needs a GPU of compute capability {least[0]}.{least[1]} or "
+            "higher, this one has "
             f"{capability[0]}.{capability[1]}; choose int8"
         )
     if capability is not None and scheme != "int8" and dtype != torch.bfloat16:
@@ -41,23 +47,32 @@ def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device
 
 
 def check_quantizable(model: Any, scheme: Scheme) -> None:
-    """Raise ValueError if the products of a causal LM's layers cannot be quantized; its weights may be on `meta`."""
+    """Raise ValueError if the products of a causal LM's layers cannot be quantized; its weights may
+    be on `meta`.
+    """
     if find_spec("torchao") is None:
-        raise ValueError(f"target.quantize needs the extra `quantize`: {how_to_install('quantize')}")
+        raise ValueError(
+            f"target.quantize needs the extra `quantize`: {how_to_install('quantize')}"
+        )
     multiple = _MULTIPLE[scheme]
     for outputs, inputs in _shapes(model):
         if inputs % multiple or (scheme == "fp8" and outputs % multiple):
             raise ValueError(
-                f"target.quantize {scheme} takes products in multiples of {multiple}, and the target has one of "
+                f"target.quantize {scheme} takes products in multiples of {multiple}, and the "
+                "target has one of "
                 f"{inputs} inputs and {outputs} outputs; choose int8"
             )
 
 
 def saved_bytes(model: Any, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Compute how many bytes less than in `dtype` a causal LM takes, whose weights may be on `meta`."""
+    """Compute how many bytes less than in `dtype` a causal LM takes, whose weights may be on
+    `meta`.
+    """
     if scheme is None:
         return 0
-    num_outputs, num_weights = (sum(each) for each in zip(*((o, o * i) for o, i in _shapes(model)), strict=True))
+    num_outputs, num_weights = (
+        sum(each) for each in zip(*((o, o * i) for o, i in _shapes(model)), strict=True)
+    )
     of_weights = num_weights // 2 if scheme == "int4" else num_weights
     of_scales = 2 * dtype.itemsize * num_weights // GROUP if scheme == "int4" else 4 * num_outputs
     return num_weights * dtype.itemsize - of_weights - of_scales
@@ -76,12 +91,18 @@ def quantized(layer: FusedLayer, scheme: Scheme | None) -> FusedLayer:
     from torchao.quantization import quantize_
 
     kernel = compiled_kernel() if scheme == "int8" else None
-    products = {name: child for name, child in layer.named_children() if isinstance(child, nn.Linear)}
+    products = {
+        name: child for name, child in layer.named_children() if isinstance(child, nn.Linear)
+    }
     device = layer.input_norm.weight.device
     quantize_(layer, _config(scheme, device))
     for name, linear in products.items():
         assert hasattr(linear.weight, "qdata"), f"torchao left {name} as it was"
-        if kernel is not None and traits_of(device).packs_linears and kernel.products.takes(linear.weight):
+        if (
+            kernel is not None
+            and traits_of(device).packs_linears
+            and kernel.products.takes(linear.weight)
+        ):
             setattr(layer, name, CompiledLinear(linear, kernel))
     return layer
 
@@ -96,7 +117,13 @@ def _config(scheme: Scheme, device: torch.device) -> Any:
     if scheme == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if scheme == "fp8":
-        return Float8Config(granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False)
+        return Float8Config(
+            granularity=PerRow(),
+            kernel_preference=KernelPreference.TORCH,
+            set_inductor_config=False,
+        )
     if traits_of(device).packs_linears:
         return PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
-    return Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+    return Int4WeightOnlyConfig(
+        group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )

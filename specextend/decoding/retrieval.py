@@ -2,7 +2,8 @@
 
 A text is cut into chunks of `cache.chunk_size` tokens, the last of which may be shorter.
 
-Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C` chunks.
+Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committed tokens, `C`
+chunks.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,17 @@ from specextend.stats import DecodingStats
 
 
 def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers that score the chunks, ascending from 0; none unless the policy is `retrieval`.
+    """Return the target's layers that score the chunks, ascending from 0; none unless the policy is
+    `retrieval`.
 
-    Raises:
-        ValueError: the options name a layer that a target of `num_layers` layers lacks, under any policy.
+    Raises: ValueError: the options name a layer that a target of `num_layers` layers lacks, under
+        any policy.
     """
     for layer in options.score_layers:
         if not -num_layers <= layer < num_layers:
             raise ValueError(
-                f"cache.score_layers names layer {layer}, but the target has {num_layers} (0 to {num_layers - 1}, or "
+                f"cache.score_layers names layer {layer}, but the target has {num_layers} (0 to "
+                f"{num_layers - 1}, or "
                 f"-{num_layers} to -1 from the last)"
             )
     layers = {layer % num_layers for layer in options.score_layers}
@@ -33,7 +36,8 @@ def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
 
 
 def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:
-    """Return each chunk's share [C] fp32 of one query's attention, the mean over heads. Shares add up to 1.
+    """Return each chunk's share [C] fp32 of one query's attention, the mean over heads. Shares add
+    up to 1.
 
     query [H, D] of the last accepted node, keys [K, S, D] of all committed tokens; scores in fp32.
     """
@@ -43,26 +47,35 @@ def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Te
     return pad(weights, (0, -len(weights) % chunk_size)).view(-1, chunk_size).sum(-1)
 
 
-def mean_mass(queries: Sequence[Tensor], keys: Sequence[Tensor], chunk_size: int, scale: float) -> Tensor:
-    """Return the mean [C] fp32 of `chunk_mass` over layers, one query and one set of keys for each."""
+def mean_mass(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], chunk_size: int, scale: float
+) -> Tensor:
+    """Return the mean [C] fp32 of `chunk_mass` over layers, one query and one set of keys for
+    each.
+    """
     masses = [chunk_mass(*layer, chunk_size, scale) for layer in zip(queries, keys, strict=True)]
     return masses[0] if len(masses) == 1 else torch.stack(masses).mean(0)
 
 
 def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tensor:
-    """Return the positions [S] int64 of the tokens in `chunks` [n] of a text of `num_tokens`, both ascending."""
+    """Return the positions [S] int64 of the tokens in `chunks` [n] of a text of `num_tokens`, both
+    ascending.
+    """
     positions = (chunks[:, None] * chunk_size + torch.arange(chunk_size)).flatten()
     return positions[positions < num_tokens]
 
 
 def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Mark the chunks [C] bool that hold some of the first `sinks` and of the last `recent` tokens."""
+    """Mark the chunks [C] bool that hold some of the first `sinks` and of the last `recent`
+    tokens.
+    """
     starts = torch.arange(0, num_tokens, options.chunk_size)
     return (starts < options.sinks) | (starts + options.chunk_size > num_tokens - options.recent)
 
 
 def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select the forced chunks and the best others by `mass` [C], `top_k_chunks` in all; a tie goes to the earlier.
+    """Select the forced chunks and the best others by `mass` [C], `top_k_chunks` in all; a tie goes
+    to the earlier.
 
     Returns the chunks [n], ascending.
     """
@@ -72,7 +85,8 @@ def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Ten
 
 
 def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select the sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with the same budget).
+    """Select the sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with
+    the same budget).
 
     Returns the chunks [n], ascending.
     """
@@ -84,7 +98,9 @@ def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
 
 @dataclass
 class CachePolicy:
-    """Decides what one sequence's draft may see, and when to select again. Lives as long as its request."""
+    """Decides what one sequence's draft may see, and when to select again. Lives as long as its
+    request.
+    """
 
     _options: CacheOptions
     _chosen: set[int] | None = None
@@ -104,7 +120,9 @@ class CachePolicy:
         return self._num_steps >= self._options.refresh_every
 
     def select(self, num_tokens: int, mass: Tensor, stats: DecodingStats) -> Tensor:
-        """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts under `retrieval`."""
+        """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts
+        under `retrieval`.
+        """
         self._selected_at, self._num_steps = num_tokens, 0
         if self._options.policy == "full":
             return torch.arange(num_tokens)
@@ -112,15 +130,20 @@ class CachePolicy:
             chunks = select_recent(num_tokens, self._options)
         else:
             chunks = select_by_score(mass, num_tokens, self._options)
-            stats.retrieval_coverage_sum += min(1.0, float(mass[chunks].sum()))  # fp32 shares may add up to more
+            # fp32 shares may add up to more
+            stats.retrieval_coverage_sum += min(1.0, float(mass[chunks].sum()))
             self._count(chunks[~forced_chunks(num_tokens, self._options)[chunks]], stats)
         return visible_positions(chunks, num_tokens, self._options.chunk_size)
 
     def _count(self, by_score: Tensor, stats: DecodingStats) -> None:
-        """Add a retrieval to the statistics, with the change of the chunks `by_score` from the one before."""
+        """Add a retrieval to the statistics, with the change of the chunks `by_score` from the one
+        before.
+        """
         chosen = set(by_score.tolist())
         if self._chosen is not None:
             union = self._chosen | chosen
-            stats.retrieval_churn_sum += 1 - len(self._chosen & chosen) / len(union) if union else 0.0
+            stats.retrieval_churn_sum += (
+                1 - len(self._chosen & chosen) / len(union) if union else 0.0
+            )
         self._chosen = chosen
         stats.num_retrievals += 1

@@ -1,12 +1,13 @@
 """The target's choice of a token: repetition penalties, its processed distribution, and noise.
 
-Penalties change the logits by the tokens that a sequence already has, as transformers changes them. At a node of a tree
-the sequence is prompt, output and the path from the root to the node. Sampling takes `argmax(log p + g)` with Gumbel
-noise g that depends on (request seed, absolute position, token id) alone. So every decoding mode that sees the same
-logits chooses the same tokens, whatever the tree or the batch.
+Penalties change the logits by the tokens that a sequence already has, as transformers changes them.
+At a node of a tree the sequence is prompt, output and the path from the root to the node. Sampling
+takes `argmax(log p + g)` with Gumbel noise g that depends on (request seed, absolute position,
+token id) alone. So every decoding mode that sees the same logits chooses the same tokens, whatever
+the tree or the batch.
 
-Letters: N rows, the nodes of a tree (root included), P positions, V vocabulary, K a prefix of the tokens in order of
-probability.
+Letters: N rows, the nodes of a tree (root included), P positions, V vocabulary, K a prefix of the
+tokens in order of probability.
 """
 
 import math
@@ -21,7 +22,8 @@ from specextend.decoding.device import upload
 Places = tuple[list[int], list[int]]
 """Entries of logits [N, V]: their nodes, and their token ids."""
 _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift and factor
+# its finaliser: shift and factor
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _MASK = (1 << 64) - 1
 FARTHEST = 1000.0
 """Largest lead of a token, in logits: that over tokens which cannot be chosen at all."""
@@ -31,26 +33,33 @@ _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they
 
 
 class NonFiniteLogits(ValueError):  # noqa: N818  error rows have the name
-    """Logits of the target that are NaN or infinite: whatever is chosen from them is not the model's."""
+    """Logits of the target that are NaN or infinite: whatever is chosen from them is not the
+    model's.
+    """
 
     def __init__(self, num_tokens: int):
         super().__init__(
-            f"the target's logits are NaN or infinite behind {counted(num_tokens, 'output token')}: its weights are "
-            "damaged, or target.dtype does not hold its numbers (float16 overflows where bfloat16 does not)"
+            "the target's logits are NaN or infinite behind "
+            f"{counted(num_tokens, 'output token')}: its weights are "
+            "damaged, or target.dtype does not hold its numbers (float16 overflows where bfloat16 "
+            "does not)"
         )
 
 
 def where_finite(values: Tensor, logits: Tensor, other: float) -> Tensor:
-    """Return `values` [...] with `other` in their place where logits [..., V] are not finite. The host is not asked."""
+    """Return `values` [...] with `other` in their place where logits [..., V] are not finite. The
+    host is not asked.
+    """
     sums = logits.sum(-1, dtype=torch.float32)
     return values.masked_fill(sums - sums != 0, other)  # the difference of infinite sums is NaN
 
 
 def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise [P, K] fp32 of int64 `token_ids`, [K] or [P, K], at absolute `positions` [P].
+    """Return standard Gumbel noise [P, K] fp32 of int64 `token_ids`, [K] or [P, K], at absolute
+    `positions` [P].
 
-    A counter-based generator: an entry is a function of (seed, position, token id). The logarithms are taken in
-    fp64, so the rounded result is the same on every device and in every shape.
+    A counter-based generator: an entry is a function of (seed, position, token id). The logarithms
+    are taken in fp64, so the rounded result is the same on every device and in every shape.
     """
     key = int(_mix(torch.tensor(_signed(seed & _MASK))))
     keys = _mix(positions * _signed(_WEYL) + key)
@@ -61,35 +70,44 @@ def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
-    """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
+    """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of
+    the tokens chosen.
 
-    Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one position share noise.
-    Where top_k or top_p leaves tokens out, noise is made for the others alone.
+    Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one
+    position share noise. Where top_k or top_p leaves tokens out, noise is made for the others
+    alone.
     """
     if sampling.temperature == 0:
-        return logits.max(-1).indices  # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU
+        # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU
+        return logits.max(-1).indices
     scaled = _scaled(logits, sampling.temperature)
     if (kept := _kept(scaled, sampling)) is not None:
         values, token_ids = kept
         best = (values + gumbel_noise(sampling.seed, positions, token_ids)).argmax(-1, keepdim=True)
         return token_ids.gather(-1, best).squeeze(-1)
     distinct, row_of = positions.unique(return_inverse=True)
-    noise = gumbel_noise(sampling.seed, distinct, torch.arange(logits.shape[-1], device=logits.device))
+    noise = gumbel_noise(
+        sampling.seed, distinct, torch.arange(logits.shape[-1], device=logits.device)
+    )
     return (scaled + noise[row_of]).argmax(-1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divide `logits` [..., V] by the temperature, in fp32, relative to the largest: a tiny one cannot overflow."""
+    """Divide `logits` [..., V] by the temperature, in fp32, relative to the largest: a tiny one
+    cannot overflow.
+    """
     assert temperature > 0, "greedy decoding has no distribution"
     values = logits.float()
-    return (values - values.amax(-1, keepdim=True)).div_(max(temperature, torch.finfo(torch.float32).tiny))
+    return (values - values.amax(-1, keepdim=True)).div_(
+        max(temperature, torch.finfo(torch.float32).tiny)
+    )
 
 
 def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int) -> float:
     """Return by how much of its logit the `chosen` token stands above every other of `logits` [V].
 
-    `position` [] int64 is that of the token. Each token has its noise. It is 0 if a token is ahead that top_k or top_p
-    leaves out.
+    `position` [] int64 is that of the token. Each token has its noise. It is 0 if a token is ahead
+    that top_k or top_p leaves out.
     """
     scores = logits.double()
     if sampling.temperature > 0:
@@ -102,7 +120,8 @@ def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: 
 
 
 def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | None:
-    """Return the likeliest tokens, ties by id: their `scaled` [..., K], -inf from the cut on, and ids [..., K].
+    """Return the likeliest tokens, ties by id: their `scaled` [..., K], -inf from the cut on, and
+    ids [..., K].
 
     K is as large as top_k and top_p need. None if they leave no token out.
     """
@@ -114,7 +133,9 @@ def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | N
     size = min(_FIRST_PREFIX if probs is not None else top_k + 1, vocab_size)
     while True:
         values, token_ids = _likeliest(scaled, size)
-        likeliest = values[..., :top_k].softmax(-1) if probs is None else probs.gather(-1, token_ids)
+        likeliest = (
+            values[..., :top_k].softmax(-1) if probs is None else probs.gather(-1, token_ids)
+        )
         num_kept = _nucleus_size(likeliest, sampling.top_p)
         last = values.gather(-1, num_kept - 1)
         end = values[..., -1:]
@@ -127,14 +148,18 @@ def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | N
 
 
 def _likeliest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the `size` largest of `scaled` [..., V], falling, and their ids, which rise among equals."""
+    """Return the `size` largest of `scaled` [..., V], falling, and their ids, which rise among
+    equals.
+    """
     token_ids = scaled.topk(size).indices.sort(-1).values
     values, order = scaled.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
     return values, token_ids.gather(-1, order)
 
 
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
-    """Count [..., 1] how many of the falling `probs` [..., K] it takes to reach top_p; K if all do not."""
+    """Count [..., 1] how many of the falling `probs` [..., K] it takes to reach top_p; K if all do
+    not.
+    """
     if top_p >= 1:
         return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
     num_below = (probs.cumsum(-1, dtype=torch.float64) < top_p).sum(-1, keepdim=True)
@@ -157,7 +182,9 @@ def _signed(value: int) -> int:
 
 
 class NgramIndex:
-    """Knows what followed each run of `size - 1` tokens in a growing text. A token more takes the same time in any."""
+    """Knows what followed each run of `size - 1` tokens in a growing text. A token more takes the
+    same time in any.
+    """
 
     def __init__(self, size: int):
         """Take the length of an n-gram, in tokens."""
@@ -180,12 +207,14 @@ class NgramIndex:
         return longer[1:] if len(longer) == self.size else longer
 
     def repeating(self, token_ids: Sequence[int], parents: Sequence[int]) -> Places:
-        """Return the tokens behind each node of a tree that would repeat an n-gram of the text or of the node's path.
+        """Return the tokens behind each node of a tree that would repeat an n-gram of the text or
+        of the node's path.
 
         The root is the text's last token.
         """
         ends, nodes, repeating = [self.end], list[int](), list[int]()
-        paths: list[list[tuple[tuple[int, ...], int]]] = [[]]  # of each node: the tokens below the root, behind what
+        # of each node: the tokens below the root, behind what
+        paths: list[list[tuple[tuple[int, ...], int]]] = [[]]
         for node in range(len(token_ids)):
             if node > 0:
                 parent, token_id = parents[node], token_ids[node]
@@ -200,13 +229,17 @@ class NgramIndex:
 
 
 class Penalties:
-    """The penalties of one request, and the tokens that they count. Lives as long as its request."""
+    """The penalties of one request, and the tokens that they count. Lives as long as its
+    request.
+    """
 
     def __init__(self, request: Request, device: torch.device):
         """Take a request that has penalties, and the device of the logits."""
         sampling = request.sampling
         self._penalty = sampling.repetition_penalty
-        self._ngrams = NgramIndex(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
+        self._ngrams = (
+            NgramIndex(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
+        )
         self._seen: set[int] = set()
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)
         self.extend(request.prompt_token_ids)
@@ -215,22 +248,30 @@ class Penalties:
         """Count tokens behind those counted so far."""
         if self._ngrams is not None:
             self._ngrams.extend(token_ids)
-        if self._penalty != 1 and (new := list(dict.fromkeys(each for each in token_ids if each not in self._seen))):
+        if self._penalty != 1 and (
+            new := list(dict.fromkeys(each for each in token_ids if each not in self._seen))
+        ):
             self._seen.update(new)
             self._seen_ids = torch.cat([self._seen_ids, self._seen_ids.new_tensor(new)])
 
     def apply(self, logits: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Return the penalised logits [N, V] fp32 behind each node of a tree, whose root is the last token counted.
+        """Return the penalised logits [N, V] fp32 behind each node of a tree, whose root is the
+        last token counted.
 
-        First each token that occurred is penalised once, then what would repeat an n-gram becomes -inf.
+        First each token that occurred is penalised once, then what would repeat an n-gram becomes
+        -inf.
         """
         scores = logits.to(torch.float32, copy=True)
         if self._penalty != 1:
-            scores.index_copy_(1, self._seen_ids, self._penalised(scores.index_select(1, self._seen_ids)))
+            scores.index_copy_(
+                1, self._seen_ids, self._penalised(scores.index_select(1, self._seen_ids))
+            )
             places = _as_index(self._new_in_paths(token_ids, parents), scores.device)
             scores[places] = self._penalised(scores[places])
         if self._ngrams is not None:
-            scores[_as_index(self._ngrams.repeating(token_ids, parents), scores.device)] = float("-inf")
+            scores[_as_index(self._ngrams.repeating(token_ids, parents), scores.device)] = float(
+                "-inf"
+            )
         return scores
 
     def _penalised(self, scores: Tensor) -> Tensor:

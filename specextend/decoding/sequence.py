@@ -1,6 +1,7 @@
 """One running request, its end, and the stopwatch that charges the engine's time to requests.
 
-A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its full length.
+A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its full
+length.
 """
 
 from collections.abc import Iterable
@@ -28,8 +29,9 @@ _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
 class StopChecker:
     """Consumes the tokens of one sequence as they are decided, and says when it ends.
 
-    Only if there are stop strings, text is decoded before the end: with each token the last few, which are enough to
-    hold any of them. The text of the first of these may be another than in the whole, so a find is confirmed there.
+    Only if there are stop strings, text is decoded before the end: with each token the last few,
+    which are enough to hold any of them. The text of the first of these may be another than in the
+    whole, so a find is confirmed there.
     """
 
     def __init__(
@@ -127,13 +129,16 @@ class Sequence:
     """The last token the target chose; it stands at position `length`."""
     finish_reason: FinishReason | None = None
     is_doubted: bool = False
-    """True if logits of the last step were not finite. NaN at a drafted token reaches its neighbours in the tree, too:
-    a plain step tells whose they are."""
+    """True if logits of the last step were not finite. NaN at a drafted token reaches its
+    neighbours in the tree, too: a plain step tells whose they are.
+    """
     is_broken: bool = False
     """True if it cannot go on, because the target's logits are not finite."""
     speculation: Speculation = field(default_factory=Speculation)
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
+    """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F]
+    before each.
+    """
     stats: DecodingStats = field(default_factory=DecodingStats)
     leads: list[float] = field(default_factory=list)
     """Those of its completion."""
@@ -143,7 +148,9 @@ class Sequence:
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
-        return self.request.sampling.temperature == 0 and not (self.is_adjusted or self.request.keeps_leads)
+        return self.request.sampling.temperature == 0 and not (
+            self.is_adjusted or self.request.keeps_leads
+        )
 
     @property
     def is_adjusted(self) -> bool:
@@ -160,20 +167,28 @@ class Sequence:
         """Return the number of tokens that the output has room for."""
         return self.request.max_new_tokens - len(self.stopper.token_ids)
 
-    def choose(self, logits: Tensor, positions: Tensor, token_ids: Items[int], parents: Items[int]) -> Tensor:
-        """Choose tokens [N] from logits [N, V] behind each node of a tree; under a grammar -1 where none leads.
+    def choose(
+        self, logits: Tensor, positions: Tensor, token_ids: Items[int], parents: Items[int]
+    ) -> Tensor:
+        """Choose tokens [N] from logits [N, V] behind each node of a tree; under a grammar -1 where
+        none leads.
 
-        `positions` [N] are those of the tokens chosen. The tree is asked for by penalties and grammar only.
+        `positions` [N] are those of the tokens chosen. The tree is asked for by penalties and
+        grammar only.
         """
         sampling, grammar = self.request.sampling, self.grammar
-        scores = logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
+        scores = (
+            logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
+        )
         if grammar is None:
             return self._choose(scores, positions)
         is_likely = not (self.penalties or sampling.leaves_out or self.request.keeps_leads)
         likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
 
         def choose(node: int) -> int:
-            """Choose behind a node where the grammar stands. What is chosen of all tokens is the choice of fewer."""
+            """Choose behind a node where the grammar stands. What is chosen of all tokens is the
+            choice of fewer.
+            """
             if likely is not None and grammar.allows(likely[node]):
                 return int(likely[node])
             row = slice(node, node + 1)
@@ -186,11 +201,15 @@ class Sequence:
         """Choose tokens [N] from scores [N, V], and note the lead of the first."""
         chosen = choose_tokens(scores, positions, self.request.sampling)
         if self.request.keeps_leads:
-            self.leads.append(lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0])))
+            self.leads.append(
+                lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0]))
+            )
         return chosen
 
     def push(self, token_ids: list[int], now: float) -> None:
-        """Append tokens that the target decided, record the times, and check whether they end the sequence."""
+        """Append tokens that the target decided, record the times, and check whether they end the
+        sequence.
+        """
         if self.stats.num_output_tokens == 0:
             self.first_token_at = now
             self.stats.ttft_s = now - self.started_at
@@ -215,7 +234,13 @@ class Sequence:
         return token_ids, features
 
     def count_step(
-        self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, batch_size: int, hybrid: bool
+        self,
+        num_draft_tokens: int,
+        num_accepted: int,
+        num_levels: int,
+        *,
+        batch_size: int,
+        hybrid: bool,
     ) -> None:
         """Count a verification: of a tree, or a plain step if `num_draft_tokens` is 0."""
         stats = self.stats
@@ -248,7 +273,9 @@ class Sequence:
 
 
 class Stopwatch:
-    """Charges every second of the engine to a phase of the sequences that it worked for, in equal shares."""
+    """Charges every second of the engine to a phase of the sequences that it worked for, in equal
+    shares.
+    """
 
     def __init__(self) -> None:
         self.mark = perf_counter()

@@ -1,13 +1,15 @@
 """Adaptive speculation: which sequences speculate in the next step, and with how large trees.
 
-The evidence of a sequence is what its draft promised, how much of that was accepted, and in how large trees. New
-sequences begin with the `Experience` of those before them of like length, so that a run finds out once, not once a
-document. A sequence that pauses does without its draft network; n-grams, which cost next to nothing, are proposed
-even then. So a draft has to bring more than they do.
-`who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running batch.
+The evidence of a sequence is what its draft promised, how much of that was accepted, and in how
+large trees. New sequences begin with the `Experience` of those before them of like length, so that
+a run finds out once, not once a document. A sequence that pauses does without its draft network;
+n-grams, which cost next to nothing, are proposed even then. So a draft has to bring more than they
+do. `who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running
+batch.
 
-Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A forward of n rows
-behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
+Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A
+forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and
+attention over the prefix.
 """
 
 from __future__ import annotations
@@ -39,15 +41,25 @@ LONGEST_PAUSE = 256
 TRIAL_STEPS = 2
 """Speculative steps that a try takes at least, whatever they bring."""
 PROBATION_STEPS = 16
-"""Speculative steps after which a try counts as a success, so that the next pause is a short one."""
+"""Speculative steps after which a try counts as a success, so that the next pause is a short
+one.
+"""
 ALLOWED_LOSS = 0.02
-"""Share of all decoding time that speculation may lose: by tries, or by going on where plain steps are as fast."""
+"""Share of all decoding time that speculation may lose: by tries, or by going on where plain steps
+are as fast.
+"""
 DOUBT = 0.1
-"""Gain that must be expected beyond plain steps after more than that was lost: estimates that were too good before."""
+"""Gain that must be expected beyond plain steps after more than that was lost: estimates that were
+too good before.
+"""
 LARGEST_CREDIT = 1.0
-"""Tokens of gain that count towards later tries: what one document won, the next one must not lose."""
+"""Tokens of gain that count towards later tries: what one document won, the next one must not
+lose.
+"""
 LARGEST_DEBT = 8.0
-"""Tokens of loss that have to be earned back before the next try: one held-up step must not end all tries."""
+"""Tokens of loss that have to be earned back before the next try: one held-up step must not end all
+tries.
+"""
 KNOWN_STEPS = 8
 """Speculative steps of all sequences from which on new ones need no try of their own."""
 _MEMORY = 0.92
@@ -55,24 +67,32 @@ _MEMORY = 0.92
 _LONG_MEMORY = 0.99
 """The same for the experience of all sequences."""
 _TRUST = 4.0
-"""Initial weight of what was known before the first step, in accepted tokens; it fades as evidence does."""
+"""Initial weight of what was known before the first step, in accepted tokens; it fades as evidence
+does.
+"""
 _LEAST_TRUST = 1.0
 _AGED = 0.25
 """Weight after a pause of the evidence from before it."""
 _HANDICAP = 0.2
-"""Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the draft."""
+"""Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the
+draft.
+"""
 _WORTH_A_THOUGHT = 0.5
-"""Share of its cost that a node must promise to be proposed in a pause: sizes are chosen among those that are."""
+"""Share of its cost that a node must promise to be proposed in a pause: sizes are chosen among
+those that are.
+"""
 LOOK_AROUND = 16
-"""Steps after which a tree of the next size, larger or smaller in turn, is verified: costs of sizes that are never
-taken were measured once, at the start, perhaps beside other work."""
+"""Steps after which a tree of the next size, larger or smaller in turn, is verified: costs of sizes
+that are never taken were measured once, at the start, perhaps beside other work.
+"""
 _WARM_UP = 4
 """Number of first measurements of a cost, of which the smallest is taken."""
 _QUICKLY, _SLOWLY = 0.1, 0.05
 """Weights of a new measurement in a running average."""
 _OUTLIER = 2.0
-"""Factor by which a measurement may exceed what was expected; more is cut off, so that one slow step does not stop
-speculation."""
+"""Factor by which a measurement may exceed what was expected; more is cut off, so that one slow
+step does not stop speculation.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,34 +118,49 @@ class CostTable:
         """
         total = len(lengths) * num_rows
         beyond = max(1.0, total / self.sizes[-1])
-        return self.lines[self.size_for(total)][0] * beyond + self.lines[self.size_for(num_rows)][1] * sum(lengths)
+        return self.lines[self.size_for(total)][0] * beyond + self.lines[self.size_for(num_rows)][
+            1
+        ] * sum(lengths)
 
 
 class StepCosts:
     """A cost table with corrections from this engine's own steps.
 
-    What slows the machine down slows every step down, so one pace serves all of them: it is learned from each step that
-    is taken, and holds for those that are not. What is left is learned slowly for each size of batch and tree.
+    What slows the machine down slows every step down, so one pace serves all of them: it is learned
+    from each step that is taken, and holds for those that are not. What is left is learned slowly
+    for each size of batch and tree.
     """
 
     def __init__(self, table: CostTable):
         self.table = table
         self._pace = _Average(_QUICKLY, 1.0, 1)  # the table counts as the first measurement
-        self._corrections: dict[tuple[int, int], _Average] = {}  # (sequences, size), beside the pace
-        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}  # at pace 1
+        # (sequences, size), beside the pace
+        self._corrections: dict[tuple[int, int], _Average] = {}
+        # at pace 1
+        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
 
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
-        """Return the time of a verification of `num_rows` rows (1: a plain step) of each sequence."""
+        """Return the time of a verification of `num_rows` rows (1: a plain step) of each
+        sequence.
+        """
         correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)))
-        return self._pace.value * (correction.value if correction else 1.0) * self.table.seconds(num_rows, lengths)
+        return (
+            self._pace.value
+            * (correction.value if correction else 1.0)
+            * self.table.seconds(num_rows, lengths)
+        )
 
     def draft_s(self, num_sequences: int) -> float:
-        """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if there is none."""
+        """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if
+        there is none.
+        """
 
         def distance(number: int) -> tuple[int, int]:
             return abs(number - num_sequences), number
 
-        return self._pace.value * sum(seen[min(seen, key=distance)].value for seen in self._drafting.values() if seen)
+        return self._pace.value * sum(
+            seen[min(seen, key=distance)].value for seen in self._drafting.values() if seen
+        )
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Record the time of a verification."""
@@ -137,12 +172,16 @@ class StepCosts:
 
     def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
         """Record the time of drafting for `num_sequences` at once."""
-        self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(seconds / self._pace.value)
+        self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(
+            seconds / self._pace.value
+        )
 
 
 @dataclass(slots=True)
 class _Average:
-    """A running average that begins with the smallest of the first values, because first calls build kernels."""
+    """A running average that begins with the smallest of the first values, because first calls
+    build kernels.
+    """
 
     weight: float
     """Weight of a new value."""
@@ -159,7 +198,9 @@ class _Average:
 
 
 class Evidence(NamedTuple):
-    """Sums over steps with a draft, or in pauses, of which each counts a little less than the one after it."""
+    """Sums over steps with a draft, or in pauses, of which each counts a little less than the one
+    after it.
+    """
 
     num_steps: float = 0.0
     num_rows: float = 0.0
@@ -175,7 +216,11 @@ class Evidence(NamedTuple):
 
     def gain(self, trust: float, prior: float) -> float:
         """Return the accepted tokens to expect from a step; 0 if there was none yet."""
-        return self.calibration(trust, prior) * self.expected / self.num_steps if self.num_steps else 0.0
+        return (
+            self.calibration(trust, prior) * self.expected / self.num_steps
+            if self.num_steps
+            else 0.0
+        )
 
     @property
     def rows(self) -> float:
@@ -187,7 +232,9 @@ class Evidence(NamedTuple):
         return Evidence(*(weight * each for each in self))
 
     def after(self, memory: float, *step: float) -> Evidence:
-        """Add a step, its rows, expected and accepted nodes; what came before counts `memory` times as much."""
+        """Add a step, its rows, expected and accepted nodes; what came before counts `memory` times
+        as much.
+        """
         return Evidence(*(memory * old + new for old, new in zip(self, (1.0, *step), strict=True)))
 
 
@@ -211,7 +258,9 @@ class Speculation:
 
     @property
     def calibration(self) -> float:
-        """Return accepted tokens over those that probabilities promised: of its draft, or of n-grams in a pause."""
+        """Return accepted tokens over those that probabilities promised: of its draft, or of
+        n-grams in a pause.
+        """
         if self.active:
             return self.evidence.calibration(self._trust, self.prior)
         return self.idle.calibration(_LEAST_TRUST, 1.0)
@@ -223,7 +272,9 @@ class Speculation:
 
     @property
     def idle_gain(self) -> float:
-        """Return the accepted tokens to expect from a step in a pause, those that a grammar forces among them."""
+        """Return the accepted tokens to expect from a step in a pause, those that a grammar forces
+        among them.
+        """
         return self.idle.accepted / self.idle.num_steps if self.idle.num_steps else 0.0
 
     @property
@@ -237,7 +288,9 @@ class Speculation:
         return not self.active and self._wait <= 0
 
     def observe(self, num_rows: int, expected: float, accepted: int) -> None:
-        """Record a speculative step; `expected` is the sum of the path probabilities of the verified nodes."""
+        """Record a speculative step; `expected` is the sum of the path probabilities of the
+        verified nodes.
+        """
         self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
         self.evidence = self.evidence.after(_MEMORY, num_rows, expected, accepted)
         self._run += 1
@@ -265,7 +318,9 @@ class Experience:
     """The evidence of all sequences, and the account that their tries are paid from."""
 
     balance: float = 0.0
-    """Tokens won by drafts minus those that their time would have brought, and `ALLOWED_LOSS` of all tokens."""
+    """Tokens won by drafts minus those that their time would have brought, and `ALLOWED_LOSS` of
+    all tokens.
+    """
     evidence: Evidence = field(default_factory=Evidence)
     by_length: dict[int, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
     """The same by the number of binary digits of a sequence's length."""
@@ -285,19 +340,26 @@ class Experience:
         return self.balance >= 0
 
     def begin(self, length: int) -> Speculation:
-        """Make the state of a new sequence of so many tokens, which expects what was seen so far at such lengths."""
+        """Make the state of a new sequence of so many tokens, which expects what was seen so far at
+        such lengths.
+        """
         idle = self.idle.times(1 / max(1.0, self.idle.num_steps))
         if not self.is_known:
             return Speculation(idle=idle)
         alike = self.by_length[length.bit_length()]
         seen = alike if alike.num_steps >= KNOWN_STEPS else self.evidence
         prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
-        return Speculation(prior=prior, evidence=seen.times(1 / seen.num_steps), idle=idle, _run=TRIAL_STEPS)
+        return Speculation(
+            prior=prior, evidence=seen.times(1 / seen.num_steps), idle=idle, _run=TRIAL_STEPS
+        )
 
-    def observe(self, length: int, num_rows: int, expected: float, accepted: int, cost: float) -> None:
+    def observe(
+        self, length: int, num_rows: int, expected: float, accepted: int, cost: float
+    ) -> None:
         """Record a speculative step of a sequence of `length` tokens.
 
-        `cost` is what a draft's tokens must be worth: those that would have been decided in the step's time without.
+        `cost` is what a draft's tokens must be worth: those that would have been decided in the
+        step's time without.
         """
         self.num_steps += 1
         step, digits = (num_rows, expected, accepted), length.bit_length()
@@ -311,7 +373,9 @@ class Experience:
         self._book(1 + accepted, 0.0)
 
     def observe_catching_up(self, cost: float) -> None:
-        """Record that a draft read what was decided while it paused, in the time of so many tokens without it."""
+        """Record that a draft read what was decided while it paused, in the time of so many tokens
+        without it.
+        """
         self._book(0, -cost)
 
     def _book(self, num_tokens: int, gain: float) -> None:
@@ -326,14 +390,17 @@ def who_speculates(
     *,
     in_credit: bool,
 ) -> set[int]:
-    """Choose the sequences of a batch that speculate next: the set that brings most tokens per second.
+    """Choose the sequences of a batch that speculate next: the set that brings most tokens per
+    second.
 
-    `verify_s(rows)` is the time of a verification of so many rows of each sequence, 1 being a plain step, and
-    `draft_s(k)` that of drafting for k of them. All sequences wait for the largest verification of the batch, so
-    speculation may pay for one of them only because it pays for another.
+    `verify_s(rows)` is the time of a verification of so many rows of each sequence, 1 being a plain
+    step, and `draft_s(k)` that of drafting for k of them. All sequences wait for the largest
+    verification of the batch, so speculation may pay for one of them only because it pays for
+    another.
 
-    In credit, paused sequences try again when their pause is over, and drafts pause if they would lose more than
-    `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must be expected to win more than `DOUBT`.
+    In credit, paused sequences try again when their pause is over, and drafts pause if they would
+    lose more than `ALLOWED_LOSS`. Out of credit, no try begins, and drafts must be expected to win
+    more than `DOUBT`.
     """
     forced = [state.on_trial or (in_credit and state.pause_is_over) for state in states]
     gains = [
@@ -354,17 +421,22 @@ def who_speculates(
     return set(order[:best])
 
 
-def idle_pace(states: Sequence[Speculation], verify_s: Callable[[float], float]) -> tuple[float, float]:
+def idle_pace(
+    states: Sequence[Speculation], verify_s: Callable[[float], float]
+) -> tuple[float, float]:
     """Return the tokens that a step decides in which all pause, and its seconds."""
     tokens = sum(1 + state.idle_gain for state in states)
     return tokens, fmean(verify_s(state.idle.rows) for state in states)
 
 
-def best_size(probabilities: Sequence[Sequence[float]], sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """Choose the number of rows of a verification, including the root, that brings most tokens per second.
+def best_size(
+    probabilities: Sequence[Sequence[float]], sizes: Sequence[int], seconds: Callable[[int], float]
+) -> int:
+    """Choose the number of rows of a verification, including the root, that brings most tokens per
+    second.
 
-    `probabilities` are each sequence's calibrated path probabilities in falling order; `seconds(rows)` is the time of
-    the whole step for one of the ascending `sizes`.
+    `probabilities` are each sequence's calibrated path probabilities in falling order;
+    `seconds(rows)` is the time of the whole step for one of the ascending `sizes`.
     """
     largest = 1 + max((len(each) for each in probabilities), default=0)
     enough = next((size for size in sizes if size >= largest), sizes[-1])
@@ -376,22 +448,26 @@ def best_size(probabilities: Sequence[Sequence[float]], sizes: Sequence[int], se
 
 
 class Adaptive:
-    """Decides for the running batch; the evidence of each sequence is kept in `Sequence.speculation`.
+    """Decides for the running batch; the evidence of each sequence is kept in
+    `Sequence.speculation`.
 
-    Costs and experience last as long as the engine. They decide how fast its output comes, never what it is.
+    Costs and experience last as long as the engine. They decide how fast its output comes, never
+    what it is.
     """
 
     def __init__(self, costs: StepCosts, num_nodes: int, *, reads_late: bool = False):
-        """Take the measured costs, and the largest number of nodes of a tree, not counting the root.
+        """Take the measured costs, and the largest number of nodes of a tree, not counting the
+        root.
 
-        `reads_late`: trees are sized by what the sequences' trees promised one step before, so that the host need not
-        wait for a draft.
+        `reads_late`: trees are sized by what the sequences' trees promised one step before, so that
+        the host need not wait for a draft.
         """
         self.costs = costs
         self._reads_late = reads_late
         self._promises: tuple[list[Running], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
-        self._num_settled = 0  # steps since the last decision, if all pause and none is to try again
+        # steps since the last decision, if all pause and none is to try again
+        self._num_settled = 0
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
         self._size = self._sizes[-1]
         """Rows to which the last trees with drafts were cut."""
@@ -399,7 +475,8 @@ class Adaptive:
 
     @property
     def most_nodes(self) -> int:
-        """Return how many nodes a draft is worth growing to: one size more than was verified last, to see if it pays.
+        """Return how many nodes a draft is worth growing to: one size more than was verified last,
+        to see if it pays.
 
         A level of a draft takes longer the more nodes it has.
         """
@@ -408,7 +485,9 @@ class Adaptive:
         return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
 
     def least_probability(self, lengths: list[int]) -> float:
-        """Return how likely a node must be to be worth a thought: half the tokens that its row takes the time of."""
+        """Return how likely a node must be to be worth a thought: half the tokens that its row
+        takes the time of.
+        """
         seconds = [self.costs.verify_s(size, lengths) for size in (1, self._sizes[-1])]
         return _WORTH_A_THOUGHT * (seconds[1] / seconds[0] - 1) / max(1, self._sizes[-1] - 1)
 
@@ -420,15 +499,17 @@ class Adaptive:
         new = self._experience.begin(num_tokens)
         if self._experience.is_known:
             states = [new, *(sequence.speculation for sequence in running)]
-            if 0 not in self._choose(states, [num_tokens, *(sequence.length for sequence in running)]):
+            if 0 not in self._choose(
+                states, [num_tokens, *(sequence.length for sequence in running)]
+            ):
                 new.pause()
         return new
 
     def prune(self, trees: DraftTrees, drafting: list[Running], lengths: list[int]) -> DraftTrees:
         """Cut the trees of sequences to the size that brings the batch most tokens per second.
 
-        `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
-        never 1, because a plain step would give no evidence.
+        `lengths` has one entry for every sequence of the step. While a sequence tries speculation
+        again, the size is never 1, because a plain step would give no evidence.
         """
         promises = trees.log_probs[:, 1:].exp()
         self._promises = drafting, download(promises) if self._reads_late else promises
@@ -440,7 +521,10 @@ class Adaptive:
         if not all(state.promised for state in states if state.active):
             return trees
         size = best_size(
-            [sorted((min(1.0, each.calibration * p) for p in each.promised), reverse=True) for each in states],
+            [
+                sorted((min(1.0, each.calibration * p) for p in each.promised), reverse=True)
+                for each in states
+            ],
             self._sizes[1:] if any(state.on_trial for state in states) else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
@@ -448,7 +532,9 @@ class Adaptive:
         return prune(trees, self._or_the_next(size))
 
     def _or_the_next(self, size: int) -> int:
-        """Return the size, or now and then one beside it, so that the cost of that is known, too."""
+        """Return the size, or now and then one beside it, so that the cost of that is known,
+        too.
+        """
         self._num_cut += 1
         if self._num_cut % LOOK_AROUND:
             return size
@@ -470,7 +556,9 @@ class Adaptive:
         accepted: list[int],
         verify_s: float | None,
     ) -> None:
-        """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
+        """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its
+        verification.
+        """
         num_rows = trees.num_nodes
         self._read_promises()
         if verify_s is not None:
@@ -479,8 +567,12 @@ class Adaptive:
         idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         num_drafting = sum(state.active for state in states)
         seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
-        owed = seconds / idle_s * idle_tokens - sum(1 + state.idle_gain for state in states if not state.active)
-        for sequence, length, size, number in zip(sequences, lengths, trees.sizes, accepted, strict=True):
+        owed = seconds / idle_s * idle_tokens - sum(
+            1 + state.idle_gain for state in states if not state.active
+        )
+        for sequence, length, size, number in zip(
+            sequences, lengths, trees.sizes, accepted, strict=True
+        ):
             state = sequence.speculation
             rows = num_rows if state.active else size
             expected = sum(sorted(state.promised, reverse=True)[: rows - 1])
@@ -492,7 +584,9 @@ class Adaptive:
                 self._experience.observe_idle(rows, expected, number)
 
     def observe_catching_up(self, waiting: list[Running], seconds: float) -> None:
-        """Record the time in which a draft read what was decided while it paused; all sequences were waiting."""
+        """Record the time in which a draft read what was decided while it paused; all sequences
+        were waiting.
+        """
         states, lengths = [each.speculation for each in waiting], [each.length for each in waiting]
         idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         self._experience.observe_catching_up(seconds / idle_s * idle_tokens)
@@ -518,9 +612,13 @@ class Adaptive:
     def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
         """Choose among sequences of these lengths."""
         in_credit = self._experience.in_credit
-        return who_speculates(states, self._verify_s(lengths), self.costs.draft_s, in_credit=in_credit)
+        return who_speculates(
+            states, self._verify_s(lengths), self.costs.draft_s, in_credit=in_credit
+        )
 
     def _verify_s(self, lengths: list[int]) -> Callable[[float], float]:
-        """Return the time of a verification by its rows; a size between two measured ones is interpolated."""
+        """Return the time of a verification by its rows; a size between two measured ones is
+        interpolated.
+        """
         seconds = [self.costs.verify_s(size, lengths) for size in self._sizes]
         return lambda num_rows: float(np.interp(num_rows, self._sizes, seconds))

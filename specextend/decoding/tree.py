@@ -1,7 +1,8 @@
-"""Draft trees: what proposes them, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
+"""Draft trees: what proposes them, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying
+them.
 
-Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates, `M` expanded nodes,
-`V` vocabulary, `W` nodes of a path.
+Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates,
+`M` expanded nodes, `V` vocabulary, `W` nodes of a path.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import upload
 
 _NEVER = -1e4
-"""Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted before the root."""
+"""Least log probability of a path. NaN of a broken draft becomes it, too: as NaN it would be sorted
+before the root.
+"""
 
 
 _PADDING = (0, -1, 0, -inf)
@@ -39,9 +42,11 @@ class TreeNode(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftTrees:
-    """The proposals for B sequences, padded to N nodes; those of one sequence have no first dimension and no padding.
+    """The proposals for B sequences, padded to N nodes; those of one sequence have no first
+    dimension and no padding.
 
-    Node 0 is the root, whose parent is -1; parents come first. Padding has no parent and is no root.
+    Node 0 is the root, whose parent is -1; parents come first. Padding has no parent and is no
+    root.
     """
 
     token_ids: Tensor
@@ -60,9 +65,15 @@ class DraftTrees:
         """Make them from the nodes of each tree."""
         num_nodes, padding = max(map(len, batch)), TreeNode(-1, 0, 0, -inf)
         rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
-        columns = torch.tensor([[node[:3] for node in nodes] for nodes in rows]).permute(2, 0, 1).contiguous()
+        columns = (
+            torch.tensor([[node[:3] for node in nodes] for nodes in rows])
+            .permute(2, 0, 1)
+            .contiguous()
+        )
         parents, token_ids, depths = upload(columns, device)
-        log_probs = upload(torch.tensor([[node.log_prob for node in nodes] for nodes in rows]), device)
+        log_probs = upload(
+            torch.tensor([[node.log_prob for node in nodes] for nodes in rows]), device
+        )
         return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
 
     def padded(self, num_nodes: int) -> DraftTrees:
@@ -71,7 +82,9 @@ class DraftTrees:
             return self
         missing = 0, num_nodes - self.num_nodes
         pairs = zip(self.tensors, _PADDING, strict=True)
-        token_ids, parents, depths, log_probs = (pad(each, missing, value=value) for each, value in pairs)
+        token_ids, parents, depths, log_probs = (
+            pad(each, missing, value=value) for each, value in pairs
+        )
         return DraftTrees(token_ids, parents, depths, log_probs, self.sizes)
 
     def nodes(self) -> list[list[TreeNode]]:
@@ -79,7 +92,10 @@ class DraftTrees:
         columns = torch.stack([self.parents, self.token_ids, self.depths], 2).tolist()
         batch = zip(columns, self.log_probs.tolist(), self.sizes, strict=True)
         return [
-            [TreeNode._make((*row, log_prob)) for row, log_prob in zip(rows[:size], log_probs, strict=False)]
+            [
+                TreeNode._make((*row, log_prob))
+                for row, log_prob in zip(rows[:size], log_probs, strict=False)
+            ]
             for rows, log_probs, size in batch
         ]
 
@@ -112,7 +128,9 @@ def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
 
 
 def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
-    """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens of `token_ids`."""
+    """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens
+    of `token_ids`.
+    """
     uploaded = upload(torch.tensor([*places, *token_ids]), trees.token_ids.device)
     index, roots = uploaded.split([len(places), len(token_ids)])
 
@@ -141,9 +159,12 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
 
 
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of their children.
+"""(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of their
+children.
 
-`parent_indices` count the nodes of the previous call; the last F of the M expanded nodes are the call's own."""
+`parent_indices` count the nodes of the previous call; the last F of the M expanded nodes are the
+call's own.
+"""
 
 
 class _Level(NamedTuple):
@@ -159,7 +180,9 @@ class _Level(NamedTuple):
 
 
 class _Candidates:
-    """All nodes found so far, the root first, level by level, so that a stable sort prefers the shallower of equals."""
+    """All nodes found so far, the root first, level by level, so that a stable sort prefers the
+    shallower of equals.
+    """
 
     def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor):
         """Take the roots' token ids [B] and log probabilities [B, 1], which are 0."""
@@ -169,7 +192,9 @@ class _Candidates:
         """Number of the deepest level's first node, and of all."""
 
     def append(self, level: _Level, order: Tensor | None) -> None:
-        """Append the children of the deepest level's nodes at places `order` [B, F]; None: of all."""
+        """Append the children of the deepest level's nodes at places `order` [B, F]; None: of
+        all.
+        """
         parents = level.indices if order is None else order.gather(1, level.indices)
         self._parents.append(parents + self._first)
         self._token_ids.append(level.token_ids)
@@ -177,34 +202,50 @@ class _Candidates:
         self._first, self._num_nodes = self._num_nodes, self._num_nodes + level.token_ids.shape[1]
 
     def live(self, num_nodes: int) -> Tensor:
-        """Return the places [B, F] in the deepest level of those among the best nodes so far, likeliest first."""
+        """Return the places [B, F] in the deepest level of those among the best nodes so far,
+        likeliest first.
+        """
         log_probs = torch.cat(self._log_probs, 1)
         best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
-        live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)[:, self._first :]
+        live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)[
+            :, self._first :
+        ]
         order = live.int().sort(dim=1, descending=True, stable=True).indices
         return order[:, : int(live.sum(1).max())]
 
     def expected_accepted(self, num_nodes: int) -> Tensor:
-        """Return the accepted tokens [B] to expect of the best nodes: the sum of their path probabilities."""
+        """Return the accepted tokens [B] to expect of the best nodes: the sum of their path
+        probabilities.
+        """
         log_probs = torch.cat(self._log_probs[1:], 1)
         return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
     def trees(self, num_nodes: int) -> DraftTrees:
         """Make the trees of the root and the best nodes."""
         batch, device = len(self._parents[0]), self._parents[0].device
-        levels = zip(torch.arange(len(self._parents), device=device).split(1), self._parents, strict=True)
-        depths = torch.cat([depth.expand(parents.shape[1]) for depth, parents in levels]).expand(batch, -1)
+        levels = zip(
+            torch.arange(len(self._parents), device=device).split(1), self._parents, strict=True
+        )
+        depths = torch.cat([depth.expand(parents.shape[1]) for depth, parents in levels]).expand(
+            batch, -1
+        )
         token_ids, parents, log_probs = (
             torch.cat(each, 1) for each in (self._token_ids, self._parents, self._log_probs)
         )
         log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
-        return prune(DraftTrees(token_ids, parents, depths, log_probs, [depths.shape[1]] * batch), 1 + num_nodes)
+        return prune(
+            DraftTrees(token_ids, parents, depths, log_probs, [depths.shape[1]] * batch),
+            1 + num_nodes,
+        )
 
 
-def _children(logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Tensor | None) -> _Level:
+def _children(
+    logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Tensor | None
+) -> _Level:
     """Return the likeliest children of F nodes, at most `num_nodes` for each sequence.
 
-    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths; `vocabulary` as in `grow_trees`.
+    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths; `vocabulary` as in
+    `grow_trees`.
     """
     width = min(num_nodes, logits.shape[-1])
     logits = logits.float()
@@ -212,7 +253,9 @@ def _children(logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Ten
     weights = top.values - logits.logsumexp(-1, keepdim=True) + log_probs.unsqueeze(-1)
     best = weights.flatten(1).topk(min(num_nodes, weights.flatten(1).shape[1]), dim=1)
     entries = top.indices.flatten(1).gather(1, best.indices)
-    return _Level(entries if vocabulary is None else vocabulary[entries], best.indices // width, best.values)
+    return _Level(
+        entries if vocabulary is None else vocabulary[entries], best.indices // width, best.values
+    )
 
 
 def grow_trees(
@@ -225,14 +268,16 @@ def grow_trees(
     num_nodes: int | None = None,
     vocabulary: Tensor | None = None,
 ) -> DraftTrees:
-    """Grow each sequence's tree of the `num_nodes` likeliest nodes in `options.depth` levels of drafting.
+    """Grow each sequence's tree of the `num_nodes` likeliest nodes in `options.depth` levels of
+    drafting.
 
-    root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the ancestors of a chosen
-    node are chosen too, and a node outside the best so far is not expanded, because none of its descendants can be
-    among the best at the end. A sequence stops where a level adds less than `least_gain` to the expected number of
-    accepted tokens, and a level is narrowed to the nodes worth expanding, which costs one host sync per level; None:
-    every level runs at full width (fixed shapes). Without `num_nodes` they are `options.most_nodes`.
-    `vocabulary` [V] holds the token ids of a reduced draft's logits.
+    root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the
+    ancestors of a chosen node are chosen too, and a node outside the best so far is not expanded,
+    because none of its descendants can be among the best at the end. A sequence stops where a level
+    adds less than `least_gain` to the expected number of accepted tokens, and a level is narrowed
+    to the nodes worth expanding, which costs one host sync per level; None: every level runs at
+    full width (fixed shapes). Without `num_nodes` they are `options.most_nodes`. `vocabulary` [V]
+    holds the token ids of a reduced draft's logits.
     """
     num_nodes = options.most_nodes if num_nodes is None else num_nodes
     root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
@@ -241,7 +286,10 @@ def grow_trees(
     pool.append(level, order)
     mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
     if least_gain is not None:
-        stopped, expected = torch.zeros_like(root_log_probs, dtype=torch.bool), pool.expected_accepted(num_nodes)
+        stopped, expected = (
+            torch.zeros_like(root_log_probs, dtype=torch.bool),
+            pool.expected_accepted(num_nodes),
+        )
     for depth in range(1, options.depth):
         if least_gain is not None:
             order = pool.live(num_nodes)
@@ -250,7 +298,9 @@ def grow_trees(
             level = level.at(order)
         mask = _frontier_mask(mask, level.indices)
         logits = expand(level.token_ids, level.indices, mask, depth)
-        weights = level.log_probs if least_gain is None else level.log_probs.masked_fill(stopped, -inf)
+        weights = (
+            level.log_probs if least_gain is None else level.log_probs.masked_fill(stopped, -inf)
+        )
         level = _children(logits, weights, num_nodes, vocabulary)
         pool.append(level, order)
         if least_gain is not None:
@@ -262,7 +312,9 @@ def grow_trees(
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
-    """Make the mask [B, F, M + F]: a node sees what its parent saw (`seen` [B, F of before, M]), and itself."""
+    """Make the mask [B, F, M + F]: a node sees what its parent saw (`seen` [B, F of before, M]),
+    and itself.
+    """
     batch, width = indices.shape
     own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
     if seen.shape[1] == 0:
@@ -271,38 +323,54 @@ def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
 
 
 def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
-    """Keep the `num_nodes` likeliest nodes of each tree, including its root; smaller trees are returned unchanged.
+    """Keep the `num_nodes` likeliest nodes of each tree, including its root; smaller trees are
+    returned unchanged.
 
-    Path probabilities never grow towards the leaves, parents come first, and of two equal nodes the earlier one is
-    kept. So the ancestors of a kept node are kept too.
+    Path probabilities never grow towards the leaves, parents come first, and of two equal nodes the
+    earlier one is kept. So the ancestors of a kept node are kept too.
     """
     if trees.num_nodes <= num_nodes:
         return trees
-    kept = trees.log_probs.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
+    kept = (
+        trees.log_probs.sort(dim=1, descending=True, stable=True)
+        .indices[:, :num_nodes]
+        .sort(dim=1)
+        .values
+    )
     numbers = torch.zeros_like(trees.parents)
     numbers.scatter_(1, kept, torch.arange(1, num_nodes + 1, device=kept.device).expand_as(kept))
     numbers = pad(numbers, (1, 0))  # place 0 is that of parent -1
     parents = numbers.gather(1, trees.parents.gather(1, kept) + 1) - 1
-    token_ids, depths, log_probs = (each.gather(1, kept) for each in (trees.token_ids, trees.depths, trees.log_probs))
-    return DraftTrees(token_ids, parents, depths, log_probs, [min(size, num_nodes) for size in trees.sizes])
+    token_ids, depths, log_probs = (
+        each.gather(1, kept) for each in (trees.token_ids, trees.depths, trees.log_probs)
+    )
+    return DraftTrees(
+        token_ids, parents, depths, log_probs, [min(size, num_nodes) for size in trees.sizes]
+    )
 
 
-def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """Follow the target's choices from each root for as long as the tree contains them, `max_depth` levels at most.
+def verify(
+    token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor]:
+    """Follow the target's choices from each root for as long as the tree contains them, `max_depth`
+    levels at most.
 
-    token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after each node. The host
-    is not asked. Padding, which has no parent, is never accepted.
+    token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after
+    each node. The host is not asked. Padding, which has no parent, is never accepted.
 
-    Returns the accepted nodes [B, W] int64, the root first (behind them place i holds node i), and the tokens [B, W]
-    int64 that the step decides, the target's after each accepted node: accepted draft tokens, one of its own, and -1
-    behind them. W is the length of the longest possible path.
+    Returns the accepted nodes [B, W] int64, the root first (behind them place i holds node i), and
+    the tokens [B, W] int64 that the step decides, the target's after each accepted node: accepted
+    draft tokens, one of its own, and -1 behind them. W is the length of the longest possible path.
     """
     batch, num_nodes = parents.shape
     numbers = torch.arange(num_nodes + 1, device=parents.device)
-    places = parents + 1  # node n has place n + 1; place 0 is no node, and nothing is chosen after it
+    # node n has place n + 1; place 0 is no node, and nothing is chosen after it
+    places = parents + 1
     choices = pad(chosen, (1, 0), value=-1)
     is_chosen = choices.gather(1, places) == token_ids
-    child = places.new_zeros(batch, num_nodes + 1).scatter_(1, places * is_chosen, numbers[1:] * is_chosen)
+    child = places.new_zeros(batch, num_nodes + 1).scatter_(
+        1, places * is_chosen, numbers[1:] * is_chosen
+    )
     path = [numbers[1:2].expand(batch, 1)]
     for _ in range(min(max_depth, num_nodes - 1)):
         path.append(child.gather(1, path[-1]))
@@ -312,7 +380,8 @@ def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -
 
 @dataclass(frozen=True)
 class Decided:
-    """Holds what the target decided for B sequences, for the draft to read: in a step, or in several.
+    """Holds what the target decided for B sequences, for the draft to read: in a step, or in
+    several.
 
     `T` is the width of the padded tensors, `F` the features of a position.
     """
@@ -336,16 +405,18 @@ class Decided:
 class Drafter(Protocol):
     """Proposes trees. A `slot` is a sequence's place in the batch.
 
-    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb` of the first root;
-    then, in rounds, `propose`, `read`, `select` if the cache policy says so, and `absorb`; at the end `release`, or
-    `go_back` for another prompt that begins like it. While
-    a slot pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
+    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb`
+    of the first root; then, in rounds, `propose`, `read`, `select` if the cache policy says so, and
+    `absorb`; at the end `release`, or `go_back` for another prompt that begins like it. While a
+    slot pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
     """
 
     hidden_layers: tuple[int, ...]
-    """The target's layers, ascending from 0, whose concatenated outputs are a position's features [.., F].
+    """The target's layers, ascending from 0, whose concatenated outputs are a position's features
+    [.., F].
 
-    Without layers the features are the last hidden state, after the final norm."""
+    Without layers the features are the last hidden state, after the final norm.
+    """
     num_levels: int
     """The largest number of tree levels; the acceptance histogram has one entry more."""
 
@@ -353,23 +424,33 @@ class Drafter(Protocol):
         """Reserve room for a sequence; return False if there is none now."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
+        them.
+        """
 
-    def go_back(self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Begin another prompt of the slot, which has room for it, behind the first tokens of the one before.
+    def go_back(
+        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
+    ) -> None:
+        """Begin another prompt of the slot, which has room for it, behind the first tokens of the
+        one before.
 
         token_ids: those, fewer than both prompts begin with. Prefill goes on behind them.
         """
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
+        """Let the draft see these committed positions [S], ascending and on the host, and what
+        `absorb` adds later.
+        """
 
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Note newly decided tokens."""
         return
 
-    def glance(self, slots: Sequence[int], num_nodes: int, least_probability: float) -> DraftTrees | None:
-        """Propose trees of what `read` has noted alone, which takes next to no time; None if that is nothing.
+    def glance(
+        self, slots: Sequence[int], num_nodes: int, least_probability: float
+    ) -> DraftTrees | None:
+        """Propose trees of what `read` has noted alone, which takes next to no time; None if that
+        is nothing.
 
         Paths that are less likely than asked are left out.
         """
@@ -379,7 +460,9 @@ class Drafter(Protocol):
         """Let a network read what was decided for these slots."""
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as configured."""
+        """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as
+        configured.
+        """
 
     def release(self, slot: int) -> None:
         """Free the slot."""

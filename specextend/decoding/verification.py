@@ -1,7 +1,7 @@
 """Verification: one forward of the target over the trees of a batch, and what it accepts of them.
 
-Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` features of a position, `V` vocabulary, `W`
-nodes of a path, `H` query heads, `D` head size.
+Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` features of a position,
+`V` vocabulary, `W` nodes of a path, `H` query heads, `D` head size.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,8 @@ class Verified:
     """[B, N, H, D] of each layer that scores"""
 
     def decided(self, places: list[int], *, whole: bool) -> Decided:
-        """Return what was decided for the sequences at `places` of the batch, for the draft to read.
+        """Return what was decided for the sequences at `places` of the batch, for the draft to
+        read.
 
         `whole`: as wide as the longest possible path, so that its shape is that of every step.
         """
@@ -68,14 +69,18 @@ class Verifier:
     _graphs: Graphs
 
     def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
-        """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""
+        """Run the target over all trees in one forward, choose, and commit the accepted paths to
+        the cache.
+        """
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
         forward = partial(self._forward, starts, lengths)
         places = upload(torch.tensor(known), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
         if all(sequence.is_greedy for sequence in sequences):
-            paths, decided, along, *queries = self._graphs.run("verify", partial(self._decide, forward), *inputs)
+            paths, decided, along, *queries = self._graphs.run(
+                "verify", partial(self._decide, forward), *inputs
+            )
         else:
             logits, features, *queries = self._graphs.run("score", forward, *inputs)
             chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
@@ -86,7 +91,9 @@ class Verifier:
         finite = [NOT_FINITE not in row for row in rows]
         return Verified(paths, decided, new, finite, along, tuple(queries))
 
-    def _decide(self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _decide(
+        self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
 
         Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
@@ -104,9 +111,11 @@ class Verifier:
         parents: Tensor,
         depths: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run trees [B, N] behind `places` [B, 2], first rows and lengths, which the host knows as the first two.
+        """Run trees [B, N] behind `places` [B, 2], first rows and lengths, which the host knows as
+        the first two.
 
-        Returns logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each layer that scores.
+        Returns logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each layer that
+        scores.
         """
         num_nodes = token_ids.shape[1]
         starts, lengths = places.split(1, 1)
@@ -120,13 +129,20 @@ class Verifier:
             on_device=(starts, starts + lengths + torch.arange(num_nodes, device=places.device)),
             captured=self._graphs.capturing,
         )
-        hidden, features = self._target.forward_with_features(token_ids, lengths + depths, plan, self._hidden_layers)
-        return self._target.logits(hidden), features, *(plan.queries[layer] for layer in self._scored_layers)
+        hidden, features = self._target.forward_with_features(
+            token_ids, lengths + depths, plan, self._hidden_layers
+        )
+        return (
+            self._target.logits(hidden),
+            features,
+            *(plan.queries[layer] for layer in self._scored_layers),
+        )
 
     def _accept(
         self, chosen: Tensor, features: Tensor, places: Tensor, token_ids: Tensor, parents: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Commit the paths that follow the target's `chosen` tokens [B, N]; features [B, N, F] become [B, W, F].
+        """Commit the paths that follow the target's `chosen` tokens [B, N]; features [B, N, F]
+        become [B, W, F].
 
         Returns them behind paths and decided tokens [B, W], as `verify` gives both.
         """
@@ -139,10 +155,18 @@ class Verifier:
         along = paths.unsqueeze(2).expand(-1, -1, features.shape[2])
         return paths, decided, features.gather(1, along)
 
-    def _choose(self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
-        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
+    def _choose(
+        self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the
+        chosen tokens'.
+        """
         chosen = []
         for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            nodes = torch.stack([tree.token_ids, tree.parents]).tolist() if sequence.is_adjusted else ([], [])
+            nodes = (
+                torch.stack([tree.token_ids, tree.parents]).tolist()
+                if sequence.is_adjusted
+                else ([], [])
+            )
             chosen.append(sequence.choose(logits[b], positions[b], *nodes))
         return torch.stack(chosen)

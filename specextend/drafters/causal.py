@@ -24,12 +24,16 @@ HISTORY = 3
 
 
 def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
-    """Return token_ids [T] behind the three tokens `before` them; at a text's start the first one stands for them."""
+    """Return token_ids [T] behind the three tokens `before` them; at a text's start the first one
+    stands for them.
+    """
     return torch.cat([token_ids[:1].expand(HISTORY) if before is None else before, token_ids])
 
 
 def histories(text: Tensor) -> Tensor:
-    """Return the three tokens [T, 3] before each token of text [3 + T] but the first three, nearest first."""
+    """Return the three tokens [T, 3] before each token of text [3 + T] but the first three, nearest
+    first.
+    """
     return text[:-1].unfold(0, HISTORY, 1).flip(1)
 
 
@@ -42,33 +46,48 @@ class DraftNetwork(Protocol):
     vocabulary: Tensor | None
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...]
-    """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the last hidden state."""
+    """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the
+    last hidden state.
+    """
     reads_history: bool
     """True if `forward` needs the tokens before each token."""
     num_staging_rows: int
     """Working rows that prefill needs."""
 
     def go_back(self, slot: int, token_ids: Tensor) -> None:
-        """Forget all behind the first tokens of a prompt, `token_ids`, whose next token is known, too."""
+        """Forget all behind the first tokens of a prompt, `token_ids`, whose next token is known,
+        too.
+        """
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
+        """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the
+        target.
+        """
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        history: Tensor | None,
     ) -> Tensor:
         """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
 
-        `hidden` belongs to each token: the target's features [B, T, F] one position before it, or the network's own
-        output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3] holds the three
-        tokens before each token, nearest first; None if the network does not read them.
+        `hidden` belongs to each token: the target's features [B, T, F] one position before it, or
+        the network's own output [B, T, C] for its parent. Working rows are written as the plan
+        says. `history` [B, T, 3] holds the three tokens before each token, nearest first; None if
+        the network does not read them.
         """
 
-    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> DraftTrees | None:
-        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and `logits`.
+    def grow(
+        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
+    ) -> DraftTrees | None:
+        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and
+        `logits`.
 
-        roots: token ids [B], the network's outputs at them [B, C], the last three tokens [B, 3], the root last, and
-        places [B, 2], the first working row and how many rows are visible.
+        roots: token ids [B], the network's outputs at them [B, C], the last three tokens [B, 3],
+        the root last, and places [B, 2], the first working row and how many rows are visible.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -96,7 +115,9 @@ class _Frontier:
     hidden: Tensor
     """[B, F, C], the network's output at each node."""
     lineage: Tensor | None
-    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does not read them."""
+    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does
+    not read them.
+    """
 
     def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
@@ -114,7 +135,9 @@ def moved(mean: float, value: float) -> float:
 
 @dataclass(slots=True)
 class LevelGain:
-    """Learns what a level of drafting must promise to pay: the tokens that a step decides in the time of a level."""
+    """Learns what a level of drafting must promise to pay: the tokens that a step decides in the
+    time of a level.
+    """
 
     clock: Callable[[], float] | None
     """In seconds; None: it stays what it was at first."""
@@ -123,7 +146,9 @@ class LevelGain:
     _begun_at: float | None = None
     """When the last tree was begun; None if a prompt was read since."""
     _num_read: int = 0
-    """Times that decided tokens were read since: more than once if its step was not the last one."""
+    """Times that decided tokens were read since: more than once if its step was not the last
+    one.
+    """
     _level_s: float = 0.0
     _step_s: float = 0.0
     _num_tokens: float = 0.0
@@ -170,9 +195,10 @@ class CausalDrafter(Drafter):
     ):
         """Take the network, and the number of slots.
 
-        `num_visible_rows` is the largest number that `select` is called with, None for all. With `graphs` every level
-        of a tree runs at full width, so that nothing is asked of the device. With a clock, in seconds, a tree ends at
-        the level that does not pay, without one at `tree.threshold`.
+        `num_visible_rows` is the largest number that `select` is called with, None for all. With
+        `graphs` every level of a tree runs at full width, so that nothing is asked of the device.
+        With a clock, in seconds, a tree ends at the level that does not pay, without one at
+        `tree.threshold`.
         """
         self.network, self._cache = network, network.cache
         self.hidden_layers, self.num_levels = network.hidden_layers, tree.depth
@@ -198,18 +224,25 @@ class CausalDrafter(Drafter):
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
         self._texts[slot] = -1
-        return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows))
+        return self._cache.admit(
+            slot, num_tokens, max(visible + scratch, self.network.num_staging_rows)
+        )
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
+        them.
+        """
         self._gain.interrupt()
         if self.network.reads_history:
             before = self._texts[slot]
-            before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
+            # nothing was read yet: the text begins here
+            before = before.where(before >= 0, token_ids[:1])
             self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
         self.network.prefill(slot, token_ids, hidden)
 
-    def go_back(self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int) -> None:
+    def go_back(
+        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
+    ) -> None:
         """Begin another prompt of the slot behind the first tokens of the one before."""
         kept = torch.tensor(token_ids, device=self._texts.device)
         if self.network.reads_history:
@@ -217,11 +250,15 @@ class CausalDrafter(Drafter):
         self.network.go_back(slot, kept)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
+        """Let the draft see these committed positions [S], ascending and on the host, and what
+        `absorb` adds later.
+        """
         self._cache.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
+        """Run the newly decided tokens, the new root last, behind the rows that each slot sees
+        now.
+        """
         self._gain.read([*map(len, decided.token_ids)])
         inputs = self._locate(slots), decided.padded, decided.features
         [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
@@ -230,7 +267,9 @@ class CausalDrafter(Drafter):
         self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured trees have as many as configured."""
+        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured trees have as
+        many as configured.
+        """
         if not self._graphs.enabled:
             self._gain.begin()
             trees = self._grow(slots, self._locate(slots), num_nodes)
@@ -250,38 +289,60 @@ class CausalDrafter(Drafter):
         """Return what the host knows of the slots' places: the rows of `_SlotPlaces`."""
         held = [self._cache.of[slot] for slot in slots]
         return [
-            [slot, each.working.start, each.working.start + each.visible, each.visible, each.full_end]
+            [
+                slot,
+                each.working.start,
+                each.working.start + each.visible,
+                each.visible,
+                each.full_end,
+            ]
             for slot, each in zip(slots, held, strict=True)
         ]
 
     def _locate(self, slots: Sequence[int]) -> Tensor:
-        """Return the slots' places [B, 5]; they are uploaded only if the device does not have them already."""
+        """Return the slots' places [B, 5]; they are uploaded only if the device does not have them
+        already.
+        """
         known = self._known(slots)
         if self._located is None or self._located[0] != known:
             self._located = known, upload(torch.tensor(known), self._texts.device)
         return self._located[1]
 
-    def _read(self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor) -> tuple[Tensor]:
-        """Run `padded` [B, T], of which -1 is padding, with features [B, T, F] behind what each slot sees.
+    def _read(
+        self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor
+    ) -> tuple[Tensor]:
+        """Run `padded` [B, T], of which -1 is padding, with features [B, T, F] behind what each
+        slot sees.
 
         The last ones are the new roots. Returns the slots' places [B, 5] after it.
         """
         places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
         token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
-        history = self._read_history(places.slots, token_ids, counts) if self.network.reads_history else None
+        history = (
+            self._read_history(places.slots, token_ids, counts)
+            if self.network.reads_history
+            else None
+        )
         output = self._forward(slots, places, token_ids, features, None, 0, history)
         offsets = torch.arange(padded.shape[1], device=padded.device)
         rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
         self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
-        after = places.slots, places.starts, places.ends + counts, places.positions + counts, places.full_ends + counts
+        after = (
+            places.slots,
+            places.starts,
+            places.ends + counts,
+            places.positions + counts,
+            places.full_ends + counts,
+        )
         self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
         return (torch.cat(after, 1),)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
-        """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and remember the last ones.
+        """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and
+        remember the last ones.
 
         slots, counts [B, 1].
         """
@@ -291,11 +352,14 @@ class CausalDrafter(Drafter):
         self._texts.index_copy_(0, slots, texts.gather(1, last))
         return texts[:, :-1].unfold(1, HISTORY, 1).flip(2)
 
-    def _grow(self, slots: Sequence[int], table: Tensor, num_nodes: int | None = None) -> DraftTrees:
+    def _grow(
+        self, slots: Sequence[int], table: Tensor, num_nodes: int | None = None
+    ) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
         places = _SlotPlaces(*table.split(1, 1))
         token_ids, hidden, texts = (
-            stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
+            stored.index_select(0, table[:, 0])
+            for stored in (self._root_ids, self._root_hidden, self._texts)
         )
         trees = self.network.grow(
             *(token_ids, hidden, texts, table[:, 1::2]),
@@ -340,7 +404,9 @@ class CausalDrafter(Drafter):
         depth: int,
         history: Tensor | None,
     ) -> Tensor:
-        """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
+        """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind
+        the visible rows.
+        """
         num_new = token_ids.shape[1]
         behind = num_new if mask is None else mask.shape[2]
         offsets = torch.arange(behind - num_new, behind, device=token_ids.device)
@@ -354,4 +420,6 @@ class CausalDrafter(Drafter):
             captured=self._graphs.capturing,
         )
         positions = places.positions + (offsets if mask is None else depth - 1)
-        return self.network.forward(token_ids, hidden, positions.expand_as(token_ids), plan, history)
+        return self.network.forward(
+            token_ids, hidden, positions.expand_as(token_ids), plan, history
+        )

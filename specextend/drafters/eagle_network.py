@@ -1,7 +1,8 @@
-"""EAGLE heads in plain torch, one Llama decoder layer each, in our own format and the published ones (`formats.py`).
+"""EAGLE heads in plain torch, one Llama decoder layer each, in our own format and the published
+ones (`formats.py`).
 
-Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V` vocabulary, `H` query
-heads, `K` key heads, `D` head size.
+Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V`
+vocabulary, `H` query heads, `K` key heads, `D` head size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,9 @@ from specextend.model_files import TensorInfo
 Found = dict[str, tuple[Path, str, TensorInfo]]
 """Our name of a tensor -> its file, its name there, its type and shape."""
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
-"""Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
+"""Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first
+and end.
+"""
 _COPIES = f"copy.{'+'.join(_COPY_READS)}"
 """All of them in one, which reads all four tokens."""
 
@@ -56,17 +59,25 @@ class HeadShape:
     draft_vocab_size: int
     """Tokens that the head can propose."""
     layers: tuple[int, ...] | None = None
-    """EAGLE-3: target layers whose outputs the head reads, counted from 0; None: the usual three."""
+    """EAGLE-3: target layers whose outputs the head reads, counted from 0; None: the usual
+    three.
+    """
     norm_before_residual: bool = False
     """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
     norm_before_fc: bool = False
-    """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are fused."""
+    """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are
+    fused.
+    """
     layer_norms: bool = False
-    """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM head."""
+    """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM
+    head.
+    """
     fusion_bias: bool = False
     """EAGLE-1 of `speculators`: `fc` must have a bias."""
     is_ours: bool = False
-    """The last norm is part of the output, and so of what the next level reads; `copy_heads` are there."""
+    """The last norm is part of the output, and so of what the next level reads; `copy_heads` are
+    there.
+    """
     copy_heads: int = 0
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
@@ -78,17 +89,20 @@ class HeadShape:
         return (3 if self.layers is None else len(self.layers)) if self.fused else 1
 
     def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Return the target layers whose outputs the head takes; none if it takes the last hidden state.
+        """Return the target layers whose outputs the head takes; none if it takes the last hidden
+        state.
 
         Raises ValueError for a target without such layers.
         """
         if not self.fused:
             return ()
-        usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)  # what enters layers 2, n / 2 and n - 3
+        # what enters layers 2, n / 2 and n - 3
+        usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
         layers = usual if self.layers is None else self.layers
         if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
             raise ValueError(
-                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from 0; "
+                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted "
+                "from 0; "
                 f"the target has {counted(num_target_layers, 'layer')}"
             )
         return layers
@@ -120,7 +134,12 @@ class HeadShape:
             shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
             shapes["copy.v_proj.weight"] = (copied, hidden)
         if self.is_ours:
-            norms = ("embedding_norm.weight", "feature_norm.weight", "norm.weight", "layer.input_layernorm.weight")
+            norms = (
+                "embedding_norm.weight",
+                "feature_norm.weight",
+                "norm.weight",
+                "layer.input_layernorm.weight",
+            )
             return dict.fromkeys(norms, (hidden,)) | shapes
         return shapes | (self._fused_only() if self.fused else self._plain_only())
 
@@ -151,7 +170,9 @@ class HeadShape:
         return shapes
 
     def _plain_only(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"fc.bias": (self.hidden_size,)} if self.fusion_bias else {}
+        shapes: dict[str, tuple[int, ...]] = (
+            {"fc.bias": (self.hidden_size,)} if self.fusion_bias else {}
+        )
         if self.layer_norms:
             norms = ("embedding_norm.weight", "layer.input_layernorm.weight", "norm.weight")
             shapes |= dict.fromkeys(norms, (self.hidden_size,))
@@ -170,12 +191,13 @@ class EagleNetwork:
         EAGLE-3     x = fc(concat(outputs of three target layers at i))
                     h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp, logits = lm_head(rmsnorm(h'))
 
-    h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077, 2503.01840). Norms and
-    biases that some of the formats add are applied if the checkpoint has them.
+    h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077,
+    2503.01840). Norms and biases that some of the formats add are applied if the checkpoint has
+    them.
 
-    Copy heads, in our format alone, are further heads of the layer's attention, which find earlier occurrences of the
-    last tokens and return the token that followed. They read tokens alone, without positions (no RoPE). With normalised
-    e of i + 1, i, i - 1 and i - 2:
+    Copy heads, in our format alone, are further heads of the layer's attention, which find earlier
+    occurrences of the last tokens and return the token that followed. They read tokens alone,
+    without positions (no RoPE). With normalised e of i + 1, i, i - 1 and i - 2:
 
         query = copy.q_proj(concat(e[i + 1], e[i], e[i - 1]))
         key   = copy.k_proj(concat(e[i], e[i - 1], e[i - 2]))
@@ -195,18 +217,27 @@ class EagleNetwork:
     ):
         """Take the head with its `weights` by our names, of any dtype, and the target.
 
-        vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head: weight [V, C] of the
-        target's. num_rows: of the full and the working cache. rope: inv_freq [D / 2] and a factor on sine and cosine.
+        vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head:
+        weight [V, C] of the target's. num_rows: of the full and the working cache. rope: inv_freq
+        [D / 2] and a factor on sine and cosine.
         """
         self._head, self._attend = head, target.attend
-        self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, head.copy_heads > 0
+        self.hidden_size, self.hidden_layers, self.reads_history = (
+            head.hidden_size,
+            hidden_layers,
+            head.copy_heads > 0,
+        )
         device, dtype = target.device, target.dtype
         self.vocabulary = None if vocabulary is None else vocabulary.to(device, torch.int64)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
-        self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
+        self._embedding = _own_or(
+            weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight
+        )
         rows = None if self.vocabulary is None else lm_head[self.vocabulary]
         own_head = _own_or(weights.pop("lm_head.weight", rows), lm_head)
-        self._norms = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
+        self._norms = {
+            name: weight for name, weight in weights.items() if name.endswith("norm.weight")
+        }
         weights = {name: weight for name, weight in weights.items() if name not in self._norms}
         _join(weights, "layer.self_attn", ("q_proj", "k_proj", "v_proj"))
         _join(weights, "layer.mlp", ("gate_proj", "up_proj"))
@@ -220,15 +251,25 @@ class EagleNetwork:
         self._inv_freq = rope[0].to(device)
         self._scale = head.head_dim**-0.5 * rope[1] ** 2
         num_full, num_working = num_rows
-        working = KVCache(1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
-        inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
-        self.cache = DraftCache(working, num_full, inv_freq if self.reads_history else self._inv_freq)
+        working = KVCache(
+            1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device
+        )
+        inv_freq = torch.stack(
+            [self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads
+        )
+        self.cache = DraftCache(
+            working, num_full, inv_freq if self.reads_history else self._inv_freq
+        )
         self.num_staging_rows = 0  # prefill fills the full cache directly
-        self._whole = self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
+        self._whole = (
+            self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
+        )
         """What runs the head in one call, as the target's layers are."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
+        """Store keys and values of every position whose next token is known; the last one waits for
+        the next chunk.
+        """
         held = self.cache.of[slot]
         before, waiting = held.pending or (None, None)
         text = last_tokens(before, token_ids)
@@ -251,9 +292,16 @@ class EagleNetwork:
         held.length, held.pending = len(token_ids), (last_tokens(None, token_ids)[-HISTORY:], None)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        history: Tensor | None,
     ) -> Tensor:
-        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
+        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden
+        [B, T, C].
+        """
         if self._whole is not None and plan.mask is None:
             tokens = token_ids.unsqueeze(2)
             tokens = tokens if history is None else torch.cat([tokens, history], 2)
@@ -261,8 +309,12 @@ class EagleNetwork:
         embedded = self._embedded(token_ids, history)
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
-        query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._head.num_heads], -2)
-        query, keys, values = self._with_copies({"q_proj": query, "k_proj": keys, "v_proj": values}, embedded)
+        query, keys = rotate(turning, positions, self._inv_freq).tensor_split(
+            [self._head.num_heads], -2
+        )
+        query, keys, values = self._with_copies(
+            {"q_proj": query, "k_proj": keys, "v_proj": values}, embedded
+        )
         mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._scale)
         residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
         gate_up = self._linears["layer/mlp/gate_proj+up_proj"]
@@ -270,13 +322,19 @@ class EagleNetwork:
         output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
 
-    def grow(self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float) -> DraftTrees | None:
+    def grow(
+        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
+    ) -> DraftTrees | None:
         """Grow trees in one call, or return None where that cannot be."""
         if self._whole is None:
             return None
         sizes, stored = (num_nodes, num_levels), self.cache.working.stored
-        (token_ids, parents, depths), log_probs = self._whole.grow(*roots, stored, *sizes, least_gain)
-        trees = DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids))
+        (token_ids, parents, depths), log_probs = self._whole.grow(
+            *roots, stored, *sizes, least_gain
+        )
+        trees = DraftTrees(
+            token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids)
+        )
         return prune(trees, 1 + num_nodes)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -297,23 +355,35 @@ class EagleNetwork:
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
             hidden = self._linears["fc"](self._norm("input_norm", hidden))
-        normed, own = self._norm("layer.hidden_norm", hidden), embedded[..., : self._head.hidden_size]
+        normed, own = (
+            self._norm("layer.hidden_norm", hidden),
+            embedded[..., : self._head.hidden_size],
+        )
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
 
     def _fused(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Join the embedding of each token with the features before it: [..., C]. Not for EAGLE-3."""
+        """Join the embedding of each token with the features before it: [..., C]. Not for
+        EAGLE-3.
+        """
         own = embedded[..., : self._head.hidden_size]
         return self._linears["fc"](torch.cat([own, self._norm("feature_norm", hidden)], -1))
 
     def _in_one_call(self, target: CachedModel) -> Any:
         """Return what runs the head in one call, or None where it cannot be."""
         eps = self._head.layer_eps
-        own, names = self._linears, {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
+        own, names = (
+            self._linears,
+            {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")},
+        )
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            norm(SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps))
+            norm(
+                SimpleNamespace(
+                    weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps
+                )
+            )
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(
@@ -336,7 +406,10 @@ class EagleNetwork:
         return Head(
             joined,
             linears,
-            {name: self._norms[f"{name}.weight"] for name in ("embedding_norm", "feature_norm", "norm")},
+            {
+                name: self._norms[f"{name}.weight"]
+                for name in ("embedding_norm", "feature_norm", "norm")
+            },
             self._embedding.detach(),
             torch.arange(self._head.vocab_size) if self.vocabulary is None else self.vocabulary,
             both.to(target.dtype),
@@ -347,17 +420,25 @@ class EagleNetwork:
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""
         head = self._head
-        projected = self._linears["layer/self_attn/q_proj+k_proj+v_proj"](inputs).unflatten(-1, (-1, head.head_dim))
+        projected = self._linears["layer/self_attn/q_proj+k_proj+v_proj"](inputs).unflatten(
+            -1, (-1, head.head_dim)
+        )
         turning, values = projected.tensor_split([head.num_heads + head.num_kv_heads], -2)
         if "layer.self_attn.k_norm.weight" in self._norms:
             query, keys = turning.tensor_split([head.num_heads], -2)
             turning = torch.cat(
-                [self._norm(f"layer.self_attn.{n}_norm", x) for n, x in (("q", query), ("k", keys))], -2
+                [
+                    self._norm(f"layer.self_attn.{n}_norm", x)
+                    for n, x in (("q", query), ("k", keys))
+                ],
+                -2,
             )
         return turning, values
 
     def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
-        """Return the projections [..., heads, D], each with its copy heads behind the others, if there are any."""
+        """Return the projections [..., heads, D], each with its copy heads behind the others, if
+        there are any.
+        """
         if not self.reads_history:
             return list(projected.values())
         tokens, joined = embedded.unflatten(-1, (-1, self._head.hidden_size)), []
@@ -376,9 +457,17 @@ class EagleNetwork:
 
 
 def _attend(
-    attend: Attend, cache: KVCache, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float
+    attend: Attend,
+    cache: KVCache,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scale: float,
 ) -> Tensor:
-    """Write keys and values [B, T, K, D] as the plan's new rows, and attend with query [B, T, H, D] to what it sees."""
+    """Write keys and values [B, T, K, D] as the plan's new rows, and attend with query [B, T, H, D]
+    to what it sees.
+    """
     rows = plan.new_rows(keys.device).flatten()
     cache.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
     cache.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
@@ -386,34 +475,48 @@ def _attend(
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
-    """Return the head's own matrix, or the target's if the head has none or an equal one, which saves memory."""
+    """Return the head's own matrix, or the target's if the head has none or an equal one, which
+    saves memory.
+    """
     return target if own is None or torch.equal(own, target) else own
 
 
 def _join(weights: dict[str, Tensor], prefix: str, names: Sequence[str]) -> None:
-    """Replace the layers `<prefix>.<name>`, which read the same input, by one called `<prefix>.<name>+<name>...`."""
+    """Replace the layers `<prefix>.<name>`, which read the same input, by one called
+    `<prefix>.<name>+<name>...`.
+    """
     each = [weights.pop(f"{prefix}.{name}.weight") for name in names]
     biases = [weights.pop(f"{prefix}.{name}.bias", None) for name in names]
     joined = f"{prefix}.{'+'.join(names)}"
     weights[f"{joined}.weight"] = torch.cat(each)
     if any(bias is not None for bias in biases):
         pairs = zip(each, biases, strict=True)
-        weights[f"{joined}.bias"] = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])
+        weights[f"{joined}.bias"] = torch.cat(
+            [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
+        )
 
 
 def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
-    """Join the projections of the copy heads to one [out, 4C], with zeros for the tokens that one of them skips."""
+    """Join the projections of the copy heads to one [out, 4C], with zeros for the tokens that one
+    of them skips.
+    """
     size = weights["copy.v_proj.weight"].shape[1]
     parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in _COPY_READS.items())
-    return torch.cat([pad(weight, (first * size, (4 - end) * size)) for weight, (first, end) in parts])
+    return torch.cat(
+        [pad(weight, (first * size, (4 - end) * size)) for weight, (first, end) in parts]
+    )
 
 
 def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """Make a layer for every `<name>.weight` [out, in], with its `<name>.bias` [out] if there is one.
+    """Make a layer for every `<name>.weight` [out, in], with its `<name>.bias` [out] if there is
+    one.
 
     Dots of a name become slashes, which nn.ModuleDict takes.
     """
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     return nn.ModuleDict(
-        {name.replace(".", "/"): linear(weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in names}
+        {
+            name.replace(".", "/"): linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+            for name in names
+        }
     )

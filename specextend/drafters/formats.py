@@ -1,14 +1,17 @@
-"""Formats of EAGLE heads: which one a folder is in, whether it is whole, and one shape and one set of names for all.
+"""Formats of EAGLE heads: which one a folder is in, whether it is whole, and one shape and one set
+of names for all.
 
 | format | detected by | names of the layer's tensors |
 |---|---|---|
 | ours | `format` in config.json | `layer.` (`EagleConfig.shapes`) |
 | EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
 | EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
-| speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.` (eagle3) |
+| speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.`
+  (eagle3) |
 
-Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers, and of the `speculators` library. A
-head may hold an embedding and an LM head of its own; if it lacks one, the target's is used.
+Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers, and of the
+`speculators` library. A head may hold an embedding and an LM head of its own; if it lacks one, the
+target's is used.
 """
 
 import shlex
@@ -16,7 +19,14 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from safetensors import safe_open
 from torch import Tensor
 
@@ -39,12 +49,22 @@ KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculat
 FLOATS = ("BF16", "F16", "F32")
 _OURS = {"en.": "embedding_norm.", "hn.": "feature_norm."}
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")
-_RENAMED = {"fusion_fc.": "fc.", "embedding_layernorm.": "embedding_norm.", "pre_lm_head_layernorm.": "norm."}
+_RENAMED = {
+    "fusion_fc.": "fc.",
+    "embedding_layernorm.": "embedding_norm.",
+    "pre_lm_head_layernorm.": "norm.",
+}
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
 _MAPS = ("d2t", "t2d", VOCABULARY)
 """Tensors that are not weights."""
 _DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
+_ROPE = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "partial_rotary_factor",
+)
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -76,24 +96,37 @@ class EagleConfig(BaseModel):
     dtype: Literal["bfloat16", "float16", "float32"]
     """Type of the tensors in the file."""
     draft_vocab_size: PositiveInt | None = None
-    """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
+    """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the
+    whole vocabulary.
+    """
     copy_heads: PositiveInt | None = None
-    """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has its group of query
-    heads."""
+    """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has
+    its group of query heads.
+    """
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
     @model_validator(mode="after")
     def _heads_are_groups(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         return self
 
     def head(self, folder: Path, sources: Found) -> HeadShape:
         """Describe a head in a folder."""
-        same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        same = (
+            "vocab_size",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+        )
         return HeadShape(
             folder=folder,
             format=self.format,
@@ -113,12 +146,20 @@ class EagleConfig(BaseModel):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """List every tensor of the file by name."""
         own = {ours: name for name, ours in _OURS.items()}
-        shapes = {_renamed(name, own): shape for name, shape in self.head(Path(), {}).required().items()}
-        return shapes if self.draft_vocab_size is None else shapes | {VOCABULARY: (self.draft_vocab_size,)}
+        shapes = {
+            _renamed(name, own): shape for name, shape in self.head(Path(), {}).required().items()
+        }
+        return (
+            shapes
+            if self.draft_vocab_size is None
+            else shapes | {VOCABULARY: (self.draft_vocab_size,)}
+        )
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
-        (folder / "config.json").write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(
+            self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
+        )
 
 
 class _Published(BaseModel):
@@ -128,7 +169,9 @@ class _Published(BaseModel):
 
 
 class LayerConfig(_Published):
-    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
+    """The keys of a published head's decoder layer, with the defaults that transformers leaves out
+    when it writes.
+    """
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -143,7 +186,9 @@ class LayerConfig(_Published):
 
 
 class TakenLayers(_Published):
-    """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer j."""
+    """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer
+    j.
+    """
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
@@ -161,7 +206,9 @@ class PublishedConfig(_Published):
     fusion_bias: bool | None = None
     eagle_config: TakenLayers | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    """As vLLM and `speculators` read it: j stands for the input of layer j, which is the output of layer j - 1."""
+    """As vLLM and `speculators` read it: j stands for the input of layer j, which is the output of
+    layer j - 1.
+    """
 
     def layers(self) -> tuple[int, ...] | None:
         """Return the target layers whose outputs the head takes; None if it names none."""
@@ -174,15 +221,18 @@ class PublishedConfig(_Published):
 def read_head(model: str | Path) -> HeadShape:
     """Describe a head in a folder, or of the Hub, by its files, without loading a weight.
 
-    Raises ModelError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
-    tensors that the config does not describe.
+    Raises ModelError in one line for an unknown format, pickled, missing or truncated files, an
+    unsupported config, and tensors that the config does not describe.
     """
     folder = find_folder(str(model), weights=True)
     if not (folder / "config.json").is_file():
         raise ModelError(f"EAGLE draft {model} has no config.json")
     if not any(folder.glob("*.safetensors")):
         command = f"specextend prepare draft {shlex.quote(str(model))} --output FOLDER"
-        raise ModelError(f"EAGLE draft {model} must have weights as safetensors; convert a pickle with: {command}")
+        raise ModelError(
+            f"EAGLE draft {model} must have weights as safetensors; convert a pickle with: "
+            f"{command}"
+        )
     raw = read_json(folder / "config.json")
     return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
 
@@ -190,7 +240,8 @@ def read_head(model: str | Path) -> HeadShape:
 def convert_head(model: str, folder: Path) -> str:
     """Write a published head to a new folder, its weights as safetensors, and return its format.
 
-    Raises ModelError, and leaves no folder, for what `read_head` refuses and for a pickle of anything but tensors.
+    Raises ModelError, and leaves no folder, for what `read_head` refuses and for a pickle of
+    anything but tensors.
     """
     with new_folder(folder) as whole:
         copy_weights(model, whole)
@@ -208,7 +259,9 @@ def _parse_config(kind: type[Config], raw: Values, folder: Path) -> Config:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
         got = "" if found["type"] in ("missing", "value_error") else f", got {found['input']!r}"
-        raise ModelError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
+        raise ModelError(
+            f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}"
+        ) from None
 
 
 def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
@@ -224,10 +277,11 @@ def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
 
 
 def read_vocabulary(head: HeadShape) -> Tensor | None:
-    """Return the target's token id [V] int64 of each token that the head proposes; None if the ids are the same.
+    """Return the target's token id [V] int64 of each token that the head proposes; None if the ids
+    are the same.
 
-    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises ModelError if an id is not
-    one of the target's or appears twice.
+    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises
+    ModelError if an id is not one of the target's or appears twice.
     """
     if VOCABULARY in head.sources:
         return read_token_ids(head.sources[VOCABULARY][0], head.vocab_size)
@@ -235,10 +289,16 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
         return None
     differences = _read_tensor(head, "d2t").long()
     token_ids = torch.arange(len(differences)) + differences
-    if int(token_ids.min()) < 0 or int(token_ids.max()) >= head.vocab_size or len(token_ids.unique()) < len(token_ids):
+    if (
+        int(token_ids.min()) < 0
+        or int(token_ids.max()) >= head.vocab_size
+        or len(token_ids.unique()) < len(token_ids)
+    ):
         raise ModelError(
-            f"EAGLE draft {head.folder} ({head.format}): d2t must lead to {len(token_ids)} different token ids below "
-            f"{head.vocab_size}; it leads to {len(token_ids.unique())}, from {token_ids.min()} to {token_ids.max()}"
+            f"EAGLE draft {head.folder} ({head.format}): d2t must lead to {len(token_ids)} "
+            "different token ids below "
+            f"{head.vocab_size}; it leads to {len(token_ids.unique())}, from {token_ids.min()} to "
+            f"{token_ids.max()}"
         )
     return token_ids
 
@@ -247,7 +307,9 @@ def _read_own(folder: Path, raw: Values) -> HeadShape:
     config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
     head = config.head(folder, found)
-    _check_tensors(head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {})
+    _check_tensors(
+        head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {}
+    )
     return head
 
 
@@ -259,7 +321,9 @@ def _read_published(folder: Path, raw: Values) -> HeadShape:
 
 
 def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
-    """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file not whole."""
+    """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file
+    not whole.
+    """
     found: Found = {}
     for file in weight_files(folder, f"EAGLE draft {folder}"):
         for name, info in read_safetensors_header(file).items():
@@ -267,13 +331,17 @@ def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
                 continue
             known = _renamed(name.removeprefix("model."), prefixes)
             if known in found:
-                raise ModelError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
+                raise ModelError(
+                    f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}"
+                )
             found[known] = (file, name, info)
     return found
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
-    """Replace the first of the prefixes that a name has: `midlayer.mlp.up_proj.weight`, `layer.mlp.up_proj.weight`."""
+    """Replace the first of the prefixes that a name has: `midlayer.mlp.up_proj.weight`,
+    `layer.mlp.up_proj.weight`.
+    """
     for prefix, other in prefixes.items():
         if name.startswith(prefix):
             return other + name.removeprefix(prefix)
@@ -283,7 +351,9 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 def _describe(folder: Path, raw: Values, sources: Found) -> HeadShape:
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
-    layer = _parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)
+    layer = _parse_config(
+        LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder
+    )
     rope = (layer.model_extra or {}).items()
     qwen3_size = 128 if layer.model_type == "qwen3" else None
     return HeadShape(
@@ -295,7 +365,9 @@ def _describe(folder: Path, raw: Values, sources: Found) -> HeadShape:
         hidden_size=layer.hidden_size,
         num_heads=layer.num_attention_heads,
         num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
-        head_dim=layer.head_dim or qwen3_size or max(1, layer.hidden_size // layer.num_attention_heads),
+        head_dim=layer.head_dim
+        or qwen3_size
+        or max(1, layer.hidden_size // layer.num_attention_heads),
         intermediate_size=layer.intermediate_size,
         layer_eps=layer.rms_norm_eps,
         head_eps=layer.rms_norm_eps,
@@ -323,7 +395,9 @@ def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str
     raise ModelError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
 
 
-def _check_tensors(head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
+) -> None:
     shapes, found = optional | required, head.sources
     spelled = {known: name for known, (_, name, _) in found.items()}
     where = f"EAGLE draft {head.folder} ({head.format})"
@@ -333,9 +407,13 @@ def _check_tensors(head: HeadShape, required: dict[str, tuple[int, ...]], option
         raise ModelError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
     for known, (_, name, info) in sorted(found.items()):
         if info.shape != shapes[known]:
-            raise ModelError(f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}")
+            raise ModelError(
+                f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}"
+            )
         if info.dtype not in (supported := _DTYPES.get(known, FLOATS)):
-            raise ModelError(f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}")
+            raise ModelError(
+                f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}"
+            )
 
 
 def _layer_prefix(spelled: dict[str, str]) -> str:

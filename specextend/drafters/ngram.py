@@ -1,9 +1,10 @@
-"""N-gram drafts, which need no model: they propose what followed the same tokens before, in the prompt or the output.
+"""N-gram drafts, which need no model: they propose what followed the same tokens before, in the
+prompt or the output.
 
-Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) propose what followed the longest
-match of the text's end. Here every match proposes its next token, a candidate, at the rate at which such candidates
-were right. The tree holds the likeliest paths: of candidates alone, or of candidates and a draft's tree under one node
-budget.
+Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) propose what
+followed the longest match of the text's end. Here every match proposes its next token, a candidate,
+at the rate at which such candidates were right. The tree holds the likeliest paths: of candidates
+alone, or of candidates and a draft's tree under one node budget.
 """
 
 from collections import Counter, defaultdict
@@ -24,12 +25,17 @@ LONGEST = 12
 MOST = 32
 """Largest number of matches that are returned."""
 LEAST_PROBABILITY = 0.01
-"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of a step."""
+"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of
+a step.
+"""
 _MOST_CANDIDATES = 6
 """Most candidates that are considered behind one node."""
-# Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K, by SmolLM2-135M.
+# Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K,
+# by SmolLM2-135M.
 _LONE = (0.17, 0.33, 0.50, 0.62, 0.70, 0.75, 0.78, 0.82, 0.85, 0.88, 0.90, 0.93)
-"""Rates at which the text continues as after its only match, by the length of the match: 1, 2, ... tokens."""
+"""Rates at which the text continues as after its only match, by the length of the match: 1, 2, ...
+tokens.
+"""
 _CONTESTED = 0.7
 """Factor on the rate of a candidate that at most half of the longest matches propose."""
 _MOST_AGREE, _ALL_AGREE = 0.5, 0.8
@@ -39,9 +45,13 @@ _OWN = 0.15
 _LATER_RANKS = (1.0, 0.5, 0.4)
 """Factor on the rate of the likeliest candidate, the second, and all others."""
 _BESIDE_A_DRAFT = 0.75
-"""Factor on a candidate's probability where the draft proposes other tokens. Measured with the shipped EAGLE head."""
+"""Factor on a candidate's probability where the draft proposes other tokens. Measured with the
+shipped EAGLE head.
+"""
 _BESIDE_MATCHES = 0.5
-"""Factor on a draft's probability where matches are nearly sure (`_SURE`) of other tokens. Measured in the same way."""
+"""Factor on a draft's probability where matches are nearly sure (`_SURE`) of other tokens. Measured
+in the same way.
+"""
 _SURE = 0.65
 _CERTAIN = 0.99
 """The highest probability of a node after its parent."""
@@ -50,7 +60,9 @@ assert len(_LONE) == LONGEST
 
 
 class Match(NamedTuple):
-    """An earlier place whose last tokens are also the text's last. The best are the longest, then the latest."""
+    """An earlier place whose last tokens are also the text's last. The best are the longest, then
+    the latest.
+    """
 
     length: int
     """Number of equal tokens, 1 to `LONGEST`."""
@@ -61,18 +73,21 @@ class Match(NamedTuple):
 class SuffixIndex:
     """A text and the matches of its end.
 
-    A new token visits each of its earlier occurrences: a match ends there, one token longer than the match that ended
-    one token before. So no search is needed.
+    A new token visits each of its earlier occurrences: a match ends there, one token longer than
+    the match that ended one token before. So no search is needed.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         """The text so far."""
-        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # token -> position behind each occurrence
+        # token -> position behind each occurrence
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)
         self._lengths: dict[int, int] = {}  # position behind a match -> length of the match
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append many tokens; only the last ones are matched, because the matches depend on nothing else."""
+        """Append many tokens; only the last ones are matched, because the matches depend on nothing
+        else.
+        """
         unmatched = token_ids[:-LONGEST]
         if unmatched:
             self._lengths = {}
@@ -85,7 +100,9 @@ class SuffixIndex:
     def push(self, token_id: int) -> None:
         """Append a token."""
         followers, length = self._followers[token_id], self._lengths.get
-        self._lengths = {position: min(length(position - 1, 0) + 1, LONGEST) for position in followers}
+        self._lengths = {
+            position: min(length(position - 1, 0) + 1, LONGEST) for position in followers
+        }
         self.token_ids.append(token_id)
         followers.append(len(self.token_ids))
 
@@ -95,9 +112,15 @@ class SuffixIndex:
         return [Match(length, position) for length, position in best]
 
     def continued(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches one token later if the text continues as they do, without those that reach its end."""
+        """Return the matches one token later if the text continues as they do, without those that
+        reach its end.
+        """
         end = len(self.token_ids)
-        return [Match(min(length + 1, LONGEST), position + 1) for length, position in matches if position + 1 < end]
+        return [
+            Match(min(length + 1, LONGEST), position + 1)
+            for length, position in matches
+            if position + 1 < end
+        ]
 
 
 class Candidate(NamedTuple):
@@ -112,7 +135,9 @@ class Candidate(NamedTuple):
     """Its number in the draft's tree; -1 if the draft does not propose it."""
 
 
-def candidates_of(token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int) -> list[Candidate]:
+def candidates_of(
+    token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int
+) -> list[Candidate]:
     """Return what followed the `matches` (best first) in the text `token_ids`, likeliest first."""
     followers: dict[int, list[Match]] = {}
     for match in matches:
@@ -133,10 +158,16 @@ def candidates_of(token_ids: Sequence[int], matches: Sequence[Match], num_prompt
 
 
 def _rate(length: int, count: int, of: int, is_own: bool) -> float:
-    """Return how often a candidate is right that `count` of the longest matches propose, which are `length` long."""
+    """Return how often a candidate is right that `count` of the longest matches propose, which are
+    `length` long.
+    """
     rate = _LONE[length - 1]
     if of > 1:
-        rate = max(rate, _ALL_AGREE if count == of else _MOST_AGREE) if 2 * count > of else rate * _CONTESTED
+        rate = (
+            max(rate, _ALL_AGREE if count == of else _MOST_AGREE)
+            if 2 * count > of
+            else rate * _CONTESTED
+        )
     return rate + (1 - rate) * _OWN if is_own else rate
 
 
@@ -147,7 +178,9 @@ def children_of(tree: DraftTrees) -> dict[int, list[Candidate]]:
     children: dict[int, list[Candidate]] = {}
     for node in range(1, len(token_ids)):
         probability = exp(min(0.0, log_probs[node] - log_probs[parents[node]]))
-        children.setdefault(parents[node], []).append(Candidate(token_ids[node], probability, draft_node=node))
+        children.setdefault(parents[node], []).append(
+            Candidate(token_ids[node], probability, draft_node=node)
+        )
     return children
 
 
@@ -162,7 +195,9 @@ class NgramState:
 
     @property
     def most_levels(self) -> int:
-        """Return the number of tree levels that the output still has room for, with the bonus token behind them."""
+        """Return the number of tree levels that the output still has room for, with the bonus token
+        behind them.
+        """
         return max(0, self._num_left - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -182,15 +217,17 @@ class NgramState:
         draft: Mapping[int, Sequence[Candidate]],
         least_probability: float = LEAST_PROBABILITY,
     ) -> list[TreeNode]:
-        """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less likely than asked.
+        """Return the root and the `num_nodes` likeliest nodes behind it, parents first; none less
+        likely than asked.
 
-        They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has `depth` levels at
-        most, and no more than the output has room for. It grows best first: path probabilities only shrink, so the
-        best nodes so far are the best of all.
+        They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has
+        `depth` levels at most, and no more than the output has room for. It grows best first: path
+        probabilities only shrink, so the best nodes so far are the best of all.
         """
         depth = min(depth, self.most_levels)
         nodes = [TreeNode(-1, self._index.token_ids[-1], 0, 0.0)]
-        open_: list[tuple[float, int, int, Candidate]] = []  # of two equal ones the first found comes first
+        # of two equal ones the first found comes first
+        open_: list[tuple[float, int, int, Candidate]] = []
         num_found = 0
 
         def expand(number: int, matches: Sequence[Match], drafted: Sequence[Candidate]) -> None:
@@ -206,18 +243,28 @@ class NgramState:
         expand(0, self._index.matches(), draft.get(0, []))
         while open_ and len(nodes) <= num_nodes:
             probability, _, parent, offer = heappop(open_)
-            nodes.append(TreeNode(parent, offer.token_id, nodes[parent].depth + 1, log(-probability)))
-            expand(len(nodes) - 1, self._index.continued(offer.matches), draft.get(offer.draft_node, []))
+            nodes.append(
+                TreeNode(parent, offer.token_id, nodes[parent].depth + 1, log(-probability))
+            )
+            expand(
+                len(nodes) - 1,
+                self._index.continued(offer.matches),
+                draft.get(offer.draft_node, []),
+            )
         return nodes
 
-    def _offers(self, matches: Sequence[Match], drafted: Sequence[Candidate]) -> Iterator[Candidate]:
+    def _offers(
+        self, matches: Sequence[Match], drafted: Sequence[Candidate]
+    ) -> Iterator[Candidate]:
         """Yield what matches and draft propose behind one node."""
         candidates = candidates_of(self._index.token_ids, matches, self._num_prompt_tokens)
         left = {child.token_id: child for child in drafted}
         for each in candidates:
             same = left.pop(each.token_id, None)
             if same is None:
-                yield each._replace(probability=each.probability * (_BESIDE_A_DRAFT if drafted else 1.0))
+                yield each._replace(
+                    probability=each.probability * (_BESIDE_A_DRAFT if drafted else 1.0)
+                )
             else:
                 both = 1 - (1 - each.probability) * (1 - same.probability)
                 yield each._replace(probability=both, draft_node=same.draft_node)
@@ -229,8 +276,8 @@ class NgramState:
 class NgramDrafter(Drafter):
     """Proposes n-gram drafts, alone or merged into another draft's trees.
 
-    N-gram drafts read tokens only, and always see all of them. Trees are cut to the remaining length of the output, so
-    they need no room behind its last token.
+    N-gram drafts read tokens only, and always see all of them. Trees are cut to the remaining
+    length of the output, so they need no room behind its last token.
     """
 
     def __init__(
@@ -240,10 +287,12 @@ class NgramDrafter(Drafter):
         draft: Drafter | None = None,
         clock: Callable[[], float] | None = None,
     ):
-        """Take the tree's options, the device on which trees are wanted, and the draft to merge into.
+        """Take the tree's options, the device on which trees are wanted, and the draft to merge
+        into.
 
-        With a clock, in seconds, the draft is skipped where n-grams alone bring more tokens per second, by its share of
-        a step's time. Without one it always proposes, so that equal requests give equal counts.
+        With a clock, in seconds, the draft is skipped where n-grams alone bring more tokens per
+        second, by its share of a step's time. Without one it always proposes, so that equal
+        requests give equal counts.
         """
         self._options, self._device, self._draft, self._clock = tree, device, draft, clock
         self.hidden_layers = () if draft is None else draft.hidden_layers
@@ -253,12 +302,15 @@ class NgramDrafter(Drafter):
         self._has_proposed = False
         """Whether slots that do not pause had a proposal in this step."""
         self._ended_at: float | None = None
-        """When the last proposal ended; None if a prompt was read since, or a step taken without a draft."""
+        """When the last proposal ended; None if a prompt was read since, or a step taken without a
+        draft.
+        """
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now.
 
-        The draft absorbs a batch's new tokens padded to the longest run, which may be deeper than its own trees.
+        The draft absorbs a batch's new tokens padded to the longest run, which may be deeper than
+        its own trees.
         """
         num_new = max_new_tokens + self._options.ngram_depth
         if self._draft is not None and not self._draft.admit(slot, num_prompt_tokens, num_new):
@@ -267,13 +319,17 @@ class NgramDrafter(Drafter):
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
+        them.
+        """
         self._ended_at = None
         self._slots[slot].read(token_ids.tolist())
         if self._draft is not None:
             self._draft.prefill(slot, token_ids, hidden)
 
-    def go_back(self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int) -> None:
+    def go_back(
+        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
+    ) -> None:
         """Begin another prompt of the slot behind the first tokens of the one before."""
         self._slots[slot] = NgramState(num_prompt_tokens, max_new_tokens)
         self._slots[slot].read(token_ids)
@@ -289,14 +345,18 @@ class NgramDrafter(Drafter):
         """Append newly decided tokens to the text."""
         self._slots[slot].absorb(token_ids)
 
-    def glance(self, slots: Sequence[int], num_nodes: int, least_probability: float) -> DraftTrees | None:
+    def glance(
+        self, slots: Sequence[int], num_nodes: int, least_probability: float
+    ) -> DraftTrees | None:
         """Propose the likeliest n-gram drafts alone."""
         if not self._has_proposed:
             self._ended_at = None
         self._has_proposed = False
         least = max(LEAST_PROBABILITY, least_probability)
         trees = [self._slots[slot].propose(num_nodes, self.num_levels, {}, least) for slot in slots]
-        return DraftTrees.pad(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
+        return (
+            DraftTrees.pad(trees, self._device) if any(len(nodes) > 1 for nodes in trees) else None
+        )
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Let the draft read what was decided for these slots."""
@@ -304,13 +364,17 @@ class NgramDrafter(Drafter):
             self._draft.absorb(slots, decided)
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Propose a tree behind each slot's root: the likeliest nodes of both, or the root alone."""
+        """Propose a tree behind each slot's root: the likeliest nodes of both, or the root
+        alone.
+        """
         states = [self._slots[slot] for slot in slots]
         limits = self._options.most_nodes if num_nodes is None else num_nodes, self.num_levels
         begin = 0.0 if self._clock is None else self._clock()
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, begin - self._ended_at)
-        trees = {slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
+        trees = {
+            slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)
+        }
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
         self._has_proposed = True
@@ -324,13 +388,18 @@ class NgramDrafter(Drafter):
         if self._draft is not None:
             self._draft.release(slot)
 
-    def _merge(self, draft: Drafter, trees: dict[int, list[TreeNode]], limits: tuple[int, int]) -> None:
+    def _merge(
+        self, draft: Drafter, trees: dict[int, list[TreeNode]], limits: tuple[int, int]
+    ) -> None:
         """Replace the trees of slots for which drafting pays by merged ones."""
-        lacking = [slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)]
+        lacking = [
+            slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)
+        ]
         if not lacking:
             return
         begin = 0.0 if self._clock is None else self._clock()
-        drafted = [(tree, children_of(tree)) for tree in draft.propose(lacking, limits[0])]  # waits for the device
+        # waits for the device
+        drafted = [(tree, children_of(tree)) for tree in draft.propose(lacking, limits[0])]
         if self._clock is not None:
             self._proposal_s = moved(self._proposal_s, self._clock() - begin)
         for slot, (tree, children) in zip(lacking, drafted, strict=True):
@@ -341,8 +410,8 @@ class NgramDrafter(Drafter):
     def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.
 
-        The draft's own tree helps if no n-gram draft contains the next token. A step without it saves its share of the
-        time, which is 0 until a whole step was measured.
+        The draft's own tree helps if no n-gram draft contains the next token. A step without it
+        saves its share of the time, which is 0 until a whole step was measured.
         """
         if state.most_levels <= 0:
             return False

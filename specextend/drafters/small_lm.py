@@ -26,7 +26,8 @@ class ModelNetwork:
     ):
         """Take the model.
 
-        It proposes the ids below `num_shared`, and reads `other_id` for all others; None: it knows the target's tokens.
+        It proposes the ids below `num_shared`, and reads `other_id` for all others; None: it knows
+        the target's tokens.
         """
         self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
         self._num_shared, self._other_id = num_shared, other_id
@@ -34,14 +35,16 @@ class ModelNetwork:
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
-        self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1  # whole pieces
+        # whole pieces
+        self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Run a chunk at its original positions, and store its rows in the full cache.
 
-        It is cut into pieces as long as the window, the sequences of a batch, so that no kernel needs a mask: a token
-        sees its own piece, and a window before it. What pads the last one is read by nobody.
+        It is cut into pieces as long as the window, the sequences of a batch, so that no kernel
+        needs a mask: a token sees its own piece, and a window before it. What pads the last one is
+        read by nobody.
         """
         num_new, held = len(token_ids), self.cache.of[slot]
         position = held.length
@@ -50,7 +53,9 @@ class ModelNetwork:
         padded = -(-num_new // size) * size
         ends = range(kept + size, kept + padded + 1, size)
         lengths = [min(end, size + self._window - 1) for end in ends]
-        starts = [held.working.start + end - length for end, length in zip(ends, lengths, strict=True)]
+        starts = [
+            held.working.start + end - length for end, length in zip(ends, lengths, strict=True)
+        ]
         positions = torch.arange(position, position + padded, device=token_ids.device)
         pieces = pad(token_ids, (0, padded - num_new)).view(-1, size)
         self._run(pieces, positions.view(-1, size), AttentionPlan(starts, lengths, size))
@@ -59,13 +64,20 @@ class ModelNetwork:
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
 
     def go_back(self, slot: int, token_ids: Tensor) -> None:
-        """Forget all behind the first tokens of a prompt; the window before the next chunk is put in front again."""
+        """Forget all behind the first tokens of a prompt; the window before the next chunk is put
+        in front again.
+        """
         self.cache.of[slot].length = end = len(token_ids)
         first = max(0, end - self._window + 1)
         self.cache.select(slot, torch.arange(first, end), first)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        history: Tensor | None,
     ) -> Tensor:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)

@@ -1,1 +1,3 @@
-"""The start that proves its own kernels: each is tried in a process of its own, and taken if it is right and faster."""
+"""The start that proves its own kernels: each is tried in a process of its own, and taken if it is
+right and faster.
+"""

@@ -1,4 +1,5 @@
-"""The trial of one rung, in a process of its own: is it right, and how long does it take beside what it would replace.
+"""The trial of one rung, in a process of its own: is it right, and how long does it take beside
+what it would replace.
 
 Shapes: `B` sequences, `T` rows of each.
 """
@@ -30,11 +31,17 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.quantized import saved_bytes
 from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
-from specextend.proof.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
+from specextend.proof.trials import (
+    prompt_calls,
+    step_calls,
+    what_is_wrong,
+    what_is_wrong_in_a_layer,
+)
 
 Times = dict[str, float]
-"""Seconds of forwards of layers of the target's size: as many as it has read a `prompt`, or take a `plain` step or one
-with a `tree`, which a `draft` of one layer grows."""
+"""Seconds of forwards of layers of the target's size: as many as it has read a `prompt`, or take a
+`plain` step or one with a `tree`, which a `draft` of one layer grows.
+"""
 _TIMED_LENGTH = 16384
 """Rows before those of a forward that is timed, at most."""
 _DRAFT_LENGTH = 2048
@@ -42,9 +49,13 @@ _DRAFT_LENGTH = 2048
 _RUNS = 5
 _SMALL_VOCABULARY = 1024
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33))
-"""Tokens of a prompt, and new tokens, of requests of a tiny pair, in turns; one more is longer than a chunk."""
+"""Tokens of a prompt, and new tokens, of requests of a tiny pair, in turns; one more is longer than
+a chunk.
+"""
 _LEAST_ACCEPTED = 0.9
-"""Share of the draft tokens that eager steps accept; trees may differ where two tokens are nearly tied."""
+"""Share of the draft tokens that eager steps accept; trees may differ where two tokens are nearly
+tied.
+"""
 
 
 def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> Values:
@@ -66,10 +77,13 @@ def try_rung(subject: Subject, base: Kernels, rung: Kernels) -> Values:
 
 
 def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
-    """Compare what a rung changes with plain torch, then a tiny pair's tokens with those of plain decoding."""
+    """Compare what a rung changes with plain torch, then a tiny pair's tokens with those of plain
+    decoding.
+    """
     heads, device = subject.heads(), torch.device(subject.device)
     attend, calls = rung.attend(device), []
-    longest = min(subject.longest, subject.num_rows - MAX_QUERIES)  # a cache may just hold one sequence and its tree
+    # a cache may just hold one sequence and its tree
+    longest = min(subject.longest, subject.num_rows - MAX_QUERIES)
     if rung.prompts != base.prompts:
         calls += prompt_calls(min(subject.chunk, longest), longest)
     if rung.steps != base.steps:
@@ -82,31 +96,44 @@ def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
         for num_rows in (1, subject.num_nodes + 1, min(subject.chunk, subject.longest)):
             sizes = num_rows, config.hidden_size, config.intermediate_size
             has_norms = config.model_type.startswith("qwen3")
-            if wrong := what_is_wrong_in_a_layer(rung.of_layers(device), *sizes, heads, head_norms=has_norms):
+            if wrong := what_is_wrong_in_a_layer(
+                rung.of_layers(device), *sizes, heads, head_norms=has_norms
+            ):
                 return wrong
     return compare_tokens(subject, rung)
 
 
 def compare_tokens(subject: Subject, rung: Kernels, capture: Capture | None = None) -> str:
-    """Decode with a tiny pair in fp32 and the configured tree, one request at a time and in a batch.
+    """Decode with a tiny pair in fp32 and the configured tree, one request at a time and in a
+    batch.
 
-    The tokens must be those of plain decoding in plain torch. Others join where requests end, so that captured steps
-    are replayed at other lengths and places; they must accept as many draft tokens as eager ones, because a draft that
-    reads the wrong rows changes no token.
+    The tokens must be those of plain decoding in plain torch. Others join where requests end, so
+    that captured steps are replayed at other lengths and places; they must accept as many draft
+    tokens as eager ones, because a draft that reads the wrong rows changes no token.
     """
     pair = TinyPair(subject)
     requests = make_requests(subject.chunk, subject.batch)
-    expected = pair.decode(Kernels(prompts="reference", steps="reference"), requests, 1, speculates=False)
+    expected = pair.decode(
+        Kernels(prompts="reference", steps="reference"), requests, 1, speculates=False
+    )
     capture = CudaCapture() if rung.graphs and capture is None else capture
     for batch in dict.fromkeys((1, subject.batch)):
         found = pair.decode(rung, requests, batch, Graphs(capture, 1))
-        if different := [name for name, done in expected.items() if found[name].token_ids != done.token_ids]:
+        if different := [
+            name for name, done in expected.items() if found[name].token_ids != done.token_ids
+        ]:
             return f"{counted(len(different), 'text')} of a tiny pair differ in batches of {batch}"
         if capture is not None:
             eager = pair.decode(rung, requests, batch, Graphs(capture, sys.maxsize))
-            accepted = [sum(done.stats.num_accepted_tokens for done in each.values()) for each in (found, eager)]
+            accepted = [
+                sum(done.stats.num_accepted_tokens for done in each.values())
+                for each in (found, eager)
+            ]
             if accepted[0] < _LEAST_ACCEPTED * accepted[1]:
-                return f"{accepted[0]} instead of {accepted[1]} draft tokens are accepted in batches of {batch}"
+                return (
+                    f"{accepted[0]} instead of {accepted[1]} draft tokens are accepted in "
+                    f"batches of {batch}"
+                )
     return ""
 
 
@@ -117,7 +144,9 @@ def make_requests(chunk: int, batch: int) -> list[Request]:
     return [
         Request(
             request_id=str(number),
-            prompt_token_ids=torch.randint(TinyPair.vocabulary, (length,), generator=generator).tolist(),
+            prompt_token_ids=torch.randint(
+                TinyPair.vocabulary, (length,), generator=generator
+            ).tolist(),
             max_new_tokens=num_new,
         )
         for number, (length, num_new) in enumerate(lengths)
@@ -125,7 +154,8 @@ def make_requests(chunk: int, batch: int) -> list[Request]:
 
 
 def measure(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Times]:
-    """Time forwards with two choices of kernels, in turns, on a layer of the target's size with random weights.
+    """Time forwards with two choices of kernels, in turns, on a layer of the target's size with
+    random weights.
 
     Returns the `Times` of both as `base_s` and `rung_s`.
     """
@@ -142,7 +172,9 @@ def measure(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Times]:
 
 
 def make_forwards(subject: Subject, kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Make the forwards that are timed, each of which is waited for: a layer with random weights and a whole cache."""
+    """Make the forwards that are timed, each of which is waited for: a layer with random weights
+    and a whole cache.
+    """
     device = torch.device(subject.device)
     config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
     attend, layers = kernels.attend(device), kernels.of_layers(device)
@@ -164,17 +196,23 @@ def make_forwards(subject: Subject, kernels: Kernels) -> dict[str, Callable[[], 
 
 
 def num_runs(subject: Subject, name: str) -> int:
-    """Return how often a layer runs in one of the forwards: a draft of one layer grows its tree level by level."""
+    """Return how often a layer runs in one of the forwards: a draft of one layer grows its tree
+    level by level.
+    """
     layers: int = subject.config().num_hidden_layers
     return subject.depth if name == "draft" else layers
 
 
 def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
-    """Return the forwards that are timed: the sequences of each, the new rows, and the rows before them."""
+    """Return the forwards that are timed: the sequences of each, the new rows, and the rows before
+    them.
+    """
     chunk = min(subject.chunk, subject.longest)
     behind = min(_TIMED_LENGTH, subject.longest, subject.num_rows) - chunk
     size = subject.num_nodes + 1
-    each = min(_TIMED_LENGTH, subject.longest, subject.num_rows // subject.batch // 256 * 256 - size)
+    each = min(
+        _TIMED_LENGTH, subject.longest, subject.num_rows // subject.batch // 256 * 256 - size
+    )
     return {
         "prompt": (1, chunk, max(0, behind)),
         "plain": (subject.batch, 1, each),
@@ -184,15 +222,21 @@ def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
 
 
 def least_times(subject: Subject) -> Times:
-    """Return the least seconds that those forwards can take: memory is read once, or products run at the best rate."""
+    """Return the least seconds that those forwards can take: memory is read once, or products run
+    at the best rate.
+    """
     device, dtype = torch.device(subject.device), getattr(torch, subject.dtype)
     limits = load_limits(device, dtype)
-    model = random_model(subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype)
+    model = random_model(
+        subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype
+    )
     work, least = count_work(model, dtype), {}
     weights = work.layer_parameters * dtype.itemsize - saved_bytes(model, subject.quantize, dtype)
     for name, (batch, num_new, length) in timed_shapes(subject).items():
         num_pairs = batch * num_new * (length + num_new)
-        num_flop = 2 * batch * num_new * work.layer_parameters + work.attention_flop_per_pair * num_pairs
+        num_flop = (
+            2 * batch * num_new * work.layer_parameters + work.attention_flop_per_pair * num_pairs
+        )
         num_bytes = weights + batch * (length + num_new) * work.kv_bytes_per_token
         seconds = max(num_flop / limits.flop_per_s, num_bytes / limits.read_bytes_per_s)
         least[name] = num_runs(subject, name) * seconds
@@ -200,13 +244,17 @@ def least_times(subject: Subject) -> Times:
 
 
 def main() -> None:
-    """Try the rung of a task, which comes in as JSON; what was found goes to the file that the first argument names.
+    """Try the rung of a task, which comes in as JSON; what was found goes to the file that the
+    first argument names.
 
-    Memory that somebody else had, or a device that failed, says little of a kernel: another try is due.
+    Memory that somebody else had, or a device that failed, says little of a kernel: another try is
+    due.
     """
     task = json.load(sys.stdin)
     try:
-        found = try_rung(Subject(**task["subject"]), Kernels(**task["base"]), Kernels(**task["rung"]))
+        found = try_rung(
+            Subject(**task["subject"]), Kernels(**task["base"]), Kernels(**task["rung"])
+        )
     except Exception as error:  # noqa: BLE001  whatever a kernel raises is what is wrong with it
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         found = {"wrong": said, "late": is_out_of_memory(error) or is_device_error(error)}

@@ -1,4 +1,5 @@
-"""The last check, on the loaded target itself: a prompt and a step after it, in plain torch and with chosen kernels.
+"""The last check, on the loaded target itself: a prompt and a step after it, in plain torch and
+with chosen kernels.
 
 Shapes: `P` positions that are compared, `V` vocabulary.
 """
@@ -18,21 +19,26 @@ _CHUNK = 512
 _POSITIONS = 64
 """P, those of the step."""
 _MOST_NOISE = 0.2
-"""How far logits may be away from the reference's, root mean square, in standard deviations of those."""
+"""How far logits may be away from the reference's, root mean square, in standard deviations of
+those.
+"""
 _NEARLY_TIED = 0.5
 """By how many standard deviations the reference may prefer its own first choice to another one."""
 
 
 @torch.inference_mode()
 def what_is_wrong_in_logits(target: CachedModel, graphs: Graphs) -> str:
-    """Read random tokens with the target's kernels and in plain torch; return what differs too much.
+    """Read random tokens with the target's kernels and in plain torch; return what differs too
+    much.
 
-    The last ones are read in a step, again and again, so that `graphs` replay it. It writes to the front of the cache,
-    so no request may be running.
+    The last ones are read in a step, again and again, so that `graphs` replay it. It writes to the
+    front of the cache, so no request may be running.
     """
     num_tokens = min(_NUM_TOKENS, target.cache.rows.num_free)
     generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(target.config.vocab_size, (num_tokens,), generator=generator).to(target.device)
+    token_ids = torch.randint(target.config.vocab_size, (num_tokens,), generator=generator).to(
+        target.device
+    )
     found = _read(target, token_ids, graphs)
     chosen = target.attend, target.kernels
     target.attend, target.kernels = attend_reference, TORCH

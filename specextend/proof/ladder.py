@@ -1,8 +1,8 @@
 """The ladder: rung by rung, kernels that are right and faster take the place of those before them.
 
-Each rung is tried in a process of its own, so that one which crashes, hangs or poisons its GPU costs itself alone. A
-node proves once, under a lock, and keeps what came of each rung until the driver, a library, our code or a shape
-changes.
+Each rung is tried in a process of its own, so that one which crashes, hangs or poisons its GPU
+costs itself alone. A node proves once, under a lock, and keeps what came of each rung until the
+driver, a library, our code or a shape changes.
 """
 
 import json
@@ -55,13 +55,22 @@ class Rung:
 
 TORCH_ALONE = Kernels()
 Attempt = Callable[[Kernels, Rung, float], Trial]
-"""(kernels, rung, seconds) -> what came of trying the rung on top of the kernels within so many seconds."""
+"""(kernels, rung, seconds) -> what came of trying the rung on top of the kernels within so many
+seconds.
+"""
 LADDER = (
     Rung(name="flash-attn for prompts", changes={"prompts": "flash"}, judged_by=("prompt",)),
     Rung(name="Triton for trees", changes={"steps": "triton"}, judged_by=("plain", "tree")),
-    Rung(name="Triton for layers", changes={"layers": "triton"}, judged_by=("prompt", "plain", "tree")),
     Rung(
-        name="captured steps", changes={"graphs": True}, judged_by=("plain", "tree", "draft"), needs="Triton for trees"
+        name="Triton for layers",
+        changes={"layers": "triton"},
+        judged_by=("prompt", "plain", "tree"),
+    ),
+    Rung(
+        name="captured steps",
+        changes={"graphs": True},
+        judged_by=("plain", "tree", "draft"),
+        needs="Triton for trees",
     ),
 )
 
@@ -75,10 +84,12 @@ class Proof:
 
 
 def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
-    """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time.
+    """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves
+    once at a time.
 
-    A rung that ran out of time or memory is tried again, because something else may have used the GPU meanwhile; not
-    by those who waited for that very try. Where no folder can be written, nothing is kept.
+    A rung that ran out of time or memory is tried again, because something else may have used the
+    GPU meanwhile; not by those who waited for that very try. Where no folder can be written,
+    nothing is kept.
     """
     asked_at, key = time.time(), identity(subject)
 
@@ -94,7 +105,8 @@ def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
         return Trial(**kept_or_measured("trial", about, measure, is_known)["trial"])
 
     with ExitStack() as stack:
-        with suppress(OSError, NotImplementedError):  # a folder that cannot be written, or locks nothing
+        # a folder that cannot be written, or locks nothing
+        with suppress(OSError, NotImplementedError):
             if (folder := cache_folder()) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(folder / "proof.lock"))
@@ -122,7 +134,9 @@ def prove(
     kernels: Kernels = TORCH_ALONE,
     attempt: Attempt | None = None,
 ) -> Proof:
-    """Try each rung on top of `kernels` and of those rungs that were taken before it; None: in a process of its own."""
+    """Try each rung on top of `kernels` and of those rungs that were taken before it; None: in a
+    process of its own.
+    """
     attempt, ends_at = attempt or partial(try_apart, subject), time.monotonic() + limit_s
     tried: list[Trial] = []
     for rung in ladder:
@@ -145,22 +159,34 @@ def try_apart(subject: Subject, base: Kernels, rung: Rung, limit_s: float) -> Tr
     """Try a rung in a process of its own, and judge what it found."""
     if limit_s <= 0:
         return replace(_left_out(rung, "no time was left to try it"), is_late=True)
-    task = {"subject": asdict(subject), "base": asdict(base), "rung": asdict(replace(base, **rung.changes))}
+    task = {
+        "subject": asdict(subject),
+        "base": asdict(base),
+        "rung": asdict(replace(base, **rung.changes)),
+    }
     found = _run_apart(task, limit_s)
     if reason := found.get("absent") or found.get("wrong"):
-        return replace(_left_out(rung, reason), is_wrong="wrong" in found, is_late=found.get("late", False))
-    base_s, rung_s = (sum(found[side][name] for name in rung.judged_by) for side in ("base_s", "rung_s"))
+        return replace(
+            _left_out(rung, reason), is_wrong="wrong" in found, is_late=found.get("late", False)
+        )
+    base_s, rung_s = (
+        sum(found[side][name] for name in rung.judged_by) for side in ("base_s", "rung_s")
+    )
     taken = base_s >= _WIN * rung_s
     times = f"{base_s / rung_s:.2f} times as fast ({', '.join(rung.judged_by)})"
     rung_ms, base_ms, floor_ms = (
         {name: 1e3 * seconds for name, seconds in each.items()}
         for each in (found["rung_s"], found["base_s"], least_times(subject))
     )
-    return Trial(name=rung.name, taken=taken, why=times, ms=rung_ms, base_ms=base_ms, floor_ms=floor_ms)
+    return Trial(
+        name=rung.name, taken=taken, why=times, ms=rung_ms, base_ms=base_ms, floor_ms=floor_ms
+    )
 
 
 def _run_apart(task: ReadOnly, limit_s: float) -> Values:
-    """Run a task in a process of its own, and return its result; how it ended is what is wrong if it has none."""
+    """Run a task in a process of its own, and return its result; how it ended is what is wrong if
+    it has none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         child = subprocess.Popen(
@@ -182,7 +208,11 @@ def _run_apart(task: ReadOnly, limit_s: float) -> Values:
             ended_by = signal.Signals(-child.returncode)
             return {"wrong": f"it ended by {ended_by.name}", "late": ended_by is signal.SIGKILL}
         if child.returncode or not out.exists():
-            return {"wrong": (said.strip().splitlines() or [f"it ended with exit code {child.returncode}"])[-1]}
+            return {
+                "wrong": (
+                    said.strip().splitlines() or [f"it ended with exit code {child.returncode}"]
+                )[-1]
+            }
         found: Values = json.loads(out.read_text(encoding="utf-8"))
         return found
 

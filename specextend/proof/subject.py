@@ -1,4 +1,6 @@
-"""What a proof is about, and the kernels that it chooses from, as values that go from one process to another."""
+"""What a proof is about, and the kernels that it chooses from, as values that go from one process
+to another.
+"""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -18,7 +20,8 @@ from specextend.proof.trials import Heads
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of a worker, by name. As they stand here they are torch's own, which need no proof.
+    """The kernels of a worker, by name. As they stand here they are torch's own, which need no
+    proof.
 
     A kernel that has no name is called by its place, `module:object`.
     """
@@ -38,16 +41,24 @@ class Kernels:
             return _named(self.steps, device)
         prompts, steps = (_named(name, device) for name in (self.prompts, self.steps))
 
-        def chosen(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-            return (prompts if span.causal and q.shape[1] > MAX_QUERIES else steps)(q, k, v, span, scale)
+        def chosen(
+            q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+        ) -> tuple[Tensor, Tensor]:
+            return (prompts if span.causal and q.shape[1] > MAX_QUERIES else steps)(
+                q, k, v, span, scale
+            )
 
         chosen.__name__ = f"{self.prompts} {self.steps}"  # step costs are kept for each
         return chosen
 
     def of_layers(self, device: torch.device) -> LayerKernels:
-        """Return what computes between a layer's products. Raises ValueError if it does not run on the device."""
+        """Return what computes between a layer's products. Raises ValueError if it does not run on
+        the device.
+        """
         found: LayerKernels = (
-            resolve_name(self.layers) if ":" in self.layers else load_layer_kernels(self.layers, device)
+            resolve_name(self.layers)
+            if ":" in self.layers
+            else load_layer_kernels(self.layers, device)
         )
         return found
 

@@ -1,4 +1,6 @@
-"""A pair of tiny models with random weights, which decode in fp32 with the tree that is configured."""
+"""A pair of tiny models with random weights, which decode in fp32 with the tree that is
+configured.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -26,9 +28,13 @@ _SHAPE = {
     "initializer_range": 0.2,
     "layer_types": None,
 }
-_CACHE = CacheOptions(chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2))
+_CACHE = CacheOptions(
+    chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
+)
 _OTHER = 0.02
-"""How far the draft's weights are from the target's, in standard deviations: some of its guesses are wrong."""
+"""How far the draft's weights are from the target's, in standard deviations: some of its guesses
+are wrong.
+"""
 
 
 def random_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -48,7 +54,11 @@ class TinyPair:
 
     def __init__(self, subject: Subject):
         """Make the weights."""
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": subject.heads().head_dim}
+        heads = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": subject.heads().head_dim,
+        }
         config = subject.config(**_SHAPE, **heads, vocab_size=self.vocabulary)
         self._subject, self._device = subject, torch.device(subject.device)
         self._target = random_model(config, self._device, torch.float32)
@@ -65,7 +75,9 @@ class TinyPair:
         *,
         speculates: bool = True,
     ) -> dict[str, Completion]:
-        """Decode requests in batches of at most `batch`, the same ones each time; return what came of each, by name."""
+        """Decode requests in batches of at most `batch`, the same ones each time; return what came
+        of each, by name.
+        """
         subject = self._subject
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
         num_tokens = max(len(each.prompt_token_ids) + each.max_new_tokens for each in requests)

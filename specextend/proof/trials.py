@@ -1,11 +1,12 @@
 """Trials of kernels: their results are held to those of plain torch in fp32.
 
-A kernel of attention is right if each query's result in each head differs by no more than two roundings of its length,
-and its LSE by next to nothing: behind 16K keys a result is small, and one key counts for no more than that. One of
-a layer is right if it is at most twice as far away as plain torch in its own dtype, which rounds after every operator.
+A kernel of attention is right if each query's result in each head differs by no more than two
+roundings of its length, and its LSE by next to nothing: behind 16K keys a result is small, and one
+key counts for no more than that. One of a layer is right if it is at most twice as far away as
+plain torch in its own dtype, which rounds after every operator.
 
-Shapes: `B` sequences, `T` queries, `P` queries that are looked at, `S` keys, `R` cache rows, `H` query heads, `K` key
-heads, `D` head size, `C` hidden size.
+Shapes: `B` sequences, `T` queries, `P` queries that are looked at, `S` keys, `R` cache rows, `H`
+query heads, `K` key heads, `D` head size, `C` hidden size.
 """
 
 from collections.abc import Iterator
@@ -25,10 +26,13 @@ _LOOKED_AT = 128
 """P, at most: the scores of a whole chunk of a prompt would take gigabytes."""
 _SUMS = 5e-5
 _LSE, _LONG, _LONG_LSE = 2e-4, 1024, 5e-5
-"""How far an LSE may be away, and that of so many keys, whose errors cancel: torch's kernels show 3e-5 and 9e-6 in any
-dtype, because all sum in fp32."""
+"""How far an LSE may be away, and that of so many keys, whose errors cancel: torch's kernels show
+3e-5 and 9e-6 in any dtype, because all sum in fp32.
+"""
 _FACTOR = 2.0
-"""How many times as far away from the exact result as a rounding, or plain torch, a kernel may be."""
+"""How many times as far away from the exact result as a rounding, or plain torch, a kernel may
+be.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +74,43 @@ def step_calls(num_nodes: int, depth: int, batch: int, longest: int) -> list[Cal
     num_earlier = num_nodes * max(0, depth - 2)
     calls = []
     for group in ((longest,), _mixed(batch, longest) if batch > 1 else (63,)):
-        calls += [Call("tree" if size > 1 else "plain", size, group) for size in {1, num_nodes + 1, MAX_QUERIES}]
+        calls += [
+            Call("tree" if size > 1 else "plain", size, group)
+            for size in {1, num_nodes + 1, MAX_QUERIES}
+        ]
         calls.append(Call("causal", depth + 1, group))
-        calls.append(Call("tree", num_nodes, tuple(max(0, prefix - num_earlier) for prefix in group), num_earlier))
+        calls.append(
+            Call(
+                "tree",
+                num_nodes,
+                tuple(max(0, prefix - num_earlier) for prefix in group),
+                num_earlier,
+            )
+        )
     return calls
 
 
 def prompt_calls(chunk: int, longest: int) -> list[Call]:
-    """List calls of chunks of prompts: the first one, one behind a few rows, and the last one of a long prompt."""
-    return [Call("causal", chunk, (prefix,)) for prefix in dict.fromkeys((0, 65, max(0, longest - chunk)))]
+    """List calls of chunks of prompts: the first one, one behind a few rows, and the last one of a
+    long prompt.
+    """
+    return [
+        Call("causal", chunk, (prefix,))
+        for prefix in dict.fromkeys((0, 65, max(0, longest - chunk)))
+    ]
 
 
 def _mixed(batch: int, longest: int) -> tuple[int, ...]:
-    """Return prefixes [B] around a block of 64 keys and as long as they get, none of them empty but one."""
+    """Return prefixes [B] around a block of 64 keys and as long as they get, none of them empty but
+    one.
+    """
     lengths = (63, min(16384, longest), 65, 0, 1)
     return tuple(min(lengths[b % len(lengths)], longest) for b in range(batch))
 
 
 def what_is_wrong(attend: Attend, call: Call, heads: Heads, num_rows: int) -> str:
-    """Run a call twice in a cache of `num_rows` rows, whose other rows are NaN; return what is wrong, or an empty text.
+    """Run a call twice in a cache of `num_rows` rows, whose other rows are NaN; return what is
+    wrong, or an empty text.
 
     The batch is cut to the sequences that the cache holds.
     """
@@ -100,10 +122,15 @@ def what_is_wrong(attend: Attend, call: Call, heads: Heads, num_rows: int) -> st
     exact, exact_lse = attend_reference(q[:, queries].float(), k, v, seen, scale)
     for _ in range(2):
         is_causal = call.kind == "causal"
-        out, lse = attend(q, k, v, KeySpan(starts, lengths, None if is_causal else mask, is_causal), scale)
+        out, lse = attend(
+            q, k, v, KeySpan(starts, lengths, None if is_causal else mask, is_causal), scale
+        )
         errors = (out[:, queries] - exact).norm(dim=-1) / exact.norm(dim=-1)
         for b, length in enumerate(lengths):
-            allowed = {"out": _FACTOR * _least(q.dtype), "lse": _LSE if length < _LONG else _LONG_LSE}
+            allowed = {
+                "out": _FACTOR * _least(q.dtype),
+                "lse": _LSE if length < _LONG else _LONG_LSE,
+            }
             found = {"out": float(errors[b].max()), "lse": _distance(lse[b, queries], exact_lse[b])}
             for name, most in allowed.items():
                 if not found[name] <= most:  # NaN is not
@@ -112,7 +139,9 @@ def what_is_wrong(attend: Attend, call: Call, heads: Heads, num_rows: int) -> st
 
 
 def _least(dtype: torch.dtype) -> float:
-    """Return the error that any kernel may have: a rounding, or in fp32 that of another order of many sums."""
+    """Return the error that any kernel may have: a rounding, or in fp32 that of another order of
+    many sums.
+    """
     return max(torch.finfo(dtype).eps, _SUMS)
 
 
@@ -121,7 +150,9 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _tensors(call: Call, heads: Heads, num_rows: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Make queries [B, T, H, D], keys and values [K, R, D], and the first rows of as many sequences as fit."""
+    """Make queries [B, T, H, D], keys and values [K, R, D], and the first rows of as many sequences
+    as fit.
+    """
     generator = torch.Generator(heads.device).manual_seed(call.num_queries + sum(call.prefixes))
     randn = partial(torch.randn, generator=generator, device=heads.device, dtype=heads.dtype)
     size = 2, heads.num_key_heads, num_rows, heads.head_dim
@@ -141,7 +172,8 @@ def _tensors(call: Call, heads: Heads, num_rows: int) -> tuple[Tensor, Tensor, T
 
 
 def _mask(call: Call, batch: int, device: torch.device) -> Tensor | None:
-    """Make masks [B, T, M] of causal chunks, or of trees whose nodes have any earlier one as their parent.
+    """Make masks [B, T, M] of causal chunks, or of trees whose nodes have any earlier one as their
+    parent.
 
     The queries are the last ones.
     """
@@ -159,14 +191,28 @@ def _mask(call: Call, batch: int, device: torch.device) -> Tensor | None:
 
 
 def _looked_at(num_queries: int, device: torch.device) -> Tensor:
-    """Return the numbers [P] of the queries that are compared: spread, the first and the last among them."""
-    return torch.linspace(0, num_queries - 1, min(num_queries, _LOOKED_AT), device=device).long().unique()
+    """Return the numbers [P] of the queries that are compared: spread, the first and the last among
+    them.
+    """
+    return (
+        torch.linspace(0, num_queries - 1, min(num_queries, _LOOKED_AT), device=device)
+        .long()
+        .unique()
+    )
 
 
 def what_is_wrong_in_a_layer(
-    kernels: LayerKernels, num_rows: int, hidden_size: int, intermediate_size: int, heads: Heads, *, head_norms: bool
+    kernels: LayerKernels,
+    num_rows: int,
+    hidden_size: int,
+    intermediate_size: int,
+    heads: Heads,
+    *,
+    head_norms: bool,
 ) -> str:
-    """Run the kernels between a layer's products on random rows; return what is wrong, or an empty text."""
+    """Run the kernels between a layer's products on random rows; return what is wrong, or an empty
+    text.
+    """
     results = partial(_layer_results, num_rows, hidden_size, intermediate_size, heads, head_norms)
     exact = dict(results(TORCH, torch.float32))
     plain = dict(results(TORCH, heads.dtype))
@@ -188,7 +234,9 @@ def _layer_results(
     kernels: LayerKernels,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the kernels return and write in a dtype, by name, with the same numbers each time."""
+    """Yield what the kernels return and write in a dtype, by name, with the same numbers each
+    time.
+    """
     generator = torch.Generator(heads.device).manual_seed(num_rows)
 
     def draw(*size: int) -> Tensor:
@@ -205,5 +253,8 @@ def _layer_results(
     cache = draw(2, heads.num_key_heads, 2 * num_rows, heads.head_dim)
     places = torch.randperm(2 * num_rows, generator=generator, device=heads.device)[:num_rows]
     qkv, angles = draw(num_rows, num_all, heads.head_dim), draw(num_rows, heads.head_dim)
-    yield "the query", kernels.rotate_heads(qkv, angles.cos(), angles.sin(), norms, cache[0], cache[1], places)
+    yield (
+        "the query",
+        kernels.rotate_heads(qkv, angles.cos(), angles.sin(), norms, cache[0], cache[1], places),
+    )
     yield "the cache", cache

@@ -1,6 +1,8 @@
-"""Advice: rules that look at the figures of a report, and say what spoils its texts or holds the run back.
+"""Advice: rules that look at the figures of a report, and say what spoils its texts or holds the
+run back.
 
-A rule advises only what the run's configuration leaves open, and what its figures do not show to be of no use.
+A rule advises only what the run's configuration leaves open, and what its figures do not show to be
+of no use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,9 @@ LEAST_DOCUMENTS = 5
 MOST_IDS = 3
 """Ids that a finding names."""
 ALL_SEEN = 0.95
-"""Share of the target's attention that the draft sees, from which on a larger view has nothing to add."""
+"""Share of the target's attention that the draft sees, from which on a larger view has nothing to
+add.
+"""
 RARE = 0.1
 """Share of speculative steps below which a run says little about speculation."""
 
@@ -27,7 +31,9 @@ class Finding:
 
     says: str
     weight: float
-    """Share of the documents, or of the time, that it is about; more than 1 for texts that are missing or wrong."""
+    """Share of the documents, or of the time, that it is about; more than 1 for texts that are
+    missing or wrong.
+    """
     section: str
     """Title of the section that has the figures."""
     evidence: Mapping[str, float | int | str]
@@ -36,7 +42,9 @@ class Finding:
 
 
 def give_advice(report: Report) -> list[Values]:
-    """Apply every rule to a report: findings about texts come first, then those about time, each by weight."""
+    """Apply every rule to a report: findings about texts come first, then those about time, each by
+    weight.
+    """
     advice: list[Values] = []
     for rules in (OF_TEXTS, OF_TIME):
         found = [(rule.__name__, finding) for rule in rules if (finding := rule(report))]
@@ -47,7 +55,13 @@ def give_advice(report: Report) -> list[Values]:
 def _entry(rule: str, finding: Finding) -> Values:
     ids = [shortened(doc_id) for doc_id in finding.doc_ids[:MOST_IDS]]
     says = f"{finding.says} For example {', '.join(ids)}." if ids else finding.says
-    return {"rule": rule, "says": says, "evidence": finding.evidence, "section": finding.section, "doc_ids": ids}
+    return {
+        "rule": rule,
+        "says": says,
+        "evidence": finding.evidence,
+        "section": finding.section,
+        "doc_ids": ids,
+    }
 
 
 def most_failed(report: Report) -> Finding | None:
@@ -57,8 +71,15 @@ def most_failed(report: Report) -> Finding | None:
         return None
     first = report["errors"][0]
     kinds = f"{first['error_class']} ({first['stage']})"
-    retry = "--retry-errors does them again" if first["retryable"] else "another try would fail in the same way"
-    says = f"{counted(failed, 'document')} failed, {number(first['rows'])} of them with {kinds}: {retry}."
+    retry = (
+        "--retry-errors does them again"
+        if first["retryable"]
+        else "another try would fail in the same way"
+    )
+    says = (
+        f"{counted(failed, 'document')} failed, {number(first['rows'])} of them with {kinds}: "
+        f"{retry}."
+    )
     evidence = {"failed": failed, "rows": first["rows"], "error_class": first["error_class"]}
     weight = 1 + failed / (failed + report["rows"]["done"])
     return Finding(says, weight, "Failed documents", evidence, first["doc_ids"])
@@ -73,20 +94,33 @@ def truncated(report: Report) -> Finding | None:
         return None
     is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
-    column = look_up(report, "run.input.options_column") or look_up(report, "run.input.max_new_tokens_column")
+    column = look_up(report, "run.input.options_column") or look_up(
+        report, "run.input.max_new_tokens_column"
+    )
     own = f" or the limit in column '{shortened(column)}'" if column else ""
     of = f"{rows:,} of {counted(report['rows']['done'], 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
-    return Finding(says, share, "Texts to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"])
+    return Finding(
+        says,
+        share,
+        "Texts to look at",
+        {"documents": rows, "share": share},
+        report["flagged"]["truncated"],
+    )
 
 
 def not_in_document(report: Report) -> Finding | None:
     """Say that many strings of answers do not stand in their documents."""
-    strings, found = (sum(field[name] for field in report["evidence"].values()) for name in ("strings", "found"))
+    strings, found = (
+        sum(field[name] for field in report["evidence"].values()) for name in ("strings", "found")
+    )
     share = ratio(strings - found, strings) or 0.0
     if share < 0.2:
         return None
-    says = f"{share:.0%} of {counted(strings, 'string')} of the answers do not stand in their documents: check them."
+    says = (
+        f"{share:.0%} of {counted(strings, 'string')} of the answers do not stand in their "
+        "documents: check them."
+    )
     return Finding(says, 1 + share, "Evidence", {"share": share})
 
 
@@ -103,26 +137,47 @@ def dropped(report: Report) -> Finding | None:
     if prompt.get("length_policy") != "parts":
         ways.append("set prompt.length_policy to parts, which reads long documents in parts")
     says = (
-        f"{share:.0%} of the documents' tokens were dropped because prompts were too long (num_dropped_tokens): the "
+        f"{share:.0%} of the documents' tokens were dropped because prompts were too long "
+        "(num_dropped_tokens): the "
         f"answers cannot say what was there. To read them, {', or '.join(ways)}."
     )
-    return Finding(says, share, "Texts to look at", {"dropped_share": share}, report["flagged"].get("shortened", ()))
+    return Finding(
+        says,
+        share,
+        "Texts to look at",
+        {"dropped_share": share},
+        report["flagged"].get("shortened", ()),
+    )
 
 
 def prefill_bound(report: Report) -> Finding | None:
     """State the limit that prefill sets to any speed-up of decoding, by Amdahl's law."""
     shares = _phases(report)
-    if shares is None or not 0.3 <= (prefill := shares["prefill"] + shares["draft_prefill"]) <= 0.95:
-        return None  # beyond there is nothing to speed up, as where answers are scored and not written
+    if (
+        shares is None
+        or not 0.3 <= (prefill := shares["prefill"] + shares["draft_prefill"]) <= 0.95
+    ):
+        # beyond there is nothing to speed up, as where answers are scored and not written
+        return None
     limit = 1 / prefill
-    share, end = report["acceptance"]["speculative_share"], "so speculation cannot give more than that here"
-    if share is not None and share < RARE and look_up(report, "run.decoding.mode") != "autoregressive":
+    share, end = (
+        report["acceptance"]["speculative_share"],
+        "so speculation cannot give more than that here",
+    )
+    if (
+        share is not None
+        and share < RARE
+        and look_up(report, "run.decoding.mode") != "autoregressive"
+    ):
         end = f"and only {share:.0%} of the steps were speculative"
     says = (
-        f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
+        f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding "
+        "for free it would be "
         f"{limit:.1f} times as fast, {end}."
     )
-    return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
+    return Finding(
+        says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit}
+    )
 
 
 def drafting_cost(report: Report) -> Finding | None:
@@ -136,14 +191,22 @@ def drafting_cost(report: Report) -> Finding | None:
         return None
     smaller = "" if look_up(report, "run.tree.nodes") == "auto" else "fewer tree.nodes, "
     says = (
-        f"A speculative step brings {length:.2f} tokens; drafting and retrieval add {cost:.0%} to its verification. "
+        f"A speculative step brings {length:.2f} tokens; drafting and retrieval add {cost:.0%} to "
+        "its verification. "
         f"That hardly pays: try {smaller}decoding.mode autoregressive, or another draft."
     )
-    return Finding(says, drafting, "Where the time of the work went", {"acceptance_length": length, "cost": cost})
+    return Finding(
+        says,
+        drafting,
+        "Where the time of the work went",
+        {"acceptance_length": length, "cost": cost},
+    )
 
 
 def acceptance_falls(report: Report) -> Finding | None:
-    """Say that the draft's tokens are accepted much less often behind long prompts than behind short ones."""
+    """Say that the draft's tokens are accepted much less often behind long prompts than behind
+    short ones.
+    """
     known = [
         bucket
         for bucket in report["buckets"]
@@ -159,13 +222,19 @@ def acceptance_falls(report: Report) -> Finding | None:
     if seen is None or seen >= ALL_SEEN:
         advice = "the draft saw what mattered, so only a draft for longer texts would change that"
     else:
-        advice = f"a larger cache.top_k_chunks shows the draft more of long prompts, of which it saw {seen:.0%}"
+        advice = (
+            "a larger cache.top_k_chunks shows the draft more of long prompts, of which it "
+            f"saw {seen:.0%}"
+        )
     says = (
-        f"The acceptance length falls from {high:.2f} (prompts up to {best['bucket']}) to {low:.2f} (up to "
+        f"The acceptance length falls from {high:.2f} (prompts up to {best['bucket']}) to "
+        f"{low:.2f} (up to "
         f"{last['bucket']}): {advice}."
     )
     weight = (1 - low / high) * last["documents"] / report["rows"]["done"]
-    return Finding(says, weight, "By prompt length", {"best": high, "longest": low, "bucket": last["bucket"]})
+    return Finding(
+        says, weight, "By prompt length", {"best": high, "longest": low, "bucket": last["bucket"]}
+    )
 
 
 def idle_tail(report: Report) -> Finding | None:
@@ -175,12 +244,19 @@ def idle_tail(report: Report) -> Finding | None:
         return None
     idle, workers, seconds = tail["idle_workers"], tail["workers"], tail["idle_median_s"]
     says = (
-        f"{idle:,} of {counted(workers, 'worker')} stood idle for {duration(seconds)} at the end, while the last "
-        "documents were decoded: fewer workers would have finished almost as soon; more documents in one run make the "
+        f"{idle:,} of {counted(workers, 'worker')} stood idle for {duration(seconds)} at the end, "
+        "while the last "
+        "documents were decoded: fewer workers would have finished almost as soon; more documents "
+        "in one run make the "
         "end matter less."
     )
     weight = ratio(idle * seconds, sum((report["wall_clock"]["paid_s"] or {}).values())) or 0.0
-    return Finding(says, weight, "The workers' time", {"idle_workers": idle, "workers": workers, "idle_s": seconds})
+    return Finding(
+        says,
+        weight,
+        "The workers' time",
+        {"idle_workers": idle, "workers": workers, "idle_s": seconds},
+    )
 
 
 def loading(report: Report) -> Finding | None:
@@ -189,7 +265,10 @@ def loading(report: Report) -> Finding | None:
     if share < 0.1:
         return None
     fewer = "" if look_up(report, "run.job.workers") == 1 else " or fewer workers"
-    says = f"{share:.0%} of the paid time went into loading models: give a start more documents{fewer}."
+    says = (
+        f"{share:.0%} of the paid time went into loading models: give a start more "
+        f"documents{fewer}."
+    )
     return Finding(says, share, "The workers' time", {"loading_share": share})
 
 

@@ -10,7 +10,14 @@ from specextend.core import Checkpoint, Values
 from specextend.data.commits import list_commits
 from specextend.data.documents import GONE, LEFT_OUT, read_errors
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
-from specextend.data.run_folder import Start, read_audit, read_heartbeat, read_starts, report_file, time_text
+from specextend.data.run_folder import (
+    Start,
+    read_audit,
+    read_heartbeat,
+    read_starts,
+    report_file,
+    time_text,
+)
 from specextend.data.storage import Location, is_uri, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.figures import (
@@ -25,7 +32,9 @@ from specextend.report.result_rows import read_rows
 from specextend.report.wall_clock import clock_sections
 
 SCHEMA_VERSION = 1
-"""Version of report.json: it grows when a figure changes its name or its meaning, not when one is added."""
+"""Version of report.json: it grows when a figure changes its name or its meaning, not when one is
+added.
+"""
 _RAISED = "SELECT count(*) AS raised_limits FROM done WHERE max_new_tokens > ?"
 
 
@@ -37,10 +46,11 @@ def write_report(
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
 ) -> Values:
-    """Write report.json and report.html into a run folder (a path or URI), each whole or not at all.
+    """Write report.json and report.html into a run folder (a path or URI), each whole or not at
+    all.
 
-    Returns the report; its arguments are those of `build_report`. The run may still be going. Raises ValueError if the
-    folder holds no run or a damaged one.
+    Returns the report; its arguments are those of `build_report`. The run may still be going.
+    Raises ValueError if the folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
     report = build_report(output, location, ending=ending, checkpoint=checkpoint, figures=figures)
@@ -62,17 +72,22 @@ def build_report(
     checkpoint: Checkpoint = lambda: None,
     figures: RunFigures | None = None,
 ) -> Values:
-    """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if there is no value.
+    """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if
+    there is no value.
 
-    The run may still be going. folder: the location of `output`, if it is open already. ending: a start whose record in
-    the folder does not say yet how it ends. checkpoint: called between tables; may raise. figures: of all rows, if they
-    were read already. Raises ValueError if the folder holds no run or a damaged one.
+    The run may still be going. folder: the location of `output`, if it is open already. ending: a
+    start whose record in the folder does not say yet how it ends. checkpoint: called between
+    tables; may raise. figures: of all rows, if they were read already. Raises ValueError if the
+    folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
     source = "parts" if figures or list_commits(location) else "summaries"
     figures = figures or _read(location, checkpoint)
     manifest = read_manifest(location)
-    records = [ending if ending and ending.run_id == start.run_id else start for start in read_starts(location)]
+    records = [
+        ending if ending and ending.run_id == start.run_id else start
+        for start in read_starts(location)
+    ]
     errors = figures.errors
     [counted] = figures.select("SELECT count(*) AS done FROM done")
     done, failed = counted["done"], sum(error["rows"] for error in errors)
@@ -105,7 +120,9 @@ def build_report(
 
 
 def read_report(output: str) -> Values:
-    """Read the report that a run has written last; build one if there is none. Raises ValueError."""
+    """Read the report that a run has written last; build one if there is none. Raises
+    ValueError.
+    """
     location = resolve(output)
     content = read_bytes(report_file(location, "json"))
     report: Values = build_report(output, location) if content is None else json.loads(content)
@@ -121,13 +138,16 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
 
 
 def _not_prepared(manifest: Values) -> dict[str, int]:
-    """Count by reason what `specextend prepare` could not read, if the input is its data set on this machine."""
+    """Count by reason what `specextend prepare` could not read, if the input is its data set on
+    this machine.
+    """
     path = manifest["config"]["input"]["path"]
     if is_uri(path):  # a report needs no store but its own
         return {}
     try:
         failures = read_errors(resolve(path))
-    except (OSError, ValueError, TypeError):  # no folder, or a file of that name that is somebody else's
+    # no folder, or a file of that name that is somebody else's
+    except (OSError, ValueError, TypeError):
         return {}
     return Counter(failure.reason for failure in failures if failure.reason not in (LEFT_OUT, GONE))
 
@@ -137,5 +157,14 @@ def _run(manifest: Values) -> Values:
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}
-    columns = {name: value for name, value in config.get("input", {}).items() if value and name.endswith("_column")}
-    return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
+    columns = {
+        name: value
+        for name, value in config.get("input", {}).items()
+        if value and name.endswith("_column")
+    }
+    return {
+        "fingerprint": manifest["fingerprint"],
+        "models": models_of(manifest),
+        "input": columns,
+        **named,
+    }

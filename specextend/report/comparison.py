@@ -1,4 +1,6 @@
-"""Two runs side by side: their figures, how many of their texts differ, and what of their configuration does."""
+"""Two runs side by side: their figures, how many of their texts differ, and what of their
+configuration does.
+"""
 
 import json
 from typing import Any
@@ -9,7 +11,17 @@ from specextend.data.fingerprint import flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
 from specextend.report.result_rows import read_rows
-from specextend.report.sections import RUN, WALL_CLOCK, Figures, Section, look_up, number, percent, shortened, to_text
+from specextend.report.sections import (
+    RUN,
+    WALL_CLOCK,
+    Figures,
+    Section,
+    look_up,
+    number,
+    percent,
+    shortened,
+    to_text,
+)
 from specextend.stats import ratio
 
 NUM_EXAMPLES = 5
@@ -19,7 +31,8 @@ _DIFFERENCES = f"""
         count(*) FILTER (ours.hash != theirs.hash) AS differing,
         count(*) FILTER (theirs.hash IS NULL) AS only_here,
         count(*) FILTER (ours.hash IS NULL) AS only_there,
-        coalesce(arg_min(ours.doc_id, ours.rowid, {NUM_EXAMPLES}) FILTER (ours.hash != theirs.hash), []) AS examples
+        coalesce(arg_min(ours.doc_id, ours.rowid, {NUM_EXAMPLES})
+            FILTER (ours.hash != theirs.hash), []) AS examples
     FROM ours FULL JOIN theirs ON ours.doc_id = theirs.doc_id
 """
 FIGURES: Figures = {
@@ -35,16 +48,25 @@ FIGURES: Figures = {
 
 
 def compare(output: str, other: str) -> Values:
-    """Compare two run folders: `{"figures", "texts", "configuration"}`, each value as [here, there].
+    """Compare two run folders: `{"figures", "texts", "configuration"}`, each value as [here,
+    there].
 
     Raises ValueError if either holds no run, or a damaged one.
     """
-    reports, folders = (build_report(output), build_report(other)), (resolve(output), resolve(other))
-    here, there = (_settings(folder, report) for folder, report in zip(folders, reports, strict=True))
+    reports, folders = (
+        (build_report(output), build_report(other)),
+        (resolve(output), resolve(other)),
+    )
+    here, there = (
+        _settings(folder, report) for folder, report in zip(folders, reports, strict=True)
+    )
     names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
     return {
         "outputs": [output, other],
-        "figures": {name: [look_up(report, path) for report in reports] for name, (path, _) in FIGURES.items()},
+        "figures": {
+            name: [look_up(report, path) for report in reports]
+            for name, (path, _) in FIGURES.items()
+        },
         "texts": _compare_texts(*folders),
         "configuration": {name: [here.get(name), there.get(name)] for name in names},
     }
@@ -57,20 +79,27 @@ def _compare_texts(here: Location, there: Location) -> Values:
         database.select(f"CREATE TABLE {name} (doc_id TEXT, hash TEXT)")
         for is_done, rows in read_rows(folder, ("doc_id", "summary"), ()):
             if is_done:
-                database.add(rows, f"INSERT INTO {name} SELECT doc_id, sha256(coalesce(summary, '')) FROM given")
+                database.add(
+                    rows,
+                    f"INSERT INTO {name} SELECT doc_id, sha256(coalesce(summary, '')) FROM given",
+                )
     [counts] = database.select(_DIFFERENCES)
     return counts
 
 
 def _settings(folder: Location, report: ReadOnly) -> Values:
-    """Return what a run was made with, by dotted name: configuration, hashes of its models, versions and code."""
+    """Return what a run was made with, by dotted name: configuration, hashes of its models,
+    versions and code.
+    """
     manifest = read_manifest(folder)
     last = report["starts"][-1] if report["starts"] else {"versions": None, "git_commit": None}
     settings = {f"version of {name}": version for name, version in (last["versions"] or {}).items()}
     settings |= {"commit of the code": last["git_commit"]}
     if manifest is None:
         return settings
-    hashes = {f"hash of {name}": sha256[:12] for name, sha256 in manifest["identity"]["hashes"].items()}
+    hashes = {
+        f"hash of {name}": sha256[:12] for name, sha256 in manifest["identity"]["hashes"].items()
+    }
     return dict(flattened(manifest["config"])) | hashes | settings
 
 
@@ -81,14 +110,19 @@ def render_comparison(comparison: Values) -> str:
         for name, values in comparison["figures"].items()
         if values != [None, None]
     ]
-    settings = [(name, *map(_setting, values)) for name, values in comparison["configuration"].items()]
+    settings = [
+        (name, *map(_setting, values)) for name, values in comparison["configuration"].items()
+    ]
     sides = ("here", "there")
     sections = [
         Section("Figures", ("", *sides, "here / there"), figures),
         Section("What differs in how they were made", ("key", *sides), settings, sides),
     ]
     where = [f"{side}: {output}" for side, output in zip(sides, comparison["outputs"], strict=True)]
-    return to_text([section for section in sections if section.rows], [*where, *_text_lines(comparison["texts"])])
+    return to_text(
+        [section for section in sections if section.rows],
+        [*where, *_text_lines(comparison["texts"])],
+    )
 
 
 def _setting(value: Any) -> str:
@@ -103,4 +137,6 @@ def _text_lines(texts: ReadOnly) -> list[str]:
     if texts["examples"]:
         lines.append(f"For example: {', '.join(map(shortened, texts['examples']))}")
     only = {"here": texts["only_here"], "there": texts["only_there"]}
-    return lines + [f"Done only {side}: {counted(count, 'document')}." for side, count in only.items() if count]
+    return lines + [
+        f"Done only {side}: {counted(count, 'document')}." for side, count in only.items() if count
+    ]

@@ -1,4 +1,6 @@
-"""The answers of runs as files for others: of a run while it goes on, of one that has ended, the newest of several."""
+"""The answers of runs as files for others: of a run while it goes on, of one that has ended, the
+newest of several.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from numpy.typing import NDArray
 from specextend.core import Values
 from specextend.data.commits import KEY_COLUMNS, Settled, commit_sizes, read_commit
 from specextend.data.database import Database
-from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
+from specextend.data.fingerprint import (
+    num_input_rows,
+    other_configuration,
+    output_columns,
+    read_manifest,
+)
 from specextend.data.inputs import InputOptions
 from specextend.data.parquet import (
     CHECKED,
@@ -33,7 +40,13 @@ from specextend.data.parquet import (
     stream,
     write_groups,
 )
-from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
+from specextend.data.run_folder import (
+    errors_folder,
+    list_results,
+    parse_time,
+    read_starts,
+    summaries_folder,
+)
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.selection import find_folders
 from specextend.data.source import open_source
@@ -52,11 +65,17 @@ POLL_S = 2.0
 """Seconds between two looks for new commits."""
 _DIGITS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
 _EXECUTED = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF0D}\x{FF20}-]|[\t\r])"
-"""Beginnings of cells that a spreadsheet takes for a formula, or may once it has removed what is before them."""
-_IDS = ("CREATE TABLE wanted AS FROM given WHERE doc_id IS NOT NULL", "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)")
+"""Beginnings of cells that a spreadsheet takes for a formula, or may once it has removed what is
+before them.
+"""
+_IDS = (
+    "CREATE TABLE wanted AS FROM given WHERE doc_id IS NOT NULL",
+    "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)",
+)
 _CHOSEN = """
     CREATE TABLE chosen AS
-    SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ? OR doc_id IN (FROM wanted) AS is_wanted
+    SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ?
+        OR doc_id IN (FROM wanted) AS is_wanted
     FROM ids GROUP BY doc_id
 """
 """The first row of each id, and the first one with an answer: the newest run comes first."""
@@ -78,7 +97,9 @@ class Exported(NamedTuple):
     failed: int
     """Left without an answer."""
     rows: int | None = None
-    """Those that the run is about; None if there are several runs, or if the folder has no manifest."""
+    """Those that the run is about; None if there are several runs, or if the folder has no
+    manifest.
+    """
     outdated: int = 0
     """With an answer that is older than an attempt which failed."""
     gone: int = 0
@@ -101,12 +122,14 @@ def follow(
     columns: Sequence[str] = (),
     is_safe: bool = False,
 ) -> Exported:
-    """Write the answers of a run into a folder as they are committed, until the run has no driver any more.
+    """Write the answers of a run into a folder as they are committed, until the run has no driver
+    any more.
 
-    Each commit becomes a file, whole or not at all, which is also the record that it was written: another call goes on
-    from there, and each document has one row. kind: the format. is_running: asked for a driver. columns: all if empty.
-    is_safe: for spreadsheets. Raises ValueError if there is no run, for a folder with other files, for a column that
-    commits do not have, and for documents that were done again, whose first texts may be written.
+    Each commit becomes a file, whole or not at all, which is also the record that it was written:
+    another call goes on from there, and each document has one row. kind: the format. is_running:
+    asked for a driver. columns: all if empty. is_safe: for spreadsheets. Raises ValueError if there
+    is no run, for a folder with other files, for a column that commits do not have, and for
+    documents that were done again, whose first texts may be written.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
@@ -115,7 +138,9 @@ def follow(
     check_place([output], folder)
     written = {f"{name.removesuffix(kind)}parquet" for name in list_files(folder)}
     if others := sorted(written - commit_sizes(output).keys()):
-        raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
+        raise ValueError(
+            f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder"
+        )
     remove_temporary_files(folder)
     named = output_columns(output)
     full, settled, seen = pa.schema(summary_fields(named)), Settled(), set[str]()
@@ -124,13 +149,19 @@ def follow(
     is_last = False
     while not is_last:
         is_last, sizes = not is_running(), commit_sizes(output)
-        for name in sorted((name for name in sizes if name not in seen), key=lambda name: name not in written):
+        for name in sorted(
+            (name for name in sizes if name not in seen), key=lambda name: name not in written
+        ):
             needed = (*KEY_COLUMNS, "max_new_tokens") if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             done, _ = settled.settle(commit, name)
             limits.update(commit["max_new_tokens"].drop_null().to_pylist())
-            if len(limits) > 1 and commit["error_class"].null_count > len(done):  # not only handed in twice
-                raise ValueError(f"{name} has documents that were done again; export the ended run, without --follow")
+            # not only handed in twice
+            if len(limits) > 1 and commit["error_class"].null_count > len(done):
+                raise ValueError(
+                    f"{name} has documents that were done again; export the ended run, without "
+                    "--follow"
+                )
             answers = commit.take(done)
             if len(answers) and name not in written:
                 table = pa.table(summary_columns(answers, named), schema=full)
@@ -142,7 +173,8 @@ def follow(
 
 
 def find_runs(paths: Sequence[str]) -> list[Location]:
-    """Find the runs in folders, paths or URIs, or globs of them; a folder that a glob finds may hold none.
+    """Find the runs in folders, paths or URIs, or globs of them; a folder that a glob finds may
+    hold none.
 
     Raises ValueError if none is found.
     """
@@ -166,19 +198,23 @@ def export_answers(
     is_safe: bool = False,
     replaces: bool = False,
 ) -> Exported:
-    """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
+    """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a
+    new folder.
 
-    A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
-    documents that it does not have are left out. columns: all if empty. is_safe: for spreadsheets. replaces: a file
-    that is there already. Texts are streamed; the ids of all rows are in memory. Raises ValueError for runs that have
-    not ended or do not belong together, for a folder that holds files, and for a column that no run has.
+    A run is newer than another if it began later, as its own record says. kind: the format.
+    only_ids_in: an input; documents that it does not have are left out. columns: all if empty.
+    is_safe: for spreadsheets. replaces: a file that is there already. Texts are streamed; the ids
+    of all rows are in memory. Raises ValueError for runs that have not ended or do not belong
+    together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
     check_place(outputs, to, replaces)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), columns)
-    chosen, exported = _choose(runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0]))
+    chosen, exported = _choose(
+        runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0])
+    )
     answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
     if format_of(to):
         _write(to, kind, schema, chain.from_iterable(answers), is_safe)
@@ -191,19 +227,27 @@ def export_answers(
 
 
 def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
-    """Return the columns of that name, in that order; all if none is named. Raises ValueError for an unknown one."""
+    """Return the columns of that name, in that order; all if none is named. Raises ValueError for
+    an unknown one.
+    """
     if unknown := [name for name in columns if name not in schema.names]:
-        raise ValueError(f"--columns: there is no {', '.join(unknown)}; there are {', '.join(schema.names)}")
+        raise ValueError(
+            f"--columns: there is no {', '.join(unknown)}; there are {', '.join(schema.names)}"
+        )
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
 def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
-    """Raise ValueError for a place in the folder of a run, and for a file that is there already if none `replaces`."""
+    """Raise ValueError for a place in the folder of a run, and for a file that is there already if
+    none `replaces`.
+    """
     for output in outputs:
         if f"{to.path}/".startswith(f"{output.path}/"):
             raise ValueError(f"{to.path} is in the folder of the run; name a place outside")
     if not replaces and exists(to) and not is_folder(to):
-        raise ValueError(f"{to.path} is there already; choose another name, or replace it with --replace")
+        raise ValueError(
+            f"{to.path} is there already; choose another name, or replace it with --replace"
+        )
 
 
 class _Run(NamedTuple):
@@ -224,24 +268,40 @@ class _Run(NamedTuple):
     @classmethod
     def read(cls, output: Location) -> _Run:
         """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
-        manifest, folders = read_manifest(output) or {}, (summaries_folder(output), errors_folder(output))
-        begins = [begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None]
-        answers, failures = ([folder.child(name) for name in list_results(folder)] for folder in folders)
+        manifest, folders = (
+            read_manifest(output) or {},
+            (summaries_folder(output), errors_folder(output)),
+        )
+        begins = [
+            begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None
+        ]
+        answers, failures = (
+            [folder.child(name) for name in list_results(folder)] for folder in folders
+        )
         if not answers and not manifest:
             raise ValueError(f"{output.path} holds no run")
-        footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file in (*answers, *failures))
+        footers = (
+            read_file(file, pq.read_metadata, damaged_results(file))
+            for file in (*answers, *failures)
+        )
         if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
-            raise ValueError(f"{output.path} has not ended: run it again, or take what is done with --follow")
+            raise ValueError(
+                f"{output.path} has not ended: run it again, or take what is done with --follow"
+            )
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
         return cls(output.path, manifest, min(begins, default=None), columns, answers, failures)
 
 
 def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
-    """Sort runs by age. Raises ValueError unless it is known, and the columns of their ids and texts are the same."""
+    """Sort runs by age. Raises ValueError unless it is known, and the columns of their ids and
+    texts are the same.
+    """
     for run in runs:
         if not run.manifest or run.begin is None:
-            raise ValueError(f"{run.path} has no record of its start, so its age is not known; leave it out")
+            raise ValueError(
+                f"{run.path} has no record of its start, so its age is not known; leave it out"
+            )
         if run.columns != runs[0].columns:
             differ = f"{run.path} has {run.columns}, {runs[0].path} {runs[0].columns}"
             raise ValueError(f"{differ}; export them one by one")
@@ -251,22 +311,32 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
     firsts = [run.answers[0] for run in runs if run.answers]
-    schemas = [read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts]
+    schemas = [
+        read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts
+    ]
     try:
         return pa.unify_schemas(schemas or [SUMMARY_SCHEMA])
     except pa.ArrowException as error:
-        raise ValueError(f"the runs differ in their columns ({error}); export them one by one") from error
+        raise ValueError(
+            f"the runs differ in their columns ({error}); export them one by one"
+        ) from error
 
 
 def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
-    """Read the ids of an input, whose columns have the names that a run knows. Raises InputError."""
+    """Read the ids of an input, whose columns have the names that a run knows. Raises
+    InputError.
+    """
     names = {name: run.manifest["config"]["input"][name] for name in ("text_column", "id_column")}
     source = open_source(InputOptions(path=path, **names))
-    return pa.chunked_array([each for file in source.files for each in source.ids(file.number).chunks])
+    return pa.chunked_array(
+        [each for file in source.files for each in source.ids(file.number).chunks]
+    )
 
 
 def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[_Mask], Exported]:
-    """Choose the first answer to each id of runs, the newest first. Returns the files, each with a mask of its rows."""
+    """Choose the first answer to each id of runs, the newest first. Returns the files, each with a
+    mask of its rows.
+    """
     files: list[tuple[Location, bool]] = []
     for run in runs:
         files += [(file, True) for file in run.answers]
@@ -274,24 +344,34 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     database, sizes = Database(), []
     everything = pa.array([], "large_string")
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
-    for (_, is_answer), ids in zip(files, in_order(_read_ids, [file for file, _ in files]), strict=True):
+    for (_, is_answer), ids in zip(
+        files, in_order(_read_ids, [file for file, _ in files]), strict=True
+    ):
         database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
         sizes.append(len(ids))
     database.select(_CHOSEN, wanted is None)
     [counts] = database.select(_COUNTS)
-    lines = (line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest))
+    lines = (
+        line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest)
+    )
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     exported = Exported(**counts, rows=rows, difference=next(lines, ""))
     mask = np.zeros(sum(sizes), bool)
     [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
     mask[answers] = True
     masks = np.split(mask, np.cumsum(sizes))
-    return [(file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer], exported
+    return [
+        (file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer
+    ], exported
 
 
 def _read_ids(file: Location) -> pa.Table:
     """Read the ids of a file of results."""
-    return read_file(file, lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED), damaged_results(file))
+    return read_file(
+        file,
+        lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED),
+        damaged_results(file),
+    )
 
 
 def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:
@@ -299,7 +379,9 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         begin = 0
-        for table in stream(parquet, [name for name in parquet.schema_arrow.names if name in schema.names]):
+        for table in stream(
+            parquet, [name for name in parquet.schema_arrow.names if name in schema.names]
+        ):
             table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
             for field in schema:
                 if field.name not in table.column_names:
@@ -309,8 +391,12 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
     return read_stream(file, read, damaged_results(file))
 
 
-def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:
-    """Write a file of a format, whole or not at all. is_safe: for spreadsheets, which concerns CSV."""
+def _write(
+    file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool
+) -> None:
+    """Write a file of a format, whole or not at all. is_safe: for spreadsheets, which concerns
+    CSV.
+    """
     with atomic_output(file) as path:
         if kind == "csv":
             _write_csv(path, schema, tables, is_safe)
@@ -335,7 +421,9 @@ _WRITERS = {"parquet": write_groups, "jsonl": _write_json_lines}
 
 
 def _flat(table: pa.Table, is_safe: bool) -> pa.Table:
-    """Write lists and structs as JSON, for which CSV has no form; put a ' before what a spreadsheet would execute."""
+    """Write lists and structs as JSON, for which CSV has no form; put a ' before what a spreadsheet
+    would execute.
+    """
     columns = []
     for column in map(_spelled, table.columns):
         if column.type.num_fields:
@@ -352,7 +440,9 @@ def _harmless(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 
 
 def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Write values as text for which neither CSV nor JSON has a form; what is not UTF-8 in text becomes U+FFFD."""
+    """Write values as text for which neither CSV nor JSON has a form; what is not UTF-8 in text
+    becomes U+FFFD.
+    """
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))
@@ -360,10 +450,15 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
         try:
             return plain_text(column)
         except pa.ArrowInvalid:
-            return _as_text(column.cast("large_binary"), lambda value: value.decode(errors="replace"))
+            return _as_text(
+                column.cast("large_binary"), lambda value: value.decode(errors="replace")
+            )
     if pa.types.is_duration(kind):
-        return _as_text(column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S")
-    if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):  # Python's own have no nanoseconds
+        return _as_text(
+            column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S"
+        )
+    # Python's own have no nanoseconds
+    if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):
         return pc.replace_substring(column.cast("large_string"), pattern=" ", replacement="T")
     return (
         column
@@ -378,7 +473,9 @@ def _as_text(column: pa.ChunkedArray, spell: Callable[[Any], str]) -> pa.Chunked
 
 
 def _json(value: Any) -> str:
-    """Write a value as JSON: times as ISO 8601, bytes as Base64, NaN and infinity as null, all else as a string."""
+    """Write a value as JSON: times as ISO 8601, bytes as Base64, NaN and infinity as null, all else
+    as a string.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, default=_text, allow_nan=False)
     except ValueError:

@@ -21,7 +21,9 @@ NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
 NUM_TEXTS, TEXT_CHARACTERS = 3, 2000
-"""Texts that are shown, drawn at random, and so many more that have a flag; the characters of each, at most."""
+"""Texts that are shown, drawn at random, and so many more that have a flag; the characters of each,
+at most.
+"""
 _SHOWN = f"left(summary, {TEXT_CHARACTERS}) AS summary, sources[:200] AS sources"
 _MOST_WAITING = 16 << 20
 """Bytes of rows that wait until they are counted."""
@@ -37,8 +39,9 @@ _LIMITED = """
         + num_requests + prefill_s + verify_s IS NOT NULL AND worker IN (SELECT unnest(?))
     GROUP BY worker
 """
-"""Work of the documents of each worker. What was copied from another prompt is none; the requests of a document in
-parts count as if they were equally long, which they are but for the last."""
+"""Work of the documents of each worker. What was copied from another prompt is none; the requests
+of a document in parts count as if they were equally long, which they are but for the last.
+"""
 _KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
 _LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
 _SUMMED_COLUMNS = (
@@ -65,11 +68,20 @@ _SUMS = {name: f"sum({name})" for name in _SUMMED_COLUMNS} | {
     "tried_again": "count(*) FILTER (attempts > 1)",
     "num_flagged": "count(*) FILTER (len(quality_flags) > 0)",
 }
-"""Sums of columns, and some that are divided by them. A document with one retrieval has no churn: null, and left out of
-both sums."""
+"""Sums of columns, and some that are divided by them. A document with one retrieval has no churn:
+null, and left out of both sums.
+"""
 _OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
 _OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
-_SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
+_SLOWEST = (
+    "doc_id",
+    "worker",
+    "attempts",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "finish_reason",
+    "queue_s",
+)
 _ONLY_READ = (
     "acceptance_histogram",
     "retrieval_coverage",
@@ -84,11 +96,17 @@ _ONLY_READ = (
     "summary",
     "max_new_tokens",
 )
-DONE_COLUMNS = tuple(dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ)))
-"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds of bytes of each."""
+DONE_COLUMNS = tuple(
+    dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ))
+)
+"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds
+of bytes of each.
+"""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")])
+_DONE_SCHEMA = pa.schema(
+    [*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
+)
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """JSON has neither NaN nor infinity, and one such row would spoil every sum."""
@@ -105,20 +123,23 @@ _TABLES = (
     FROM done""",
 )
 _ADD_DONE = (
-    f"INSERT INTO done SELECT * EXCLUDE (evidence, sources, choices, summary) REPLACE ({_FINITE}) FROM given",
+    f"INSERT INTO done SELECT * EXCLUDE (evidence, sources, choices, summary) REPLACE ({_FINITE}) "
+    "FROM given",
     f"INSERT INTO texts SELECT doc_id, quality_flags, {_SHOWN} FROM given",
     f"""CREATE OR REPLACE TABLE texts AS FROM texts
     WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
     QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
         OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
     """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
-    FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given) GROUP BY each.field""",
+    FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given)
+        GROUP BY each.field""",
     """INSERT INTO sources SELECT count(DISTINCT (place, each.sentence)),
         count(DISTINCT (place, each.sentence)) FILTER (each."begin" IS NOT NULL)
     FROM (SELECT row_number() OVER () AS place, unnest(sources) AS each FROM given)""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
     FROM (
-        SELECT each.field, arg_max(each.value, each.log_prob) AS value, max(each.log_prob) AS log_prob
+        SELECT each.field, arg_max(each.value, each.log_prob) AS value,
+        max(each.log_prob) AS log_prob
         FROM (SELECT row_number() OVER () AS place, unnest(choices) AS each FROM given)
         WHERE isfinite(each.log_prob) GROUP BY place, each.field
     )
@@ -133,14 +154,17 @@ _ERRORS = f"""
     FROM errors GROUP BY ALL ORDER BY rows DESC, min(rowid)
 """
 _EVIDENCE = """
-    SELECT field, sum(documents)::BIGINT AS documents, sum(strings)::BIGINT AS strings, sum(found)::BIGINT AS found
+    SELECT field, sum(documents)::BIGINT AS documents, sum(strings)::BIGINT AS strings,
+    sum(found)::BIGINT AS found
     FROM evidence GROUP BY field ORDER BY min(rowid)
 """
 _SOURCES = """
-    SELECT coalesce(sum(sentences), 0)::BIGINT AS sentences, coalesce(sum(found), 0)::BIGINT AS found FROM sources
+    SELECT coalesce(sum(sentences), 0)::BIGINT AS sentences,
+    coalesce(sum(found), 0)::BIGINT AS found FROM sources
 """
 _CHOICES = """
-    SELECT field, value, sum(documents)::BIGINT AS documents, sum(probability_sum) AS probability_sum
+    SELECT field, value, sum(documents)::BIGINT AS documents,
+    sum(probability_sum) AS probability_sum
     FROM choices GROUP BY ALL ORDER BY min(rowid)
 """
 _DEPTHS = """
@@ -150,7 +174,8 @@ _DEPTHS = """
         SELECT depth, sum(steps)::BIGINT AS steps,
             sum(sum(steps)) OVER (ORDER BY depth DESC) / nullif(sum(sum(steps)) OVER (), 0) AS share
         FROM (
-            SELECT unnest(acceptance_histogram) AS steps, generate_subscripts(acceptance_histogram, 1) AS depth
+            SELECT unnest(acceptance_histogram) AS steps,
+            generate_subscripts(acceptance_histogram, 1) AS depth
             FROM done
         )
         GROUP BY depth
@@ -160,7 +185,9 @@ _FLAGS = "SELECT unnest(quality_flags) AS flag, doc_id FROM done"
 
 
 class RunFigures:
-    """The columns of a run that its figures need, collected as they are read: in a database, in bounded memory."""
+    """The columns of a run that its figures need, collected as they are read: in a database, in
+    bounded memory.
+    """
 
     def __init__(self) -> None:
         self._database = Database()
@@ -183,14 +210,20 @@ class RunFigures:
             self._insert()
 
     def create(self, name: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Create a table of a few rows beside those of the documents. columns: their names with their types."""
+        """Create a table of a few rows beside those of the documents. columns: their names with
+        their types.
+        """
         self.select(f"CREATE OR REPLACE TABLE {name} ({columns})")
         if rows:
             arrays = [*map(pa.array, zip(*mended(rows), strict=True))]
-            self._database.add(pa.table(arrays, [*map(str, range(len(arrays)))]), f"INSERT INTO {name} FROM given")
+            self._database.add(
+                pa.table(arrays, [*map(str, range(len(arrays)))]), f"INSERT INTO {name} FROM given"
+            )
 
     def select(self, query: str, *values: Any) -> list[Values]:
-        """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with times and buckets."""
+        """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with
+        times and buckets.
+        """
         self._insert()
         return self._database.select(query, *values)
 
@@ -201,7 +234,9 @@ class RunFigures:
 
     @property
     def evidence(self) -> dict[str, Values]:
-        """Return by field of an answer: documents with a string there, the strings, and those that documents hold."""
+        """Return by field of an answer: documents with a string there, the strings, and those that
+        documents hold.
+        """
         return {row.pop("field"): row for row in self.select(_EVIDENCE)}
 
     @property
@@ -212,7 +247,9 @@ class RunFigures:
 
     @property
     def choices(self) -> dict[str, dict[str, Values]]:
-        """Return by field that was scored and its likeliest value: documents, and the sum of its probabilities."""
+        """Return by field that was scored and its likeliest value: documents, and the sum of its
+        probabilities.
+        """
         found: dict[str, dict[str, Values]] = {}
         for row in self.select(_CHOICES):
             found.setdefault(row.pop("field"), {})[row.pop("value")] = row
@@ -220,7 +257,9 @@ class RunFigures:
 
     @property
     def errors(self) -> list[Values]:
-        """Return the failed documents by class and stage, each with one example, the most frequent first."""
+        """Return the failed documents by class and stage, each with one example, the most frequent
+        first.
+        """
         return self.select(_ERRORS)
 
     @property
@@ -246,7 +285,8 @@ def _of_phases(form: str) -> str:
 _SUMMED = ", ".join(f"coalesce({what}, 0) AS {name}" for name, what in _SUMS.items())
 _SECTIONS = f"""
     WITH sums AS (
-        SELECT bucket, count(*) AS documents, {_SUMMED} FROM work GROUP BY GROUPING SETS ((), bucket)
+        SELECT bucket, count(*) AS documents, {_SUMMED} FROM work
+            GROUP BY GROUPING SETS ((), bucket)
     ), figures AS (
         SELECT *, {" + ".join(PHASES)} AS busy_s,
             1 + num_accepted_tokens / nullif(num_spec_steps, 0) AS acceptance_length,
@@ -272,20 +312,25 @@ _SECTIONS = f"""
             'num_fallbacks': num_fallbacks, 'num_hybrid_steps': num_hybrid_steps
         }} AS acceptance,
         {{
-            'decode_tokens_per_s': decode_tokens_per_s, 'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
+            'decode_tokens_per_s': decode_tokens_per_s,
+            'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
             'tokens_per_busy_s': tokens_per_busy_s
         }} AS speed,
         {{'busy_s': busy_s, 'shares': shares}} AS time,
         {{
-            'num_retrievals': num_retrievals, 'coverage': coverage, 'churn': churn_sum / nullif(num_churns, 0)
+            'num_retrievals': num_retrievals, 'coverage': coverage,
+            'churn': churn_sum / nullif(num_churns, 0)
         }} AS retrieval,
         {{'documents': tried_again, 'memory': num_memory_retries}} AS retries,
         num_flagged AS flagged_texts,
         {{
-            'bucket': if(bucket >= 1024, bucket // 1024 || 'K', bucket::TEXT), 'max_prompt_tokens': bucket,
+            'bucket': if(bucket >= 1024, bucket // 1024 || 'K', bucket::TEXT),
+            'max_prompt_tokens': bucket,
             'documents': documents, 'mean_acceptance_length': acceptance_length,
-            'decode_tokens_per_s': decode_tokens_per_s, 'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
-            'tokens_per_busy_s': tokens_per_busy_s, 'retrieval_coverage': coverage, 'time_shares': shares,
+            'decode_tokens_per_s': decode_tokens_per_s,
+            'end_to_end_tokens_per_s': end_to_end_tokens_per_s,
+            'tokens_per_busy_s': tokens_per_busy_s, 'retrieval_coverage': coverage,
+            'time_shares': shares,
             'seconds_per_document': {_of_phases("nullif(documents, 0)")}
         }} AS of_bucket
     FROM figures ORDER BY bucket NULLS FIRST
@@ -301,7 +346,9 @@ def document_figures(figures: RunFigures) -> Values:
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]
     [depths] = figures.select(_DEPTHS)
-    flagged = f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
+    flagged = (
+        f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
+    )
     return whole | {
         "acceptance": whole["acceptance"] | depths,
         "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
@@ -315,12 +362,17 @@ def document_figures(figures: RunFigures) -> Values:
 
 
 def _spread(figures: RunFigures, name: str) -> Values | None:
-    """Return n, median, mean, range and sample standard deviation of the values that are not null."""
-    measures = f"avg({name}) AS mean, min({name}) AS min, max({name}) AS max, stddev_samp({name}) AS sd"
+    """Return n, median, mean, range and sample standard deviation of the values that are not
+    null.
+    """
+    measures = (
+        f"avg({name}) AS mean, min({name}) AS min, max({name}) AS max, stddev_samp({name}) AS sd"
+    )
     [row] = figures.select(f"SELECT count({name}) AS n, {measures} FROM done")
     if not row["n"]:
         return None
-    places = f"LIMIT {2 - row['n'] % 2} OFFSET {(row['n'] - 1) // 2}"  # `median()` would hold all values in memory
+    # `median()` would hold all values in memory
+    places = f"LIMIT {2 - row['n'] % 2} OFFSET {(row['n'] - 1) // 2}"
     ordered = f"SELECT {name} AS each FROM done WHERE {name} IS NOT NULL ORDER BY each {places}"
     [middle] = figures.select(f"SELECT avg(each) AS median FROM ({ordered})")
     return row | middle
@@ -328,20 +380,25 @@ def _spread(figures: RunFigures, name: str) -> Values | None:
 
 def _counts(figures: RunFigures, name: str, rows: str = "done") -> dict[str, int]:
     """Count the rows of each value, the most frequent first."""
-    query = f"SELECT {name} AS value, count(*) AS n FROM {rows} WHERE value IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1"
+    query = (
+        f"SELECT {name} AS value, count(*) AS n FROM {rows} WHERE value IS NOT NULL GROUP BY "
+        "1 ORDER BY n DESC, 1"
+    )
     return {row["value"]: row["n"] for row in figures.select(query)}
 
 
 def _slowest(figures: RunFigures) -> list[Values]:
     names = ", ".join(dict.fromkeys((*_SLOWEST, "total_s", *PHASES)))
     return figures.select(
-        f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)), '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
+        f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)),
+            '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
         FROM done WHERE total_s IS NOT NULL ORDER BY total_s DESC, doc_id LIMIT {NUM_SLOWEST}"""
     )
 
 
 def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None:
-    """Compute the shares of their devices' limits that workers reached: matrix rate in prefill, bandwidth in steps.
+    """Compute the shares of their devices' limits that workers reached: matrix rate in prefill,
+    bandwidth in steps.
 
     None if the limits of no document's worker are known.
     """
@@ -354,14 +411,24 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     sums: Counter[str] = Counter()
     for row in figures.select(_LIMITED, [*limits]):
         known = limits[row.pop("worker")][1]
-        machine, work = (kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS)
+        machine, work = (
+            kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS
+        )
         flop = work.prefill_flop(row["num_read"], row["num_prompts"], row["num_pairs"])
-        num_bytes = row["num_forwards"] * work.weight_bytes + row["num_kept"] * work.kv_bytes_per_token
-        limit_s = {"prefill_limit_s": flop / machine.flop_per_s, "verify_limit_s": num_bytes / machine.read_bytes_per_s}
+        num_bytes = (
+            row["num_forwards"] * work.weight_bytes + row["num_kept"] * work.kv_bytes_per_token
+        )
+        limit_s = {
+            "prefill_limit_s": flop / machine.flop_per_s,
+            "verify_limit_s": num_bytes / machine.read_bytes_per_s,
+        }
         sums.update(row | limit_s)
     if not sums:
         return None
-    devices = Counter((device, values["read_bytes_per_s"], values["flop_per_s"]) for device, values in limits.values())
+    devices = Counter(
+        (device, values["read_bytes_per_s"], values["flop_per_s"])
+        for device, values in limits.values()
+    )
     return {
         "documents": sums["documents"],
         "prefill_share": ratio(sums["prefill_limit_s"], sums["prefill_s"]),

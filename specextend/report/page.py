@@ -43,13 +43,16 @@ STATES = {
 }
 """What an exit code of the last start means for its run; any other is a failure."""
 ALIVE_S = 60.0
-"""Age of a driver's last sign of life below which the page calls its run running; a driver beats every 10 s."""
+"""Age of a driver's last sign of life below which the page calls its run running; a driver beats
+every 10 s.
+"""
 
 
 def to_html(report: ReadOnly) -> str:
     """Render the report as a page.
 
-    It never raises: the texts of a run are there, and must not be lost to a fault of its page, which says so instead.
+    It never raises: the texts of a run are there, and must not be lost to a fault of its page,
+    which says so instead.
     """
     try:
         return _render(report)
@@ -87,16 +90,26 @@ def _render(report: ReadOnly) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Make text safe to show: control characters and signs that reorder their neighbours become codes."""
-    return printable(value, keep="\n") if isinstance(value, str) and not isinstance(value, Markup) else value
+    """Make text safe to show: control characters and signs that reorder their neighbours become
+    codes.
+    """
+    return (
+        printable(value, keep="\n")
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 def _seats(timeline: ReadOnly) -> dict[str, list[ReadOnly]]:
-    """Group the workers of a start by the name of their seat, or by their own; without those that had no process."""
+    """Group the workers of a start by the name of their seat, or by their own; without those that
+    had no process.
+    """
     seats: defaultdict[str, list[ReadOnly]] = defaultdict(list)
     for worker in timeline["workers"]:
         if worker["begun_s"] is not None or worker["spans"]:
-            seats[worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"].append(worker)
+            seats[
+                worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"
+            ].append(worker)
     return seats
 
 
@@ -114,5 +127,9 @@ def _state(report: ReadOnly) -> str:
 def _config(report: ReadOnly) -> str:
     """Return the parts of the configuration that the report holds, as JSON."""
     run = report["run"] or {}
-    shown = {name: value for name, value in run.items() if name not in ("fingerprint", "models") and value is not None}
+    shown = {
+        name: value
+        for name, value in run.items()
+        if name not in ("fingerprint", "models") and value is not None
+    }
     return json.dumps(shown, indent=2, ensure_ascii=False)

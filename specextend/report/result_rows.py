@@ -1,4 +1,6 @@
-"""The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's Batch API."""
+"""The valid rows of a run folder, as tables in bounded memory, and in the output format of OpenAI's
+Batch API.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +18,9 @@ from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
-"""Column that is added to every table: the start that committed a row; null if only summaries are left."""
+"""Column that is added to every table: the start that committed a row; null if only summaries are
+left.
+"""
 _PIECE_BYTES = 4 << 20
 """Bytes of rows that the database writes as JSON at a time."""
 BATCH_ROWS = 16_384
@@ -32,7 +36,10 @@ _RESPONSE = (
 )
 _FAILURE = ("doc_id", "error_class", "message")
 
-_NAMED = "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name FROM given)"
+_NAMED = (
+    "FROM (SELECT *, left(sha256(coalesce(run_id, 'None') || ':' || doc_id), 24) AS name "
+    "FROM given)"
+)
 """The rows, each with an identifier that is the same in every export of a folder."""
 _DONE = f"""
     SELECT to_json({{
@@ -43,13 +50,15 @@ _DONE = f"""
                 'id': 'chatcmpl-' || name, 'object': 'chat.completion',
                 'created': coalesce(epoch_ms(started_at) // 1000, 0), 'model': model,
                 'choices': [{{
-                    'index': 0, 'message': {{'role': 'assistant', 'content': summary}}, 'logprobs': NULL,
+                    'index': 0, 'message': {{'role': 'assistant', 'content': summary}},
+                    'logprobs': NULL,
                     'finish_reason': if(finish_reason = 'repetition', 'length', finish_reason)
                 }}],
                 'usage': {{
                     'prompt_tokens': num_prompt_tokens,
                     'prompt_tokens_details': {{'cached_tokens': coalesce(num_cached_tokens, 0)}},
-                    'completion_tokens': num_output_tokens, 'total_tokens': num_prompt_tokens + num_output_tokens
+                    'completion_tokens': num_output_tokens,
+                    'total_tokens': num_prompt_tokens + num_output_tokens
                 }}
             }}
         }},
@@ -65,12 +74,16 @@ _FAILED = f"""
 """
 
 
-def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> Iterator[tuple[bool, pa.Table]]:
-    """Read columns of the finished documents and of the failed ones, each with RUN_ID; one row for each document.
+def read_rows(
+    output: Location, done: Sequence[str], errors: Sequence[str]
+) -> Iterator[tuple[bool, pa.Table]]:
+    """Read columns of the finished documents and of the failed ones, each with RUN_ID; one row for
+    each document.
 
-    Each table comes with True if its documents are done. Rows are read from the commits in `_run/parts`, which are
-    complete at any time; a copy of the folder without them from `summaries/` and `errors/`. Raises ValueError if the
-    folder has neither, unless its run was about no row, because earlier runs have done all of them.
+    Each table comes with True if its documents are done. Rows are read from the commits in
+    `_run/parts`, which are complete at any time; a copy of the folder without them from
+    `summaries/` and `errors/`. Raises ValueError if the folder has neither, unless its run was
+    about no row, because earlier runs have done all of them.
     """
     if list_commits(output):
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
@@ -78,7 +91,9 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
     files = [
-        (is_done, folder.child(name), columns) for is_done, folder, columns in folders for name in list_results(folder)
+        (is_done, folder.child(name), columns)
+        for is_done, folder, columns in folders
+        for name in list_results(folder)
     ]
     if not files:
         if (manifest := read_manifest(output)) is None:
@@ -90,8 +105,11 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
         yield from ((is_done, table) for table in _read_file(file, columns, text))
 
 
-def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) -> tuple[bool, pa.Table]:
-    """Return whether a table of `read_results` holds rows done, and its columns for those or for error rows.
+def told_apart(
+    results: pa.Table, done: Sequence[str], errors: Sequence[str]
+) -> tuple[bool, pa.Table]:
+    """Return whether a table of `read_results` holds rows done, and its columns for those or for
+    error rows.
 
     RUN_ID is added.
     """
@@ -107,14 +125,21 @@ def damaged_results(file: Location) -> Damaged:
 
 
 def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:
-    """Return columns of the finished documents with these ids. Raises ValueError as `read_rows` does."""
+    """Return columns of the finished documents with these ids. Raises ValueError as `read_rows`
+    does.
+    """
     wanted = pa.array(doc_ids, "string")
     tables = (table for is_done, table in read_rows(output, columns, ["doc_id"]) if is_done)
-    return [row for table in tables for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()]
+    return [
+        row
+        for table in tables
+        for row in table.filter(pc.is_in(table["doc_id"], wanted)).to_pylist()
+    ]
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
-    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for `summary`.
+    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for
+    `summary`.
 
     Raises ValueError if it is damaged.
     """
@@ -130,10 +155,12 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
 
 
 def write_responses(output: Location, file: Location) -> tuple[int, int, int | None]:
-    """Write the responses of a run folder to a file, one JSON line for each document, whole or not at all.
+    """Write the responses of a run folder to a file, one JSON line for each document, whole or not
+    at all.
 
-    Returns how many there are, how many of them are errors, and how many documents the run has: None if the folder has
-    no manifest. Lines come in no particular order. Raises ValueError if the folder holds no run.
+    Returns how many there are, how many of them are errors, and how many documents the run has:
+    None if the folder has no manifest. Lines come in no particular order. Raises ValueError if the
+    folder holds no run.
     """
     manifest, database = read_manifest(output), Database()
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
@@ -142,7 +169,9 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     with atomic_output(file) as path, open(path, "w", encoding="utf-8") as stream:
         for is_done, table in read_rows(output, _RESPONSE, _FAILURE):
             for piece in halved(table, _PIECE_BYTES):
-                stream.writelines(f"{row['line']}\n" for row in database.add(piece, _DONE if is_done else _FAILED))
+                stream.writelines(
+                    f"{row['line']}\n" for row in database.add(piece, _DONE if is_done else _FAILED)
+                )
             written += len(table)
             errors += 0 if is_done else len(table)
     return written, errors, None if manifest is None else num_input_rows(manifest)

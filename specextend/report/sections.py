@@ -1,4 +1,6 @@
-"""The sections of a report: tables of texts, which the page shows as HTML and the commands print."""
+"""The sections of a report: tables of texts, which the page shows as HTML and the commands
+print.
+"""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +42,9 @@ KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a title. The first column and those in `text_columns` hold text, the others numbers."""
+    """A table with a title. The first column and those in `text_columns` hold text, the others
+    numbers.
+    """
 
     title: str
     header: Sequence[str]
@@ -259,7 +263,9 @@ def look_up(report: ReadOnly, path: str) -> Any:
 def sections(report: ReadOnly) -> list[Section]:
     """Make the tables of the report; those without rows are left out."""
     spreads, models = report["per_document"], look_up(report, "run.models") or {}
-    measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
+    measures = [
+        {"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)
+    ]
     named_models = [{"name": name, **model} for name, model in models.items()]
     of_work = [
         _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
@@ -274,7 +280,9 @@ def sections(report: ReadOnly) -> list[Section]:
         _endings(report),
         _depths(report["acceptance"]["at_least"]),
         _named("Run", RUN, report),
-        _named("Audit", AUDIT, report, "A sample of the documents, decoded once more without a draft."),
+        _named(
+            "Audit", AUDIT, report, "A sample of the documents, decoded once more without a draft."
+        ),
         _named("Beside the limits of the device", LIMITS, report),
     ]
     tables = [
@@ -296,7 +304,9 @@ def _named(title: str, figures: Figures, report: ReadOnly, about: str = "") -> S
     return Section(title, ("", "value"), rows, about=about)
 
 
-def _listed(title: str, figures: Figures, entries: Iterable[ReadOnly], text_columns: Sequence[str] = ()) -> Section:
+def _listed(
+    title: str, figures: Figures, entries: Iterable[ReadOnly], text_columns: Sequence[str] = ()
+) -> Section:
     """Make a table with a row for each entry of a list."""
     rows = [[show(look_up(entry, path)) for path, show in figures.values()] for entry in entries]
     return Section(title, [*figures], rows, text_columns)
@@ -304,8 +314,13 @@ def _listed(title: str, figures: Figures, entries: Iterable[ReadOnly], text_colu
 
 def _paid_time(clock: ReadOnly) -> Section:
     shares = {kind: share for kind, share in (clock["shares"] or {}).items() if share}
-    rows = [(KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind])) for kind, share in shares.items()]
-    about = "From the moment a worker has a process until it is released: seconds that were paid for."
+    rows = [
+        (KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind]))
+        for kind, share in shares.items()
+    ]
+    about = (
+        "From the moment a worker has a process until it is released: seconds that were paid for."
+    )
     return Section("The workers' time", ("spent on", "share", "worker time"), rows, about=about)
 
 
@@ -317,7 +332,10 @@ def _depths(shares: Sequence[float]) -> Section:
 
 def _phases(time: ReadOnly) -> Section:
     shares = {name: share for name, share in time["shares"].items() if share is not None}
-    rows = [(PHASE_NAMES[name], percent(share), tenths(share * time["busy_s"])) for name, share in shares.items()]
+    rows = [
+        (PHASE_NAMES[name], percent(share), tenths(share * time["busy_s"]))
+        for name, share in shares.items()
+    ]
     return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
 
 
@@ -328,10 +346,13 @@ def _flags(report: ReadOnly) -> Section:
         for flag, rows in report["quality_flags"].items()
     ]
     about = (
-        "By quality_flags. DuckDB finds all that have one: select doc_id from 'summaries/*.parquet' "
+        "By quality_flags. DuckDB finds all that have one: select doc_id from "
+        "'summaries/*.parquet' "
         "where list_contains(quality_flags, 'truncated')."
     )
-    return Section("Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about)
+    return Section(
+        "Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about
+    )
 
 
 def _evidence(report: ReadOnly) -> Section:
@@ -346,7 +367,8 @@ def _evidence(report: ReadOnly) -> Section:
         for field, of in report["evidence"].items()
     ]
     about = (
-        "Strings that do not stand in their document may be invented. DuckDB finds them: select * from (select doc_id, "
+        "Strings that do not stand in their document may be invented. DuckDB finds them: select * "
+        "from (select doc_id, "
         "unnest(evidence) as found from 'summaries/*.parquet') where found.begin is null."
     )
     return Section("Evidence", ("field", "filled", "strings", "in the document"), rows, about=about)
@@ -363,17 +385,29 @@ def _choices(report: ReadOnly) -> Section:
             percent(ratio(of["probability_sum"], of["documents"])),
         )
         for field, values in report["choices"].items()
-        for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[:_MOST_VALUES]
+        for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[
+            :_MOST_VALUES
+        ]
     ]
     about = (
-        "The likeliest value of each field that was scored; the column choices has the log probability of every value."
+        "The likeliest value of each field that was scored; the column choices has the log "
+        "probability of every value."
     )
-    return Section("Labels", ("field", "value", "documents", "share", "mean probability"), rows, ("value",), about)
+    return Section(
+        "Labels",
+        ("field", "value", "documents", "share", "mean probability"),
+        rows,
+        ("value",),
+        about,
+    )
 
 
 def _endings(report: ReadOnly) -> Section:
     done = report["rows"]["done"]
-    rows = [(reason, number(rows), percent(ratio(rows, done))) for reason, rows in report["finish_reasons"].items()]
+    rows = [
+        (reason, number(rows), percent(ratio(rows, done)))
+        for reason, rows in report["finish_reasons"].items()
+    ]
     return Section("How the texts ended", ("finish_reason", "rows", "share"), rows)
 
 
@@ -383,7 +417,9 @@ def render(report: ReadOnly) -> str:
 
 
 def render_audit(found: ReadOnly) -> str:
-    """Render what an audit has found: its figures, then a line for each document that is not equal."""
+    """Render what an audit has found: its figures, then a line for each document that is not
+    equal.
+    """
     table = _named("Audit", AUDIT, {"audit": found})
     lines = [
         f"{each['doc_id']}: {each['outcome']}, {each['error'] or thousandths(each['gap'])}"
@@ -393,7 +429,9 @@ def render_audit(found: ReadOnly) -> str:
 
 
 def render_outcome(report: ReadOnly, width: int = 110) -> str:
-    """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first findings."""
+    """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first
+    findings.
+    """
     advice = [("finding", each["says"]) for each in report["advice"]]
     done, rows_in = (look_up(report, f"rows.{name}") for name in ("done", "input"))
     outcome = [
@@ -415,7 +453,9 @@ def _failures(report: ReadOnly) -> str:
     failed, errors = number(report["rows"]["errors"]), report["errors"]
     if not errors:
         return failed
-    classes = ", ".join(f"{error['rows']:,} {error['error_class']}" for error in errors[:MOST_CLASSES])
+    classes = ", ".join(
+        f"{error['rows']:,} {error['error_class']}" for error in errors[:MOST_CLASSES]
+    )
     example = f"{shortened(errors[0]['example_doc_id'])}: {message(errors[0]['example_message'])}"
     return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {example}"
 
@@ -437,7 +477,9 @@ def _table(section: Section) -> Table:
 
 def _print(parts: Iterable[Table | str], width: int = 110) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
     for part in parts:
         console.print(part)
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())

@@ -1,10 +1,12 @@
-"""The wall clock of a run: how long its starts took, what each worker did when, how a run ended, and what it cost.
+"""The wall clock of a run: how long its starts took, what each worker did when, how a run ended,
+and what it cost.
 
-A worker is paid for from the moment it has a process until it is released. What it does in that time is of
-seven kinds, which add up to the worker-seconds that were paid: `prefill`, `decode` and `other` at work on documents
-that are done; `waiting`: ready, and at none of these; `lost`: from the last document of a worker that died, or whose
-start was stopped, to its end; `loading`: until the first worker of a seat is ready; `dead`: from the end of a worker to
-the moment when its successor is ready. Times are seconds since the epoch.
+A worker is paid for from the moment it has a process until it is released. What it does in that
+time is of seven kinds, which add up to the worker-seconds that were paid: `prefill`, `decode` and
+`other` at work on documents that are done; `waiting`: ready, and at none of these; `lost`: from the
+last document of a worker that died, or whose start was stopped, to its end; `loading`: until the
+first worker of a seat is ready; `dead`: from the end of a worker to the moment when its successor
+is ready. Times are seconds since the epoch.
 """
 
 from collections import defaultdict
@@ -26,27 +28,36 @@ MOST_SEATS = 64
 IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 _STARTS = (
-    "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped BOOL, has_workers BOOL, "
+    "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped "
+    "BOOL, has_workers BOOL, "
     "gpus DOUBLE, price DOUBLE"
 )
-"""The starts in order. sign: their last sign of life; has_end: something is recorded as their end."""
+"""The starts in order. sign: their last sign of life; has_end: something is recorded as their
+end.
+"""
 _WORKERS = (
-    "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, ready DOUBLE, "
+    "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, "
+    "ready DOUBLE, "
     "gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
 )
-_RECORDED = attrgetter("worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib")
+_RECORDED = attrgetter(
+    "worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib"
+)
 """The workers of each start, in order; one that was never ready has no name."""
 _WORKS = """
     SELECT run_id, worker AS name, count(*) AS documents, max(ended) AS last,
         coalesce(sum(prefill_s), 0) + coalesce(sum(draft_prefill_s), 0) AS prefill,
-        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s), 0) AS decode,
+        coalesce(sum(draft_s), 0) + coalesce(sum(verify_s), 0) + coalesce(sum(retrieval_s),
+            0) AS decode,
         coalesce(sum(other_s), 0) AS other
     FROM work GROUP BY ALL
 """
 """The documents that each worker finished in each start."""
 _TIMED = """
-    SELECT starts.* REPLACE (coalesce(ended, greatest(sign, last)) AS ended), sums.* EXCLUDE (run_id, last, documents),
-        if(EXISTS (SELECT 1 FROM works WHERE run_id IS NULL), NULL, coalesce(sums.documents, 0)) AS documents
+    SELECT starts.* REPLACE (coalesce(ended, greatest(sign, last)) AS ended),
+    sums.* EXCLUDE (run_id, last, documents),
+        if(EXISTS (SELECT 1 FROM works WHERE run_id IS NULL), NULL,
+            coalesce(sums.documents, 0)) AS documents
     FROM starts LEFT JOIN (
         SELECT run_id, max(last) AS last, sum(documents)::BIGINT AS documents,
             sum(prefill) AS prefill, sum(decode) AS decode, sum(other) AS other
@@ -68,9 +79,11 @@ _HELD = """
 """
 """The workers, with the time that each was there, and at no document."""
 _SEATS = """
-    SELECT place, greatest(min(begun), arg_max(coalesce(gone, ended), (asked, number))) - min(begun) AS paid,
+    SELECT place, greatest(min(begun), arg_max(coalesce(gone, ended),
+        (asked, number))) - min(begun) AS paid,
         greatest(0, least(paid, min(ready) FILTER (was_ready) - min(begun))) AS loading,
-        greatest(0, paid - sum(there) - loading) AS dead, sum(idle - lost) AS waiting, sum(lost) AS lost
+        greatest(0, paid - sum(there) - loading) AS dead, sum(idle - lost) AS waiting,
+        sum(lost) AS lost
     FROM held GROUP BY place, seat HAVING min(begun) IS NOT NULL
 """
 """What each seat, which its workers had one after another, was paid for beside documents."""
@@ -84,8 +97,10 @@ _PAID = """
         if(
             documents IS NOT NULL AND has_workers AND ended IS NOT NULL,
             {
-                'prefill': coalesce(prefill, 0), 'decode': coalesce(decode, 0), 'other': coalesce(other, 0),
-                'waiting': coalesce(waiting, 0), 'lost': coalesce(lost, 0), 'loading': coalesce(loading, 0),
+                'prefill': coalesce(prefill, 0), 'decode': coalesce(decode, 0),
+                'other': coalesce(other, 0),
+                'waiting': coalesce(waiting, 0), 'lost': coalesce(lost, 0),
+                'loading': coalesce(loading, 0),
                 'dead': coalesce(dead, 0)
             },
             NULL
@@ -97,11 +112,13 @@ _PAID = """
         worker_hours * gpus AS gpu_hours
     FROM timed
     LEFT JOIN (
-        SELECT place, sum(waiting) AS waiting, sum(lost) AS lost, sum(loading) AS loading, sum(dead) AS dead
+        SELECT place, sum(waiting) AS waiting, sum(lost) AS lost, sum(loading) AS loading,
+        sum(dead) AS dead
         FROM seats GROUP BY place
     ) USING (place)
     LEFT JOIN (
-        SELECT place, count(*) AS asked, count(ready) AS ready, count(ready) FILTER (has_died) AS died,
+        SELECT place, count(*) AS asked, count(ready) AS ready, count(ready)
+            FILTER (has_died) AS died,
             max(used_gib) AS used_gib
         FROM workers GROUP BY place
     ) USING (place)
@@ -118,15 +135,18 @@ _WALL_CLOCK = """
             if(
                 count(worker_hours) = count(*) AND count(*) > 0,
                 {
-                    'prefill': sum(paid_s.prefill), 'decode': sum(paid_s.decode), 'other': sum(paid_s.other),
-                    'waiting': sum(paid_s.waiting), 'lost': sum(paid_s.lost), 'loading': sum(paid_s.loading),
+                    'prefill': sum(paid_s.prefill), 'decode': sum(paid_s.decode),
+                    'other': sum(paid_s.other),
+                    'waiting': sum(paid_s.waiting), 'lost': sum(paid_s.lost),
+                    'loading': sum(paid_s.loading),
                     'dead': sum(paid_s.dead)
                 },
                 NULL
             ) AS paid_s
         FROM paid
     ), documents AS (
-        SELECT count(*) AS n, sum(num_prompt_tokens) AS prompt, sum(num_output_tokens) AS output FROM done
+        SELECT count(*) AS n, sum(num_prompt_tokens) AS prompt,
+        sum(num_output_tokens) AS output FROM done
     )
     SELECT seconds, is_exact, 3600 * n / nullif(seconds, 0) AS documents_per_hour,
         coalesce(prompt, 0) / nullif(seconds, 0) AS prompt_tokens_per_s,
@@ -135,9 +155,12 @@ _WALL_CLOCK = """
         if(
             worker_hours > 0,
             {
-                'prefill': paid_s.prefill / worker_hours / 3600, 'decode': paid_s.decode / worker_hours / 3600,
-                'other': paid_s.other / worker_hours / 3600, 'waiting': paid_s.waiting / worker_hours / 3600,
-                'lost': paid_s.lost / worker_hours / 3600, 'loading': paid_s.loading / worker_hours / 3600,
+                'prefill': paid_s.prefill / worker_hours / 3600,
+                'decode': paid_s.decode / worker_hours / 3600,
+                'other': paid_s.other / worker_hours / 3600,
+                'waiting': paid_s.waiting / worker_hours / 3600,
+                'lost': paid_s.lost / worker_hours / 3600,
+                'loading': paid_s.loading / worker_hours / 3600,
                 'dead': paid_s.dead / worker_hours / 3600
             },
             NULL
@@ -162,27 +185,35 @@ _TAIL = f"""
         SELECT began, ended, row_number() OVER (ORDER BY ended DESC) AS number
         FROM work JOIN start USING (run_id) WHERE ended IS NOT NULL AND NOT is_stopped
     ), whole AS (
-        SELECT count(*) AS documents, (count(*) + 99) // 100 AS last_percent, min(began) AS first, max(ended) AS last
+        SELECT count(*) AS documents, (count(*) + 99) // 100 AS last_percent, min(began) AS first,
+        max(ended) AS last
         FROM own
     ), idle AS (
-        SELECT greatest(0, whole.last - greatest(ready, works.last)) AS idle, idle > {IDLE_SHARE} * seconds AS is_long
+        SELECT greatest(0, whole.last - greatest(ready, works.last)) AS idle,
+        idle > {IDLE_SHARE} * seconds AS is_long
         FROM (SELECT name, last FROM works JOIN start USING (run_id)) AS works
-        FULL JOIN (SELECT name, ready, gone FROM held JOIN start USING (place) WHERE was_ready) USING (name)
+        FULL JOIN (SELECT name, ready, gone FROM held JOIN start USING (place)
+            WHERE was_ready) USING (name)
         CROSS JOIN whole CROSS JOIN start
         WHERE coalesce(ready, works.last) IS NOT NULL AND coalesce(gone, whole.last) >= whole.last
     ), waits AS (
         SELECT coalesce(min(idle, 2)[2], 0) AS last_worker_alone_s, count(*) AS workers,
-            count(*) FILTER (is_long) AS idle_workers, coalesce(median(idle) FILTER (is_long), 0) AS idle_median_s
+            count(*) FILTER (is_long) AS idle_workers,
+            coalesce(median(idle) FILTER (is_long), 0) AS idle_median_s
         FROM idle
     )
     SELECT run_id, documents, last_percent AS last_percent_documents,
-        last - coalesce((SELECT ended FROM own WHERE number = last_percent + 1), first) AS last_percent_s, waits.*
+        last - coalesce((SELECT ended FROM own WHERE number = last_percent + 1),
+            first) AS last_percent_s, waits.*
     FROM start, whole, waits WHERE documents > 0
 """
-"""The end of the last start with documents, if it came to their end: how long its last hundredth took, and how long
-before the last document each worker that was there at the end had ended its own."""
+"""The end of the last start with documents, if it came to their end: how long its last hundredth
+took, and how long before the last document each worker that was there at the end had ended its
+own.
+"""
 _LINES = """
-    SELECT coalesce(worker, works.name) AS worker, seat, asked - $3 AS asked_s, begun - $3 AS begun_s,
+    SELECT coalesce(worker, works.name) AS worker, seat, asked - $3 AS asked_s,
+    begun - $3 AS begun_s,
         ready - $3 AS ready_s, gone - $3 AS gone_s, reason, coalesce(documents, 0) AS documents,
         coalesce(workers.name, works.name) AS name
     FROM (FROM workers WHERE place = $1) AS workers
@@ -198,10 +229,15 @@ _ENDED = f"""
         FROM work WHERE run_id = ? AND ended IS NOT NULL
     ) USING (part) GROUP BY part ORDER BY part
 """
-_TIMES = "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY worker, began"
+_TIMES = (
+    "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY "
+    "worker, began"
+)
 
 
-def clock_sections(starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None) -> Values:
+def clock_sections(
+    starts: Sequence[Start], figures: RunFigures, heartbeat: Heartbeat | None
+) -> Values:
     """Return the sections `wall_clock`, `starts`, `tail` and `timeline` of a run's report.
 
     heartbeat: of the driver whose lock is in the folder.
@@ -260,18 +296,25 @@ def _start(start: Start, paid: ReadOnly) -> Values:
     return {
         **{name: getattr(start, name) for name in of_record},
         **{name: paid[name] for name in of_rows},
-        "last_sign": time_text(paid["ended"]) if start.end is None and paid["ended"] is not None else None,
+        "last_sign": time_text(paid["ended"])
+        if start.end is None and paid["ended"] is not None
+        else None,
         "memory_gib": {"planned": start.planned_gib, "used": paid["used_gib"]},
     }
 
 
 def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Values | None:
-    """Return the time line of a start; seconds are since its beginning. None if it is not recorded, or empty."""
+    """Return the time line of a start; seconds are since its beginning. None if it is not recorded,
+    or empty.
+    """
     run_id, begin, seconds = start["run_id"], start["began"], start["seconds"]
     if begin is None or not seconds:
         return None
     listed = figures.stream(_TIMES, run_id)
-    spans = {worker: _spans(times, begin, seconds) for worker, times in groupby(listed, itemgetter("worker"))}
+    spans = {
+        worker: _spans(times, begin, seconds)
+        for worker, times in groupby(listed, itemgetter("worker"))
+    }
     lines = figures.select(_LINES, start["place"], run_id, begin)
     seats: defaultdict[int | str, list[Values]] = defaultdict(list)
     for line in lines:
@@ -289,8 +332,12 @@ def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Va
     }
 
 
-def _spans(times: Iterable[ReadOnly], begin: float, seconds: float) -> list[tuple[float, float, int]]:
-    """Return (begin, end, documents) of the times at work; documents too short to be seen apart share a span."""
+def _spans(
+    times: Iterable[ReadOnly], begin: float, seconds: float
+) -> list[tuple[float, float, int]]:
+    """Return (begin, end, documents) of the times at work; documents too short to be seen apart
+    share a span.
+    """
     least = seconds / RESOLUTION
     spans: list[tuple[float, float, int]] = []
     for time in times:

@@ -1,8 +1,10 @@
-"""A whole training in rounds: own answers of the target, its hidden states at them, the draft, and what it is worth.
+"""A whole training in rounds: own answers of the target, its hidden states at them, the draft, and
+what it is worth.
 
-Each round adds answers, goes on from the best draft so far with all of them, and measures the tokens per step that the
-new draft brings on held-out documents in the engine. Rounds end when that rises no more. One document in ten is held
-out. The output folder holds the best draft; its subfolder `work` holds what an interrupted training needs to resume.
+Each round adds answers, goes on from the best draft so far with all of them, and measures the
+tokens per step that the new draft brings on held-out documents in the engine. Rounds end when that
+rises no more. One document in ten is held out. The output folder holds the best draft; its
+subfolder `work` holds what an interrupted training needs to resume.
 """
 
 import gc
@@ -46,7 +48,9 @@ from specextend.training.recording import (
 
 Item = TypeVar("Item")
 HELD_OUT = 10
-"""One in this many documents is held out, and there are so many times fewer prompts to measure with than answers."""
+"""One in this many documents is held out, and there are so many times fewer prompts to measure with
+than answers.
+"""
 LEAST_HELD, MOST_HELD = 4, 64
 """Bounds of the number of those prompts."""
 PATIENCE = 2
@@ -55,12 +59,15 @@ FILES = ("config.json", WEIGHTS_FILE)
 """Files of a draft."""
 
 
-def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> Values:
+def distil(
+    config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show
+) -> Values:
     """Train a draft for the configuration's target on the source's text, and return its figures.
 
-    Called again with the same arguments after an interruption, it resumes; `num_rounds` may differ. Raises ValueError,
-    before the target reads anything, if `output` holds another training, if there is too little text, if the target's
-    context is too short, or if the draft to go on from does not fit.
+    Called again with the same arguments after an interruption, it resumes; `num_rounds` may differ.
+    Raises ValueError, before the target reads anything, if `output` holds another training, if
+    there is too little text, if the target's context is too short, or if the draft to go on from
+    does not fit.
     """
     rounds = _Rounds(config, source, options, output, show)
     while rounds.may_go_on:
@@ -69,16 +76,22 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
 
 
 def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list[Text]:
-    """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than two."""
+    """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than
+    two.
+    """
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [
-        Text(torch.tensor(prompts.encode_document(row.document.text), dtype=torch.int32), row.instruction)
+        Text(
+            torch.tensor(prompts.encode_document(row.document.text), dtype=torch.int32),
+            row.instruction,
+        )
         for row in rows
     ]
     long = [text for text in texts if len(text.token_ids) >= options.min_tokens]
     if len(long) < 2:
         raise ValueError(
-            f"at least two texts must have the {options.min_tokens} tokens that a piece needs, because one is held "
+            f"at least two texts must have the {options.min_tokens} tokens that a piece needs, "
+            "because one is held "
             f"out: found {len(long)} of {len(texts)}"
         )
     return long
@@ -87,11 +100,14 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
     """Split two or more items into those to learn from and those held out."""
     first = min(HELD_OUT // 2, len(items) - 1)
-    return [item for number, item in enumerate(items) if number % HELD_OUT != first], items[first::HELD_OUT]
+    return [item for number, item in enumerate(items) if number % HELD_OUT != first], items[
+        first::HELD_OUT
+    ]
 
 
 def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) -> Tensor:
-    """Return `size` token ids in ascending order: the special ids and the most frequent others of the texts [T].
+    """Return `size` token ids in ascending order: the special ids and the most frequent others of
+    the texts [T].
 
     Ties go to the lower id. Raises ValueError if the texts have fewer different tokens.
     """
@@ -108,20 +124,33 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
 
 
 def _vocabulary_of(options: TrainOptions) -> Tensor:
-    """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of ours."""
+    """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of
+    ours.
+    """
     file = Path(options.start_from, WEIGHTS_FILE)
     tensors = load_file(file) if file.exists() else {}
     if VOCABULARY not in tensors:
-        raise ValueError(f"{options.start_from} cannot be gone on from: it is no draft that this command made")
+        raise ValueError(
+            f"{options.start_from} cannot be gone on from: it is no draft that this command made"
+        )
     return tensors[VOCABULARY]
 
 
 class _Rounds:
     """The rounds of a training. Each ends with a point of a curve, which is kept in a file."""
 
-    def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show):
-        """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
-        self._config, self._options, self._output, self._show = config, options, output.absolute(), show
+    def __init__(
+        self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show
+    ):
+        """Check and read all that the rounds share, and the curve of those that have ended. Raises
+        ValueError.
+        """
+        self._config, self._options, self._output, self._show = (
+            config,
+            options,
+            output.absolute(),
+            show,
+        )
         start = DraftOptions(kind="eagle", model=options.start_from) if options.start_from else None
         limit = config.max_tokens(check_pair(config.target, start).context_length)
         tokenizer = load_tokenizer(config.target.model)
@@ -132,7 +161,11 @@ class _Rounds:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
         self._learned, self._held = split(_read_texts(source, prompts, options))
         texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
-        self._vocabulary = _vocabulary_of(options) if start else frequent_tokens(texts, special, options.vocabulary)
+        self._vocabulary = (
+            _vocabulary_of(options)
+            if start
+            else frequent_tokens(texts, special, options.vocabulary)
+        )
         self._settings = {
             "target": config.target.model,
             "prompt": asdict(config.prompt),
@@ -145,7 +178,9 @@ class _Rounds:
             (self._work / name).mkdir(parents=True, exist_ok=True)
         _claim(self._work / "settings.json", self._settings)
         self._file = self._work / "curve.json"
-        self._curve: list[Values] = json.loads(self._file.read_text()) if self._file.exists() else []
+        self._curve: list[Values] = (
+            json.loads(self._file.read_text()) if self._file.exists() else []
+        )
 
     @property
     def _best(self) -> Values | None:
@@ -154,7 +189,9 @@ class _Rounds:
 
     @property
     def may_go_on(self) -> bool:
-        """Return True unless all rounds are done that are asked for, or the last ones have brought nothing."""
+        """Return True unless all rounds are done that are asked for, or the last ones have brought
+        nothing.
+        """
         best, last = self._best, self._curve[-1]["round"] if self._curve else 0
         return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
@@ -168,7 +205,9 @@ class _Rounds:
 
         The round ends when the curve is written. Before, the next call goes on with it.
         """
-        number = self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
+        number = (
+            self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
+        )
         num_answers, folder = number * self._options.num_answers, self._folder(number)
         self._show("round", number, self._options.num_rounds)
         if number:
@@ -176,10 +215,13 @@ class _Rounds:
         num_held = min(max(LEAST_HELD, self._options.num_answers // HELD_OUT), MOST_HELD)
         held = self._prompts(self._held, range(num_held))
         found = tokens_per_step(with_draft(self._config, folder), held, self._show)
-        self._curve.append({"round": number, "answers": num_answers, "tokens_per_step": round(found, 4)})
+        self._curve.append(
+            {"round": number, "answers": num_answers, "tokens_per_step": round(found, 4)}
+        )
         if self._best is self._curve[-1]:
             for name in FILES:
-                shutil.copyfile(folder / name, self._output / name)  # not the mode of safetensors, 0600
+                # not the mode of safetensors, 0600
+                shutil.copyfile(folder / name, self._output / name)
         write_card(self._output, self._settings, self.figures())
         write_bytes(resolve(str(self._file)), json.dumps(self._curve, indent=1).encode())
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
@@ -189,16 +231,22 @@ class _Rounds:
         return self._work / f"round-{number}" if number else Path(self._options.start_from)
 
     def _prompts(self, texts: Sequence[Text], numbers: Iterable[int]) -> dict[int, list[int]]:
-        """Make prompts by number, cycling over the documents, which are answered whole at first if they fit."""
+        """Make prompts by number, cycling over the documents, which are answered whole at first if
+        they fit.
+        """
         size = len(texts)
         return {n: self._maker.prompt(texts[n % size], n, whole=n < size) for n in numbers}
 
     def _train(self, num_answers: int, folder: Path) -> None:
-        """Train a draft on the first `num_answers` answers, from the best one on, and write it into a folder."""
+        """Train a draft on the first `num_answers` answers, from the best one on, and write it into
+        a folder.
+        """
         start = None if self._best is None else self._folder(self._best["round"])
         answers = self._answers(num_answers, start)
         gc.collect()  # the engine, which refers to itself, has a target of its own
-        num_rows = max(len(each.prompt_token_ids) + len(each.output_token_ids) for each in answers.values())
+        num_rows = max(
+            len(each.prompt_token_ids) + len(each.output_token_ids) for each in answers.values()
+        )
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
         paths = self._record(Recorder(target, self._vocabulary), answers)
         shape = target.model.config
@@ -206,12 +254,22 @@ class _Rounds:
         del target, lm_head
         (folder / TRAINING).mkdir(parents=True, exist_ok=True)
         task = Task(
-            self._options, self._config.target, shape, self._vocabulary, paths, start, folder, self._show, *weights
+            self._options,
+            self._config.target,
+            shape,
+            self._vocabulary,
+            paths,
+            start,
+            folder,
+            self._show,
+            *weights,
         )
         train_eagle(task)
 
     def _answers(self, count: int, start: Path | None) -> dict[int, Answer]:
-        """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""
+        """Return the first `count` answers by number; the target gives those that are missing, with
+        the best draft.
+        """
         folder = self._work / "answers"
         found = read_answers(folder)
         if missing := [number for number in range(count) if number not in found]:
@@ -232,11 +290,14 @@ class _Rounds:
 
 
 def _claim(path: Path, settings: Values) -> None:
-    """Write the settings into the folder. Raises ValueError if it belongs to a training with other settings."""
+    """Write the settings into the folder. Raises ValueError if it belongs to a training with other
+    settings.
+    """
     text = json.dumps(settings, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
         raise ValueError(
-            f"{path} belongs to a training with other settings; choose another output folder, or delete it"
+            f"{path} belongs to a training with other settings; choose another output folder, or "
+            "delete it"
         )
     path.write_text(text)
 
@@ -265,7 +326,9 @@ learned from: one document in ten is held out. This draft is that of round {best
 
 
 def write_card(output: Path, settings: Values, figures: Values) -> None:
-    """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance after each round."""
+    """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance
+    after each round.
+    """
     target, start = Path(settings["target"]).name, Path(settings["options"]["start_from"]).name
     options = settings["options"] | {"start_from": start}
     begun = f"Round 0 is the draft that it went on from, `{start}`."
@@ -273,7 +336,10 @@ def write_card(output: Path, settings: Values, figures: Values) -> None:
         name=output.resolve().name,
         target=target,
         begun=begun if start else "",
-        curve="\n".join(f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |" for p in figures["rounds"]),
+        curve="\n".join(
+            f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |"
+            for p in figures["rounds"]
+        ),
         best=figures["best_round"],
         settings=json.dumps(settings | {"target": target, "options": options}, indent=1),
     )

@@ -1,14 +1,16 @@
-"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/formats.py`.
+"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of
+`drafters/formats.py`.
 
-The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to resume from.
+The loop is AdamW with a cosine schedule, one example in an optimizer step, and a checkpoint to
+resume from.
 
-A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden state at i. From
-them it predicts the target's hidden state at i + 1, which decides token i + 2. The loss follows a head on its own
-output, which replaces the target's hidden state in the next slot, as in drafting (arXiv 2503.01840, "training-time
-test").
+A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden
+state at i. From them it predicts the target's hidden state at i + 1, which decides token i + 2. The
+loss follows a head on its own output, which replaces the target's hidden state in the next slot, as
+in drafting (arXiv 2503.01840, "training-time test").
 
-Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query heads, `K` key heads, `D` head size,
-`V` draft vocabulary.
+Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query heads, `K` key
+heads, `D` head size, `V` draft vocabulary.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Task(NamedTuple):
 
 
 def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
-    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are slow."""
+    """Copy embedding, LM head and last norm of a loaded target, as fp32 where products of bf16 are
+    slow.
+    """
     dtype = lm_head.dtype if multiplies_bf16(lm_head.device) else torch.float32
     weights = model.get_input_embeddings().weight, lm_head, model.model.norm.weight
     return [weight.detach().to(dtype, copy=True) for weight in weights]
@@ -96,8 +100,12 @@ class EagleHead(nn.Module):
     vocabulary: Tensor
     _inv_freq: Tensor
 
-    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor):
-        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C]."""
+    def __init__(
+        self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor
+    ):
+        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens,
+        C].
+        """
         super().__init__()
         self.config = config
         self._tensors = nn.ParameterDict(
@@ -117,22 +125,32 @@ class EagleHead(nn.Module):
     def keys_values(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Compute the keys and values [n, K, D] of slots; the copy heads come last."""
         normed = self._norm("layer.input_layernorm", self._inputs(slots))
-        keys = rotate(self._heads("layer.self_attn.k_proj", normed), slots.positions, self._inv_freq)
+        keys = rotate(
+            self._heads("layer.self_attn.k_proj", normed), slots.positions, self._inv_freq
+        )
         values = self._heads("layer.self_attn.v_proj", normed)
         if self.config.copy_heads:
             copied = self._heads("copy.k_proj", self._embed(slots.history).flatten(-2))
             keys = torch.cat([keys, copied], -2)
-            values = torch.cat([values, self._heads("copy.v_proj", self._embed(slots.token_ids))], -2)
+            values = torch.cat(
+                [values, self._heads("copy.v_proj", self._embed(slots.token_ids))], -2
+            )
         return keys, values
 
     def layer(self, slots: Slots, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n, m] is true."""
+        """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n,
+        m] is true.
+        """
         residual = self._inputs(slots)
         normed = self._norm("layer.input_layernorm", residual)
-        query = rotate(self._heads("layer.self_attn.q_proj", normed), slots.positions, self._inv_freq)
+        query = rotate(
+            self._heads("layer.self_attn.q_proj", normed), slots.positions, self._inv_freq
+        )
         if self.config.copy_heads:
             latest = torch.cat([slots.token_ids[:, None], slots.history[:, :-1]], 1)
-            query = torch.cat([query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2)
+            query = torch.cat(
+                [query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2
+            )
         return self._norm("norm", self._finish(residual, query, keys, values, visible))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -140,7 +158,9 @@ class EagleHead(nn.Module):
         return linear(hidden, self.target_rows.to(hidden.dtype))
 
     def _inputs(self, slots: Slots) -> Tensor:
-        return self._linear("fc", torch.cat([self._embed(slots.token_ids), self._norm("hn", slots.hidden)], -1))
+        return self._linear(
+            "fc", torch.cat([self._embed(slots.token_ids), self._norm("hn", slots.hidden)], -1)
+        )
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self._norm("en", self.embedding[token_ids])
@@ -162,49 +182,76 @@ class EagleHead(nn.Module):
         eps = self.config.layer_norm_eps if name.startswith("layer.") else self.config.head_norm_eps
         return rms_norm(x.float(), (x.shape[-1],), self._of(name), eps)
 
-    def _finish(self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """Add attention of query [n, H, D] where `visible` [n, m] is true, then the MLP, to residual [n, C]."""
+    def _finish(
+        self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor
+    ) -> Tensor:
+        """Add attention of query [n, H, D] where `visible` [n, m] is true, then the MLP, to
+        residual [n, C].
+        """
         q, k, v = (x.transpose(0, 1)[None].to(residual.dtype) for x in (query, keys, values))
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=visible[None, None], enable_gqa=True)
-        residual = residual + self._linear("layer.self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
+        mixed = scaled_dot_product_attention(
+            q, k, v, attn_mask=visible[None, None], enable_gqa=True
+        )
+        residual = residual + self._linear(
+            "layer.self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1)
+        )
         normed = self._norm("layer.post_attention_layernorm", residual)
-        gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear("layer.mlp.up_proj", normed)
+        gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear(
+            "layer.mlp.up_proj", normed
+        )
         return residual + self._linear("layer.mlp.down_proj", gated)
 
     def _of(self, name: str) -> Tensor:
         return self._tensors[f"{name}.weight".replace(".", "/")]
 
 
-def _with_copy_heads(weights: Mapping[str, Tensor], config: EagleConfig, task: Task) -> dict[str, Tensor]:
-    """Add copy heads that find earlier occurrences of the last tokens but do not change the output yet.
+def _with_copy_heads(
+    weights: Mapping[str, Tensor], config: EagleConfig, task: Task
+) -> dict[str, Tensor]:
+    """Add copy heads that find earlier occurrences of the last tokens but do not change the output
+    yet.
 
-    Queries and keys are the same random projection of the last three tokens, so they match where three, two or one of
-    them are equal. The output projection starts at zero, so training begins at the head as it was.
+    Queries and keys are the same random projection of the last three tokens, so they match where
+    three, two or one of them are equal. The output projection starts at zero, so training begins at
+    the head as it was.
     """
     assert config.copy_heads is not None
     generator, embedding = torch.Generator().manual_seed(task.options.seed), task.embedding.cpu()
     size, group = config.copy_heads * config.head_dim, config.num_heads // config.num_kv_heads
-    norm = (rms_norm(embedding.float(), (embedding.shape[1],)) * weights["en.weight"].float()).square().sum(1).mean()
+    norm = (
+        (rms_norm(embedding.float(), (embedding.shape[1],)) * weights["en.weight"].float())
+        .square()
+        .sum(1)
+        .mean()
+    )
     shape = (size, 3 * config.hidden_size)
     keys = torch.randn(shape, generator=generator) / (config.head_dim * norm) ** 0.5
-    # One equal token scores about 8 after the scale of D**-0.5. The heads differ, or all would learn the same.
+    # One equal token scores about 8 after the scale of D**-0.5. The heads differ, or all would
+    # learn the same.
     sharper = 8 * torch.linspace(0.5, 1.5, group + 2)[1:-1, None, None]
     queries = sharper * config.head_dim**0.5 * keys.view(config.copy_heads, 1, config.head_dim, -1)
     return {
         **weights,
         "copy.k_proj.weight": keys,
         "copy.q_proj.weight": queries.flatten(0, 2),
-        "copy.v_proj.weight": torch.randn(size, config.hidden_size, generator=generator) / config.hidden_size**0.5,
-        "layer.self_attn.o_proj.weight": pad(weights["layer.self_attn.o_proj.weight"].float(), (0, group * size)),
+        "copy.v_proj.weight": torch.randn(size, config.hidden_size, generator=generator)
+        / config.hidden_size**0.5,
+        "layer.self_attn.o_proj.weight": pad(
+            weights["layer.self_attn.o_proj.weight"].float(), (0, group * size)
+        ),
     }
 
 
 def new_weights(config: EagleConfig, task: Task) -> dict[str, Tensor]:
-    """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not among them."""
+    """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not
+    among them.
+    """
     generator = torch.Generator().manual_seed(task.options.seed)
     shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
-        name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else 0.02 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
     weights["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
@@ -250,11 +297,14 @@ def lay_out(recording: Recording) -> Slots:
     return Slots(tokens[1:], history, torch.arange(len(tokens) - 1), hidden[:-1], hidden[1:], *rest)
 
 
-def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a head on the slots `asked` [Q], then on the slots behind them with its own output as features.
+def chain(
+    head: EagleHead, slots: Slots, asked: Tensor, num_steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a head on the slots `asked` [Q], then on the slots behind them with its own output as
+    features.
 
-    Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared. Values of a chain that
-    has run past the last slot are meaningless.
+    Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared.
+    Values of a chain that has run past the last slot are meaningless.
     """
     keys, values = head.keys_values(slots)
     visible = slots.visible(asked)
@@ -262,15 +312,21 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.positions) - 1)
         drafted = slots.each(partial(torch.index_select, dim=0, index=at))._replace(hidden=hidden)
-        if step:  # a drafted slot sees the real slots up to its root's, and the drafted slots of its own chain
-            keys, values = (torch.cat(both) for both in zip((keys, values), head.keys_values(drafted), strict=True))
+        # a drafted slot sees the real slots up to its root's, and the drafted slots of its own
+        # chain
+        if step:
+            keys, values = (
+                torch.cat(both)
+                for both in zip((keys, values), head.keys_values(drafted), strict=True)
+            )
             visible = torch.cat([visible, own], 1)
         hidden = head.layer(drafted, keys, values, visible)
         yield hidden, at
 
 
 def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Tensor:
-    """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain steps.
+    """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain
+    steps.
 
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
@@ -292,7 +348,9 @@ def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
     """Choose all slots of the answer and a random subset of the prompt's."""
     num_prompt = int((~slots.is_answer).sum())
     some = torch.randperm(num_prompt, generator=generator)[:PROMPT_SLOTS].sort().values
-    return torch.cat([some, torch.arange(num_prompt, len(slots.positions))]).to(slots.positions.device)
+    return torch.cat([some, torch.arange(num_prompt, len(slots.positions))]).to(
+        slots.positions.device
+    )
 
 
 # The training
@@ -340,15 +398,22 @@ def _new_config(task: Task) -> EagleConfig:
 
 
 def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: Task) -> None:
-    """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is one.
+    """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is
+    one.
 
     loss: computes the loss of a recording, with a generator seeded for the step.
     """
-    options, examples, checkpoint = task.options, task.recordings, task.folder / TRAINING / CHECKPOINT
+    options, examples, checkpoint = (
+        task.options,
+        task.recordings,
+        task.folder / TRAINING / CHECKPOINT,
+    )
     parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
     random, num_steps = Random(options.seed), options.num_epochs * len(examples)
-    order = [each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))]
+    order = [
+        each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))
+    ]
     saved_at = time.monotonic()
     losses: deque[float] = deque(maxlen=max(1, len(examples) // 4))
     for step in range(_load(checkpoint, parameters, optimizer), num_steps):
@@ -372,7 +437,9 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float)
 
 
 def _rate(step: int, num_steps: int) -> float:
-    """Return the learning rate of a step as a factor of the peak; the cosine ends at a twentieth of it."""
+    """Return the learning rate of a step as a factor of the peak; the cosine ends at a twentieth of
+    it.
+    """
     warm = max(1, round(WARM_UP * num_steps))
     if step < warm:
         return (step + 1) / warm
@@ -380,7 +447,9 @@ def _rate(step: int, num_steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _save(path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _save(
+    path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """Write the weights and the optimizer's moments after `step` steps, whole or not at all."""
     tensors = {"step": torch.tensor(step)}
     for name, parameter in parameters.items():
@@ -390,7 +459,9 @@ def _save(path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimiz
         save_file(tensors, temporary)
 
 
-def _load(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+def _load(
+    path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> int:
     """Load what `_save` wrote, and return the number of steps; 0 if there is no checkpoint."""
     if not path.exists():
         return 0
@@ -399,5 +470,7 @@ def _load(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.o
         parameter.data.copy_(tensors[f"weight/{name}"])
         moments = {moment: tensors[f"{moment}/{name}"] for moment in _MOMENTS}
         device = parameter.device
-        optimizer.state[parameter] = {m: x if m == "step" else x.to(device) for m, x in moments.items()}
+        optimizer.state[parameter] = {
+            m: x if m == "step" else x.to(device) for m, x in moments.items()
+        }
     return int(tensors["step"])

@@ -1,7 +1,9 @@
-"""A training's settings, and what drafts learn from: prompts around documents or pieces, and the target's states.
+"""A training's settings, and what drafts learn from: prompts around documents or pieces, and the
+target's states.
 
-The target's own answers, given in the engine with the run's sampling, are what a draft will be asked for. They lie in
-Parquet files of a folder. The target reads each once behind its prompt, and its hidden states are kept in a file.
+The target's own answers, given in the engine with the run's sampling, are what a draft will be
+asked for. They lie in Parquet files of a folder. The target reads each once behind its prompt, and
+its hidden states are kept in a file.
 
 Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
@@ -35,7 +37,9 @@ from specextend.loading import load_engine
 from specextend.stats import DecodingStats
 
 Show = Callable[..., None]
-"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
+"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows
+the numbers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,9 @@ class TrainOptions:
     """Settings of a whole training. Lengths are in tokens."""
 
     start_from: str = ""
-    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary; empty: a new one."""
+    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary;
+    empty: a new one.
+    """
     num_rounds: int = 4
     """Most rounds of answers, training and evaluation."""
     num_answers: int = 256
@@ -53,7 +59,9 @@ class TrainOptions:
     max_tokens: int = 5120
     """Longest piece of a document that is answered."""
     vocabulary: int = 8192
-    """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
+    """Number of tokens that the draft can propose: all special tokens and the most frequent tokens
+    of the text.
+    """
     copy_heads: int = 2
     """Number of KV heads that look up earlier occurrences of the last tokens."""
     num_epochs: int = 4
@@ -69,7 +77,9 @@ class TrainOptions:
         for name, value in least.items():
             at_least(name, getattr(self, name), value)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
@@ -93,7 +103,9 @@ class Answer(NamedTuple):
 class PromptMaker:
     """Makes prompts of documents; the same seed gives the same."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int):
+    def __init__(
+        self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int
+    ):
         """Check that the target's context has room for the shortest piece and an answer.
 
         Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
@@ -103,22 +115,32 @@ class PromptMaker:
         room = prompts.room(max_new_tokens)
         if room < options.min_tokens:
             raise ValueError(
-                f"the target's context has room for pieces of {max(0, room)} tokens, fewer than min_tokens "
+                f"the target's context has room for pieces of {max(0, room)} tokens, fewer than "
+                "min_tokens "
                 f"({options.min_tokens}); choose smaller values"
             )
         self._most = min(options.max_tokens, room)
 
     def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
-        """Make the run's prompt of a document: of the whole document if asked for, or of a random piece.
+        """Make the run's prompt of a document: of the whole document if asked for, or of a random
+        piece.
 
         A document that is longer than the longest piece is never answered whole.
         """
         short = whole and len(text.token_ids) <= self._most
-        piece = text.token_ids.tolist() if short else self._piece(text, Random(f"{self._options.seed}/own/{number}"))
-        return self._prompts.render(self._tokenizer.decode(piece), self._answer_tokens, text.instruction).token_ids
+        piece = (
+            text.token_ids.tolist()
+            if short
+            else self._piece(text, Random(f"{self._options.seed}/own/{number}"))
+        )
+        return self._prompts.render(
+            self._tokenizer.decode(piece), self._answer_tokens, text.instruction
+        ).token_ids
 
     def _piece(self, text: Text, random: Random) -> list[int]:
-        """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic scale."""
+        """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic
+        scale.
+        """
         least, most = self._options.min_tokens, min(self._most, len(text.token_ids))
         size = min(most, round(least * (most / least) ** random.random()))
         first = random.randrange(len(text.token_ids) - size + 1)
@@ -127,21 +149,27 @@ class PromptMaker:
 
 
 class Recording(NamedTuple):
-    """The tokens of a prompt and of the answer behind it, and the target's hidden states at them."""
+    """The tokens of a prompt and of the answer behind it, and the target's hidden states at
+    them.
+    """
 
     token_ids: Tensor
     """[T] int64"""
     hidden: Tensor
     """[T, C] the last, after the final norm, as the LM head reads it"""
     shares: Tensor
-    """[T] fp32 probability that the target gives to the draft's vocabulary: a draft can learn no more than that"""
+    """[T] fp32 probability that the target gives to the draft's vocabulary: a draft can learn no
+    more than that
+    """
     is_answer: Tensor
     """[T] bool: False for the prompt, which comes first"""
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
         with atomic_output(resolve(str(path))) as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in self._asdict().items()}, temporary)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in self._asdict().items()}, temporary
+            )
 
     @staticmethod
     def load(path: Path) -> Recording:
@@ -150,7 +178,9 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Records answers with a target whose cache has rows for the longest of them, with its prompt."""
+    """Records answers with a target whose cache has rows for the longest of them, with its
+    prompt.
+    """
 
     def __init__(self, target: CachedModel, vocabulary: Tensor):
         """Take the target, and the token ids [V] that the draft proposes."""
@@ -170,7 +200,9 @@ class Recorder:
         for each in states.split(256):
             logits = self._target.logits(each).float()
             shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
-        return Recording(tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids))
+        return Recording(
+            tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids)
+        )
 
 
 # The target's own answers, and how many tokens a step a draft brings
@@ -179,7 +211,9 @@ class Recorder:
 ROWS = 32
 """Answers in a file; so many are lost at most if a training is killed."""
 TOKENS = pa.list_(pa.int32())
-SCHEMA = pa.schema([("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)])
+SCHEMA = pa.schema(
+    [("number", "int64"), ("prompt_token_ids", TOKENS), ("output_token_ids", TOKENS)]
+)
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:
@@ -189,11 +223,17 @@ def read_answers(folder: Path) -> dict[int, Answer]:
     return {row["number"]: Answer(row["prompt_token_ids"], row["output_token_ids"]) for row in rows}
 
 
-def add_answers(config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show) -> None:
-    """Let the target answer prompts, by number, and write the answers into the folder as they come."""
+def add_answers(
+    config: RunConfig, prompts: Mapping[int, list[int]], folder: Path, show: Show
+) -> None:
+    """Let the target answer prompts, by number, and write the answers into the folder as they
+    come.
+    """
     rows: list[Values] = []
     try:
-        for done, completion in enumerate(load_engine(config).generate(_requests(config, prompts)), start=1):
+        for done, completion in enumerate(
+            load_engine(config).generate(_requests(config, prompts)), start=1
+        ):
             number = int(completion.request_id)
             tokens = {"prompt_token_ids": prompts[number], "output_token_ids": completion.token_ids}
             rows.append({"number": number} | tokens)
@@ -206,11 +246,17 @@ def add_answers(config: RunConfig, prompts: Mapping[int, list[int]], folder: Pat
 
 
 def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: Show) -> float:
-    """Measure the mean acceptance length over answers to prompts, with trees of one size in each step."""
+    """Measure the mean acceptance length over answers to prompts, with trees of one size in each
+    step.
+    """
     if config.tree.nodes == "auto":  # it follows the machine's speed
-        config = config.model_copy(update={"tree": replace(config.tree, nodes=config.tree.most_nodes)})
+        config = config.model_copy(
+            update={"tree": replace(config.tree, nodes=config.tree.most_nodes)}
+        )
     stats, found = DecodingStats(), 1.0
-    for done, completion in enumerate(load_engine(config).generate(_requests(config, prompts)), start=1):
+    for done, completion in enumerate(
+        load_engine(config).generate(_requests(config, prompts)), start=1
+    ):
         stats.add(completion.stats)
         found = stats.mean_acceptance_length or 1.0
         show("evaluation", done, len(prompts), f", {found:.3f} tokens per step")
@@ -218,12 +264,18 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
 
 
 def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
-    """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none yet."""
+    """Return a run's configuration with the draft in a folder; with n-gram drafts if there is none
+    yet.
+    """
     if folder is None:
         draft = DraftOptions(kind="ngram")
     else:
-        draft = DraftOptions(kind="eagle", model=str(folder), ngram=config.draft is not None and config.draft.ngram)
-    return config.model_copy(update={"draft": draft, "decoding": replace(config.decoding, mode="specextend")})
+        draft = DraftOptions(
+            kind="eagle", model=str(folder), ngram=config.draft is not None and config.draft.ngram
+        )
+    return config.model_copy(
+        update={"draft": draft, "decoding": replace(config.decoding, mode="specextend")}
+    )
 
 
 def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[Request]:
@@ -233,7 +285,9 @@ def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[R
             request_id=str(number),
             prompt_token_ids=token_ids,
             max_new_tokens=config.decoding.max_new_tokens,
-            sampling=config.decoding.sampling(document_seed(config.decoding.seed, f"answer {number}")),
+            sampling=config.decoding.sampling(
+                document_seed(config.decoding.seed, f"answer {number}")
+            ),
             schema=config.output.json_schema or "",
         )
 
@@ -241,4 +295,7 @@ def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[R
 def _write(rows: list[Values], folder: Path) -> None:
     """Write a file named for its first number, whole or not at all; none without rows."""
     if rows:
-        write_table(resolve(str(folder / f"{rows[0]['number']:06}.parquet")), pa.Table.from_pylist(rows, SCHEMA))
+        write_table(
+            resolve(str(folder / f"{rows[0]['number']:06}.parquet")),
+            pa.Table.from_pylist(rows, SCHEMA),
+        )

@@ -1,18 +1,21 @@
 """What `items` does with a block of keys and a tile of rows, in LLVM IR.
 
-All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in *units* of 32 bits,
-whose meaning is the `element`, an argument that is only a type:
+All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in
+*units* of 32 bits, whose meaning is the `element`, an argument that is only a type:
 
 | element | the tensors hold | a unit is | arithmetic |
 |---|---|---|---|
 | float32 | fp32 | a number | fp32 |
 | uint16 | bf16 | a number, widened to fp32 | fp32 |
 | uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
-| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two numbers of fp32; for weights alone |
-| int16 | bf16 | a number | fp32: widened when it is multiplied, for values that few rows attend to |
+| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two numbers of fp32; for
+  weights alone |
+| int16 | bf16 | a number | fp32: widened when it is multiplied, for values that few rows attend to
+  |
 
-A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16 parts, and the
-weighted sum of the values. That score is its largest so far, or at most `MARGIN` below it.
+A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16
+parts, and the weighted sum of the values. That score is its largest so far, or at most `MARGIN`
+below it.
 """
 
 import math
@@ -41,15 +44,21 @@ from specextend.attention.compiled.vectors import (
 BLOCK = 64
 """Keys that are laid out at once: four vectors of scores."""
 TILE = 6
-"""Rows of a product of vectors: with four vectors of columns their sums fill the 32 registers of AVX-512."""
+"""Rows of a product of vectors: with four vectors of columns their sums fill the 32 registers of
+AVX-512.
+"""
 MOST_ROWS = tiles.ROWS
 """Rows of a product at most, those of matrix tiles."""
 WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
 """Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
 AHEAD = 2048
-"""Bytes of weights that are asked for ahead of a product of several rows, which the processor does not foresee."""
+"""Bytes of weights that are asked for ahead of a product of several rows, which the processor does
+not foresee.
+"""
 MARGIN = 8.0
-"""A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would be 7% slower."""
+"""A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would
+be 7% slower.
+"""
 HEADER = 2 * VECTOR_BYTES
 """Bytes of a row's state before its sum of values."""
 
@@ -131,9 +140,14 @@ def smaller(b, x, y):
 def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
     """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it.
 
-    Where products are those of tiles, a row of the next block is asked for with each, as `lay_values` does.
+    Where products are those of tiles, a row of the next block is asked for with each, as
+    `lay_values` does.
     """
-    last, lanes, numbers = b.sub(num_keys, number(1)), REGISTER_LANES, 1 if element == types.float32 else 2
+    last, lanes, numbers = (
+        b.sub(num_keys, number(1)),
+        REGISTER_LANES,
+        1 if element == types.float32 else 2,
+    )
     rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
     num_vectors = b.udiv(head_dim, number(lanes * numbers))
 
@@ -143,11 +157,15 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
         rows = []
         for lane in range(lanes):
             row = smaller(b, address(b, first, lane), last)
-            rows.append(load(b, address(b, source, b.mul(row, stride)), ir.VectorType(vir.I32, lanes)))
+            rows.append(
+                load(b, address(b, source, b.mul(row, stride)), ir.VectorType(vir.I32, lanes))
+            )
             if is_tiled(element):
                 later = address(b, first, lane + BLOCK)
                 vir.prefetch(b, address(b, source, b.mul(later, stride)), 2)
-        place = address(b, target, times(b, column, lanes * rows_each * BLOCK * 4), times(b, first, 4))
+        place = address(
+            b, target, times(b, column, lanes * rows_each * BLOCK * 4), times(b, first, 4)
+        )
         for unit, values in enumerate(vir.transposed(b, rows)):
             for half, units in enumerate(widened(b, values) if rows_each == 2 else [values]):
                 store(b, units, address(b, place, (rows_each * unit + half) * BLOCK * 4))
@@ -158,7 +176,9 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
 
 @emitted()
 def lay_values(b, element, values, stride, num_keys, num_vectors, target):
-    """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one repeat it."""
+    """Copy a block of rows as units of a column of one key, or of two. Rows behind the last one
+    repeat it.
+    """
     width = times(b, num_vectors, VECTOR_BYTES)
 
     def copy(row):
@@ -166,7 +186,10 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
 
     def interleave(pair):
-        numbers = [smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1))) for i in range(2)]
+        numbers = [
+            smaller(b, address(b, times(b, pair, 2), i), b.sub(num_keys, number(1)))
+            for i in range(2)
+        ]
         rows = [address(b, values, b.mul(row, stride)) for row in numbers]
         count = b.udiv(num_vectors, number(2))
         emit_pairs(b, rows[0], rows[1], count, address(b, target, b.mul(pair, width)))
@@ -185,7 +208,9 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
 
 
 def emit_num_units(b, element, num_keys):
-    """Emit how many units a column of some keys has, whole tiles of them where products are those of tiles."""
+    """Emit how many units a column of some keys has, whole tiles of them where products are those
+    of tiles.
+    """
     if units_of(element) == 1:
         return num_keys
     step = tiles.PAIRS if is_tiled(element) else 1
@@ -205,7 +230,9 @@ def emit_pairs(b, first, second, count, target):
     high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
 
     def body(i):
-        x, y = (load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second))
+        x, y = (
+            load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second)
+        )
         where = address(b, target, times(b, i, 2 * VECTOR_BYTES))
         store(b, b.shuffle_vector(x, y, low), where)
         store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
@@ -239,7 +266,9 @@ def place_key(element, key, head_dim, keys, column):
     source = numba.carray(pointer(element, key), units, np.uint32)
     halves = numba.carray(pointer(element, key), units, np.uint16)
     for i in range(units):
-        target[i, column] = np.uint32(halves[i]) << np.uint32(16) if is_widened(element) else source[i]
+        target[i, column] = (
+            np.uint32(halves[i]) << np.uint32(16) if is_widened(element) else source[i]
+        )
 
 
 @numba.njit
@@ -285,14 +314,21 @@ def emit_product(
     def body(i, *old):
         start, new = address(b, right, b.mul(i, right_stride)), list(old)
         kind = types.uint16 if element == types.int16 else types.uint32
-        columns = [load_units(b, kind, address(b, start, times(b, right_column, column))) for column in range(width)]
+        columns = [
+            load_units(b, kind, address(b, start, times(b, right_column, column)))
+            for column in range(width)
+        ]
         if element == types.int32 and rows > 1:
             for column in range(width):
                 vir.prefetch(b, address(b, start, times(b, right_column, column), AHEAD))
-        halves = zip(*(widened(b, each) for each in columns), strict=True) if numbers == 2 else [columns]
+        halves = (
+            zip(*(widened(b, each) for each in columns), strict=True) if numbers == 2 else [columns]
+        )
         for half, units in enumerate(halves):
             for row in range(rows):
-                unit = vir.splat(b, load(b, address(b, starts[row], times(b, i, 4 * numbers), 4 * half), vir.I32))
+                unit = vir.splat(
+                    b, load(b, address(b, starts[row], times(b, i, 4 * numbers), 4 * half), vir.I32)
+                )
                 for column, y in enumerate(units):
                     at = row * width + column
                     if element == types.uint32:
@@ -317,11 +353,23 @@ def product(
     right_stride, right_column, depth, sums, sums_stride, accumulate,
     ahead,
 ):  # fmt: skip
-    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them.
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or
+    replace them.
 
-    Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of a later product are.
+    Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of
+    a later product are.
     """
-    places = left, left_stride, right, right_stride, right_column, depth, sums, sums_stride, accumulate
+    places = (
+        left,
+        left_stride,
+        right,
+        right_stride,
+        right_column,
+        depth,
+        sums,
+        sums_stride,
+        accumulate,
+    )
     done, size = b.append_basic_block("done"), max(WIDTHS) + 1
     if is_tiled(element):
         choice = b.switch(width, done)
@@ -382,7 +430,9 @@ def emit_scaling(b, state, num_vectors, factor):
 
 
 def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
-    """Emit the weights of a row's block and add them to its sum; rescale the row if a score exceeds the margin."""
+    """Emit the weights of a row's block and add them to its sum; rescale the row if a score exceeds
+    the margin.
+    """
     values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
     peak = joined(b, values, vir.larger)
     old = load(b, state)
@@ -405,7 +455,8 @@ def weigh(
     b, element, num_rows, scores, states, num_vectors, scale: float,
     weights,
 ):  # fmt: skip
-    """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind them weigh nothing.
+    """Turn a tile's scores into weights, and rescale the rows whose scores have grown. Rows behind
+    them weigh nothing.
 
     `scale` is the factor of scores, times log2(e).
     """
@@ -414,9 +465,14 @@ def weigh(
     pairs = units_of(element) == 2
 
     def body(row):
-        source, state = address(b, scores, times(b, row, BLOCK * 4)), address(b, states, b.mul(row, state_bytes))
+        source, state = (
+            address(b, scores, times(b, row, BLOCK * 4)),
+            address(b, states, b.mul(row, state_bytes)),
+        )
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
-        for i, value in enumerate(emit_weighing(b, element, source, state, num_vectors, factor, margin)):
+        for i, value in enumerate(
+            emit_weighing(b, element, source, state, num_vectors, factor, margin)
+        ):
             where = address(b, target, i * VECTOR_BYTES // units_of(element))
             store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
 
@@ -455,21 +511,29 @@ def fold(b, element, total, part, num_vectors, scale: float):
     def body(i):
         offset = address(b, number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
         where = address(b, total, offset)
-        store(b, vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)), where)
+        store(
+            b,
+            vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)),
+            where,
+        )
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
 
 @emitted(types.float32)
 def finish(b, element, state, num_vectors, out):
-    """Write a row's result in the tensor's type, 0 if it saw no key; return the sum of its weights."""
+    """Write a row's result in the tensor's type, 0 if it saw no key; return the sum of its
+    weights.
+    """
     weight = vir.across(b, load(b, address(b, state, VECTOR_BYTES)), add)
     none = b.fcmp_ordered("==", weight, ir.Constant(vir.F32, 0.0))
     factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
     exact = element == types.float32
 
     def body(i):
-        value = b.fmul(load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor))
+        value = b.fmul(
+            load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor)
+        )
         if exact:
             store(b, value, address(b, out, times(b, i, VECTOR_BYTES)))
         else:

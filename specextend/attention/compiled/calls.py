@@ -1,16 +1,20 @@
-"""The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE head, in a call each.
+"""The ways into the compiled kernels: attention, products, all layers of a model, and an EAGLE
+head, in a call each.
 
-A call fills records with addresses, strides and counts, and starts the threads of torch's own pool, which take items
-in turn: `items` says what they are of attention, `products` of linear layers, `phases` of all else.
+A call fills records with addresses, strides and counts, and starts the threads of torch's own pool,
+which take items in turn: `items` says what they are of attention, `products` of linear layers,
+`phases` of all else.
 
-The result for a query, or a row, is bitwise the same whatever others are in the call and however many threads there
-are. That of a node of a tree is the one that its token would have behind its path alone: the mask says which rows those
-are, parents first, and each query has a copy of the last blocks of keys, with its path in the places after the prefix.
+The result for a query, or a row, is bitwise the same whatever others are in the call and however
+many threads there are. That of a node of a tree is the one that its token would have behind its
+path alone: the mask says which rows those are, parents first, and each query has a copy of the last
+blocks of keys, with its path in the places after the prefix.
 
 numba is the extra `cpu`: import this module only where it is installed.
 
-Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache rows, `L` layers,
-`H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O` outputs.
+Shapes: `B` sequences, `T` queries or new rows of each, `R` rows in all, `M` masked keys, `S` cache
+rows, `L` layers, `H` query heads, `K` key heads, `D` head size, `C` hidden size, `I` inputs, `O`
+outputs.
 """
 
 import ctypes
@@ -37,7 +41,9 @@ ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: 
 
 
 def can_make(kernel: Callable[..., Any], *element: type) -> bool:
-    """Compile a kernel, or read it from disk; return False if numba cannot make it for this processor."""
+    """Compile a kernel, or read it from disk; return False if numba cannot make it for this
+    processor.
+    """
     try:
         kernel(*element)
     except (NumbaError, OSError, RuntimeError):
@@ -50,13 +56,16 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
     return dtype in ELEMENTS and head_dim % (16 if dtype == torch.float32 else 32) == 0
 
 
-def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D], which are heads first.
+def attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, S, D], which are heads
+    first.
 
-    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out 0 and lse -inf. With
-    `causal` the rows before the last T are visible to all queries, so a prefill chunk needs one call. It runs on as
-    many threads as torch. The first call of a process reads the kernel from numba's cache on disk or compiles it, which
-    takes seconds.
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out
+    0 and lse -inf. With `causal` the rows before the last T are visible to all queries, so a
+    prefill chunk needs one call. It runs on as many threads as torch. The first call of a process
+    reads the kernel from numba's cache on disk or compiles it, which takes seconds.
     """
     assert serves(q.shape[3], q.dtype)
     assert q.dtype == k.dtype == v.dtype
@@ -71,10 +80,14 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     return out, lse
 
 
-def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: KeySpan, scale: float) -> list[Tensor]:
-    """Fill the records of attention in layers, which share their memory; return the tensors that they need.
+def _describe(
+    calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: KeySpan, scale: float
+) -> list[Tensor]:
+    """Fill the records of attention in layers, which share their memory; return the tensors that
+    they need.
 
-    Rows of all key heads are divided and, where threads would lack work otherwise, the longest sequence's keys.
+    Rows of all key heads are divided and, where threads would lack work otherwise, the longest
+    sequence's keys.
     """
     num_sequences, num_queries, num_heads, head_dim = q.shape
     assert q.stride(3) == k.stride(2) == 1
@@ -96,7 +109,8 @@ def _describe(calls: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: Ke
     fields = {
         "q_token": token * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
         "causal": span.causal or span.window is not None, "window": span.window or longest,
-        "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k), "group": group,
+        "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k),
+        "group": group,
         "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
         "parts": workspace.data_ptr() + threads * own,
         "counters": counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
@@ -118,7 +132,9 @@ def _point(record: Any, **tensors: Tensor) -> None:
 
 
 def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
-    """Make a record of `products`: a weight that is laid out, its scales and bias [O] in fp32, which are to be kept."""
+    """Make a record of `products`: a weight that is laid out, its scales and bias [O] in fp32,
+    which are to be kept.
+    """
     product = np.zeros(1, products.RECORD)[0]
     _point(product, weight=weight, scales=scales, bias=bias)
     product["is_int8"] = weight.dtype == torch.int8
@@ -127,7 +143,9 @@ def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
 
 
 def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
-    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be read."""
+    """Return rows [num_rows, width] in x's type without values; a whole tile of them can be
+    read.
+    """
     return x.new_empty(-(-num_rows // tiles.ROWS) * tiles.ROWS, width)[:num_rows]
 
 
@@ -153,9 +171,16 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
     """Run the phases from the kind `first` on and before `end`."""
     own = call[0]["own"]
     num_phases = phases.NUM_KINDS + (len(layers) - 1) * phases.NUM_OF_LAYER
-    counters = torch.zeros(1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64)
+    counters = torch.zeros(
+        1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64
+    )
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
-    own["first"], own["end"], own["layers"], own["num_layers"] = first, end, layers.ctypes.data, len(layers)
+    own["first"], own["end"], own["layers"], own["num_layers"] = (
+        first,
+        end,
+        layers.ctypes.data,
+        len(layers),
+    )
     _point(own, workspace=workspace, counters=counters)
     _run_on_all(phases.kernel(), call)
 
@@ -190,7 +215,8 @@ class Decoder:
         stored: Tensor,
         kept: Collection[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the cache [L, 2, K, S, D].
+        """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the
+        cache [L, 2, K, S, D].
 
         Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
@@ -199,9 +225,13 @@ class Decoder:
         positions, out = torch.arange(len(x)), torch.empty_like(x)
         _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
         own["num_rows"] = len(x)
-        outputs = [torch.empty_like(x) if index in kept else out for index in range(len(self._calls))]
+        outputs = [
+            torch.empty_like(x) if index in kept else out for index in range(len(self._calls))
+        ]
         kinds = phases.INPUT_NORM, phases.NORM
-        plan.queries.update(self.launch(call, kinds, x, outputs, plan.spans[0], stored, plan.keep_layers))
+        plan.queries.update(
+            self.launch(call, kinds, x, outputs, plan.spans[0], stored, plan.keep_layers)
+        )
         return outputs[-1], [outputs[index] for index in kept]
 
     def launch(
@@ -214,23 +244,33 @@ class Decoder:
         stored: Tensor,
         keep: Collection[int] = (),
     ) -> dict[int, Tensor]:
-        """Run phases of a call, whose layers read x [R, C] and write outputs, for all sequences as many rows.
+        """Run phases of a call, whose layers read x [R, C] and write outputs, for all sequences as
+        many rows.
 
         Returns the queries [B, T, H, D] of the layers `keep`.
         """
         calls, num_rows, (num_keys, _, head_dim) = self._calls.copy(), len(x), stored.shape[2:]
         group = self._widths[0] // head_dim // (num_keys - int(call[0]["own"]["num_copied"])) - 2
-        widths = {"normed": x.shape[1], "middle": x.shape[1], "qkv": self._widths[0], "gated": self._widths[1] // 2}
+        widths = {
+            "normed": x.shape[1],
+            "middle": x.shape[1],
+            "qkv": self._widths[0],
+            "gated": self._widths[1] // 2,
+        }
         widths["mixed"] = num_keys * group * head_dim
         made = {name: empty_rows(x, num_rows, width) for name, width in widths.items()}
         mixed = made["mixed"].view(len(span.starts), -1, num_keys * group, head_dim)
         turned = [torch.empty_like(mixed)] * len(calls)
         for index in keep:
             turned[index] = torch.empty_like(mixed)
-        needed = _describe(calls["attention"], mixed, stored[0, 0], stored[0, 1], mixed, span, self._scale)
+        needed = _describe(
+            calls["attention"], mixed, stored[0, 0], stored[0, 1], mixed, span, self._scale
+        )
         calls["attention"]["q"] = [each.data_ptr() for each in turned]
         for name in ("k", "v"):
-            calls["attention"][name] += np.arange(len(calls)) * stored.stride(0) * stored.element_size()
+            calls["attention"][name] += (
+                np.arange(len(calls)) * stored.stride(0) * stored.element_size()
+            )
         results = [each.data_ptr() for each in outputs]
         at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
         chain = {
@@ -263,9 +303,10 @@ class Head:
     ):
         """Take its one layer, and what stands around it.
 
-        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads if there are any.
-        norms: weights [C] of the embedding, the features and the output, by names of `phases.Call`. angles [2,
-        positions, D]: cosines, and sines, whose first half is negative.
+        linears: the compiled products "fuse" [2C], "lm_head", and "copy" [4C] of `num_copied` heads
+        if there are any. norms: weights [C] of the embedding, the features and the output, by names
+        of `phases.Call`. angles [2, positions, D]: cosines, and sines, whose first half is
+        negative.
         """
         self._kept = linears, norms, embedding, angles
         self._layer, self._vocabulary = layer, vocabulary
@@ -275,19 +316,31 @@ class Head:
             record[name] = linear.product
         own = record["own"]
         own["num_copied"], own["num_read"], own["eps"] = num_copied, 4 if num_copied else 1, eps
-        _point(own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms)
+        _point(
+            own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms
+        )
 
-    def read(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan, stored: Tensor) -> Tensor:
+    def read(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        stored: Tensor,
+    ) -> Tensor:
         """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
 
-        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest first; features [B,
-        T, C] before each row; positions [B, T].
+        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest
+        first; features [B, T, C] before each row; positions [B, T].
         """
         rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
         rows[:, phases.SOURCE] = torch.arange(len(rows))
         rows[:, phases.READ : phases.READ + tokens.shape[2]] = tokens.flatten(0, 1)
         kept = {"tree_rows": rows, "sources": features.contiguous()}
-        kept |= {"positions": positions.contiguous(), "cache_rows": plan.new_rows(tokens.device).contiguous()}
+        kept |= {
+            "positions": positions.contiguous(),
+            "cache_rows": plan.new_rows(tokens.device).contiguous(),
+        }
         hidden = empty_rows(stored, len(rows), features.shape[2])
         kinds = phases.EMBED, phases.LOGITS
         self._run(self._call.copy(), kinds, len(rows), hidden, kept, plan.spans[0], stored)
@@ -304,16 +357,22 @@ class Head:
         num_levels: int,
         least_gain: float,
     ) -> tuple[Tensor, Tensor]:
-        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs hidden [B, C].
+        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs
+        hidden [B, C].
 
-        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and rows that are visible.
-        Returns all nodes that were found, token ids, parents and depths [3, B, P], and log_probs [B, P].
+        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and
+        rows that are visible. Returns all nodes that were found, token ids, parents and depths [3,
+        B, P], and log_probs [B, P].
         """
         batch, most_rows = len(roots), num_nodes * (num_levels - 1)
         num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
         rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = roots, -1, torch.arange(batch)
+        pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = (
+            roots,
+            -1,
+            torch.arange(batch),
+        )
         log_probs = torch.zeros(batch, most_pooled)
         outputs = empty_rows(stored, len(rows), hidden.shape[1])
         outputs[:batch] = hidden
@@ -349,7 +408,8 @@ class Head:
         span: KeySpan,
         stored: Tensor,
     ) -> None:
-        """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first level.
+        """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first
+        level.
 
         kept: the tensors of a `phases.Call`.
         """
@@ -368,7 +428,8 @@ class Head:
 
 @cache
 def _thread_pool() -> Any:
-    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does all.
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does
+    all.
 
     A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
     """

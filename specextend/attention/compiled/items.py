@@ -1,7 +1,9 @@
-"""Attention of one work item: some rows of a key head, over a split of the keys or all of them; compiled by numba.
+"""Attention of one work item: some rows of a key head, over a split of the keys or all of them;
+compiled by numba.
 
-Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and weighed by an online softmax. Splits
-are added up in order. `element` is an argument that is only a type, as in `blocks`.
+Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and weighed by an
+online softmax. Splits are added up in order. `element` is an argument that is only a type, as in
+`blocks`.
 """
 
 import math
@@ -28,7 +30,8 @@ _WIDTHS = np.array(WIDTHS)
 
 _NARROW = np.int16(0)  # as an element: values that are widened when they are multiplied
 
-inlined = numba.njit(inline="always")  # LLVM would optimise what these call once more for each level of calls
+# LLVM would optimise what these call once more for each level of calls
+inlined = numba.njit(inline="always")
 
 
 class KernelCall(NamedTuple):
@@ -69,7 +72,9 @@ class KernelCall(NamedTuple):
     """The states of each part."""
     scale: float
     counters: int
-    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are done."""
+    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are
+    done.
+    """
 
 
 class WorkItem(NamedTuple):
@@ -115,11 +120,15 @@ class Wide(NamedTuple):
     """From one vector of a row to the next."""
 
 
-RECORD = np.dtype([(name, np.float64 if name == "scale" else np.int64) for name in KernelCall._fields])
+RECORD = np.dtype(
+    [(name, np.float64 if name == "scale" else np.int64) for name in KernelCall._fields]
+)
 
 
 def padded_rows(rows):
-    """Return for how many rows there must be memory: products of tiles write whole ones, from any row on."""
+    """Return for how many rows there must be memory: products of tiles write whole ones, from any
+    row on.
+    """
     return rows + MOST_ROWS - 1
 
 
@@ -127,7 +136,9 @@ memory_rows = numba.njit(padded_rows)
 
 
 def divide(head_dim, rows, base):
-    """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns them."""
+    """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns
+    them.
+    """
     block, tile = BLOCK * head_dim * 4, MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
     values = base + block
@@ -135,7 +146,9 @@ def divide(head_dim, rows, base):
     scores = queries + rows * head_dim * 4
     weights = scores + tile
     first = weights + tile
-    return Scratch(base, values, queries, scores, weights, first, first + states, first + 2 * states)
+    return Scratch(
+        base, values, queries, scores, weights, first, first + states, first + 2 * states
+    )
 
 
 scratch_of = numba.njit(divide)
@@ -162,7 +175,8 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
     while first < width:
         many = min(_WIDTHS[rows - 1], width - first)
         blocks.product(
-            element, rows, many, left.start, left.stride, right.start + first * right.column, right.stride,
+            element, rows, many, left.start, left.stride, right.start + first * right.column,
+            right.stride,
             right.column, depth, sums.start + first * VECTOR_BYTES, sums.stride, accumulate, ahead,
         )  # fmt: skip
         first += many
@@ -170,18 +184,24 @@ def multiply(element, rows, width, left, right, depth, sums, accumulate, ahead):
 
 @numba.njit
 def hide(element, call, item, scores, block, row, num_rows, seen):
-    """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the block."""
+    """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the
+    block.
+    """
     before = num_visible(call, item, row + num_rows - 1) - call.window - block
     if before <= 0 and min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
         visible = num_visible(call, item, row + i) - block
-        blocks.hide_outside(element, scores + i * BLOCK * 4, max(0, visible - call.window), min(seen, visible))
+        blocks.hide_outside(
+            element, scores + i * BLOCK * 4, max(0, visible - call.window), min(seen, visible)
+        )
 
 
 @numba.njit
 def takes_values_as_they_are(element, item, block):
-    """Return True if a block's values are used once, so that widening them on the way takes no longer."""
+    """Return True if a block's values are used once, so that widening them on the way takes no
+    longer.
+    """
     is_once = item.num_rows <= blocks.tile_rows(element) and block < item.first_own
     return blocks.is_widened(element) != 0 and is_once
 
@@ -194,38 +214,63 @@ def values_of(call, item, block):
 
 @inlined
 def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen):
-    """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at most."""
+    """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at
+    most.
+    """
     columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
     keys, scores = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES), Matrix(scratch.scores, BLOCK * 4)
-    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0, 0)
+    multiply(
+        element,
+        num_rows,
+        (seen + LANES - 1) // LANES,
+        queries,
+        keys,
+        call.head_dim // columns,
+        scores,
+        0,
+        0,
+    )
     hide(element, call, item, scratch.scores, block, row, num_rows, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
-    blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.scale / LN_2, scratch.weights)
-    weights, sums = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(first + HEADER, HEADER + head_bytes)
+    blocks.weigh(
+        element, num_rows, scratch.scores, first, vectors, call.scale / LN_2, scratch.weights
+    )
+    weights, sums = (
+        Matrix(scratch.weights, BLOCK * 4 // columns),
+        Matrix(first + HEADER, HEADER + head_bytes),
+    )
     if takes_values_as_they_are(element, item, block):
         values = Wide(values_of(call, item, block), call.row, VECTOR_BYTES // 2)
         multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
-        values, depth = Wide(scratch.values, head_bytes, VECTOR_BYTES), blocks.num_units(element, seen)
+        values, depth = (
+            Wide(scratch.values, head_bytes, VECTOR_BYTES),
+            blocks.num_units(element, seen),
+        )
         multiply(element, num_rows, vectors, weights, values, depth, sums, 1, 0)
 
 
 @numba.njit
 def place_own(element, call, item, scratch, block, row):
-    """Put the masked keys that a row's query sees, and their values, where they would stand without the others.
+    """Put the masked keys that a row's query sees, and their values, where they would stand without
+    the others.
 
-    So a node of a tree attends to its path as plain decoding does to the same tokens, in the same order. Returns how
-    many keys of the block the query sees.
+    So a node of a tree attends to its path as plain decoding does to the same tokens, in the same
+    order. Returns how many keys of the block the query sees.
     """
     query = item.sequence * call.num_queries + (item.first_row + row) // call.group
-    mask = numba.carray(blocks.pointer(element, call.mask + query * call.mask_width), call.mask_width, np.uint8)
+    mask = numba.carray(
+        blocks.pointer(element, call.mask + query * call.mask_width), call.mask_width, np.uint8
+    )
     position = item.first_masked
     for i in range(item.first_masked, item.length):
         if mask[call.mask_width - item.length + i] != 0:
             if block <= position < block + BLOCK:
                 value = values_of(call, item, i)
-                blocks.place_key(element, value - call.v + call.k, call.head_dim, scratch.keys, position - block)
+                blocks.place_key(
+                    element, value - call.v + call.k, call.head_dim, scratch.keys, position - block
+                )
                 blocks.place_value(element, value, call.head_dim, scratch.values, position - block)
             position += 1
     return min(BLOCK, position - block)
@@ -233,11 +278,17 @@ def place_own(element, call, item, scratch, block, row):
 
 @inlined
 def attend_split(element, call, item, scratch, states, first, last):
-    """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
-    vectors, lines = call.head_dim // LANES, call.head_dim * blocks.element_size(element) // VECTOR_BYTES
+    """Attend to the keys from `first` to `last`, while those of the next block are on their way
+    from memory.
+    """
+    vectors, lines = (
+        call.head_dim // LANES,
+        call.head_dim * blocks.element_size(element) // VECTOR_BYTES,
+    )
     tile_rows = blocks.tile_rows(element)
     num_tiles = (item.num_rows + tile_rows - 1) // tile_rows
-    share = (BLOCK + num_tiles - 1) // num_tiles  # keys asked for with each tile: more at once would be waited for
+    # keys asked for with each tile: more at once would be waited for
+    share = (BLOCK + num_tiles - 1) // num_tiles
     for row in range(item.num_rows):
         blocks.clear(element, state_of(call, states, row), vectors)
     for block in range(first, last, BLOCK):
@@ -254,7 +305,8 @@ def attend_split(element, call, item, scratch, states, first, last):
                 seen = place_own(element, call, item, scratch, block, row)
             else:
                 seen = min(num_keys, num_visible(call, item, row + num_rows - 1) - block)
-            if not tiles.HAS_TILES:  # with them, rows are asked for one by one: so many at once would be waited for
+            # with them, rows are asked for one by one: so many at once would be waited for
+            if not tiles.HAS_TILES:
                 ahead = BLOCK + row // tile_rows * share
                 blocks.fetch(element, keys + ahead * call.row, call.row, share, lines)
                 blocks.fetch(element, values + ahead * call.row, call.row, share, lines)
@@ -281,11 +333,18 @@ def write_results(element, call, item, totals):
         token, head = divmod(item.first_row + row, call.group)
         place = (item.sequence * call.num_queries + token) * call.num_key_heads * call.group
         place += item.key_head * call.group + head
-        state, out = state_of(call, totals, row), call.out + place * call.head_dim * blocks.element_size(element)
+        state, out = (
+            state_of(call, totals, row),
+            call.out + place * call.head_dim * blocks.element_size(element),
+        )
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
         if call.lse == 0:
             continue
-        lse = -np.inf if weight == 0 else numbers(element, state, 1)[0] * call.scale + math.log(weight)
+        lse = (
+            -np.inf
+            if weight == 0
+            else numbers(element, state, 1)[0] * call.scale + math.log(weight)
+        )
         numbers(element, call.lse + 4 * place, 1)[0] = lse
 
 
@@ -305,7 +364,9 @@ def find_item(element, call, number):
 
 @inlined
 def run_item(element, call, scratch, number):
-    """Attend with some rows to one split, or to all; the worker that is last to finish a split adds them up."""
+    """Attend with some rows to one split, or to all; the worker that is last to finish a split adds
+    them up.
+    """
     which, part = divmod(number, call.num_parts)
     item = find_item(element, call, which)
     lay_queries(element, call, item, scratch)
@@ -318,7 +379,9 @@ def run_item(element, call, scratch, number):
         states = call.parts + number * size
         if alone:
             states = totals if split == 0 else scratch.states
-        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        attend_split(
+            element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end)
+        )
         if alone and split > 0:
             add_up(element, call, item, totals, states)
     if not alone:
@@ -372,7 +435,9 @@ def work(element, call):
 
 @cache
 def kernel(element: type):
-    """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
+    """Compile `work` for an element, or read it from numba's cache on disk: a function of a
+    `RECORD`'s address.
+    """
     version = (element(0), vir.VERSION)
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)

@@ -1,17 +1,21 @@
-"""All phases of a call: layers one after the other, and what stands before and behind those of an EAGLE head.
+"""All phases of a call: layers one after the other, and what stands before and behind those of an
+EAGLE head.
 
-A *phase*, such as a product or attention, is a number of items. Workers take items of a phase until none is left and
-wait until all are done, so one that is held up delays the others by its item alone. One worker alone prepares what
-follows, and says how many items each phase has. So a call is some phases of many: all layers of a model, one product,
-or what a head does to read what was decided, or to grow the trees of a batch.
+A *phase*, such as a product or attention, is a number of items. Workers take items of a phase until
+none is left and wait until all are done, so one that is held up delays the others by its item
+alone. One worker alone prepares what follows, and says how many items each phase has. So a call is
+some phases of many: all layers of a model, one product, or what a head does to read what was
+decided, or to grow the trees of a batch.
 
-A tree grows level by level. The children of a level's nodes are ranked, the likeliest join the pool of all nodes, and
-those of them that are among the best so far are the rows of the next level (`decoding.tree.grow_trees`).
+A tree grows level by level. The children of a level's nodes are ranked, the likeliest join the pool
+of all nodes, and those of them that are among the best so far are the rows of the next level
+(`decoding.tree.grow_trees`).
 
-The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
+The result for a row is bitwise the same whatever other rows are in the call and however many
+threads there are.
 
-Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head proposes, `D` head
-size, `P` nodes of a pool, `M` nodes so far that were rows.
+Shapes: `B` sequences, `F` rows of each, `R` rows in all, `C` hidden size, `V` tokens that the head
+proposes, `D` head size, `P` nodes of a pool, `M` nodes so far that were rows.
 """
 
 import math
@@ -25,8 +29,24 @@ from numba.core import types
 
 from specextend.attention.compiled import items, products, tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import add, add_to, copy_row, integers, load_units, numbers, pointer, times
-from specextend.attention.compiled.vectors import FLOATS, LANES, VECTOR_BYTES, address, emitted, store
+from specextend.attention.compiled.blocks import (
+    add,
+    add_to,
+    copy_row,
+    integers,
+    load_units,
+    numbers,
+    pointer,
+    times,
+)
+from specextend.attention.compiled.vectors import (
+    FLOATS,
+    LANES,
+    VECTOR_BYTES,
+    address,
+    emitted,
+    store,
+)
 
 PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND = range(8)
 O_PROJ, POST_NORM, GATE_UP, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(8, 16)
@@ -36,18 +56,25 @@ NUM_OF_LAYER = NORM - INPUT_NORM
 LINE = 64
 """Bytes of a cache line: what threads count in has one of its own."""
 TOKEN, PARENT, DEPTH, PLACE, IS_BEST, ROW = range(6)
-"""Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its level."""
+"""Columns of a pool: a node's place among all that were rows, 1 if it is a best one, its row in its
+level.
+"""
 SOURCE, NODE, CURSOR, READ = range(4)
-"""Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the tokens it reads."""
+"""Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the
+tokens it reads.
+"""
 START, VISIBLE, TEXT = range(3)
-"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three tokens."""
+"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three
+tokens.
+"""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 ROWS = 4
 """Rows of an item between products."""
 SPINS = 2000
-"""Looks at a counter, some tens of microseconds, before a worker that waits gives its processor away: beside another
-busy process it may be what the one that is held up waits for."""
+"""Looks at a counter, some tens of microseconds, before a worker that waits gives its processor
+away: beside another busy process it may be what the one that is held up waits for.
+"""
 OF_LAYER, OTHERS = ("qkv", "o_proj", "gate_up", "down_proj"), ("fuse", "copy", "lm_head")
 """The products of a layer, and all others."""
 BITS = np.uint32(0)  # an element that is copied as it is
@@ -65,12 +92,22 @@ class LayerCall(NamedTuple):
     eps: float
 
 
-_OF_LAYER = np.dtype([(name, np.float64 if name == "eps" else np.int64) for name in LayerCall._fields])
-LAYER = np.dtype([("own", _OF_LAYER), ("attention", items.RECORD), *((name, products.RECORD) for name in OF_LAYER)])
+_OF_LAYER = np.dtype(
+    [(name, np.float64 if name == "eps" else np.int64) for name in LayerCall._fields]
+)
+LAYER = np.dtype(
+    [
+        ("own", _OF_LAYER),
+        ("attention", items.RECORD),
+        *((name, products.RECORD) for name in OF_LAYER),
+    ]
+)
 
 
 class Call(NamedTuple):
-    """Hold what phases share, and what stands between the products of a head, by address, and sizes."""
+    """Hold what phases share, and what stands between the products of a head, by address, and
+    sizes.
+    """
 
     first: int
     """The first kind of phases that have items."""
@@ -82,7 +119,9 @@ class Call(NamedTuple):
     workspace: int
     """Memory of workers for products."""
     counters: int
-    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items done."""
+    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items
+    done.
+    """
     num_rows: int
     cos: int
     """[positions, D], as `sin`, whose first half is negative."""
@@ -133,7 +172,9 @@ class Call(NamedTuple):
     eps: float
 
 
-_OWN = np.dtype([(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in Call._fields])
+_OWN = np.dtype(
+    [(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in Call._fields]
+)
 RECORD = np.dtype([("own", _OWN), *((name, products.RECORD) for name in OTHERS)])
 
 
@@ -161,7 +202,9 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
 
     [squares] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_square)
     mean = b.fdiv(vir.across(b, squares, add), b.sitofp(times(b, num_vectors, LANES), vir.F32))
-    root = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.sqrt.f32"), [b.fadd(mean, eps)])
+    root = b.call(
+        vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.sqrt.f32"), [b.fadd(mean, eps)]
+    )
     factor = vir.splat(b, b.fdiv(ir.Constant(vir.F32, 1.0), root))
 
     def scale(i):
@@ -221,7 +264,9 @@ def normalise_rows(element, source, weight, width, eps, out, num_rows, number):
 
 @numba.njit
 def rotate_rows(element, own, layer, number):
-    """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those of `own.copied`."""
+    """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those
+    of `own.copied`.
+    """
     call, norms = layer.attention, layer.own
     head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
     num_queries = num_keys * call.group
@@ -236,7 +281,9 @@ def rotate_rows(element, own, layer, number):
                 out, norm = keys + (i - num_queries) * call.head, norms.key_norm
             if norm != 0:
                 normalise(element, head, norm, call.head_dim // LANES, norms.eps, head)
-            turn(element, head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out)
+            turn(
+                element, head, own.cos + angles, own.sin + angles, call.head_dim // (2 * LANES), out
+            )
         for i in range(num_keys):
             value = first + (num_queries + num_keys + i) * head_bytes
             copy_row(BITS, value, head_bytes // VECTOR_BYTES, values + i * call.head)
@@ -264,14 +311,19 @@ def log_sum(b, element, logits, num_vectors):
     def at(i):
         return load_wide(b, address(b, logits, times(b, i, VECTOR_BYTES // 2)))
 
-    [peaks] = vir.repeat(b, num_vectors, [vir.floats(-math.inf)], lambda i, peak: [vir.larger(b, at(i), peak)])
+    [peaks] = vir.repeat(
+        b, num_vectors, [vir.floats(-math.inf)], lambda i, peak: [vir.larger(b, at(i), peak)]
+    )
     peak = b.fmul(vir.splat(b, vir.across(b, peaks, vir.larger)), factor)
 
     def add_power(i, total):
         return [b.fadd(total, vir.exp2(b, b.fsub(b.fmul(at(i), factor), peak)))]
 
     [total] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_power)
-    log2 = b.call(vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"), [vir.across(b, total, add)])
+    log2 = b.call(
+        vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"),
+        [vir.across(b, total, add)],
+    )
     return b.fadd(log2, b.extract_element(peak, ir.Constant(vir.I32, 0)))
 
 
@@ -343,7 +395,9 @@ def add_children(element, own, sequence, pool, log_probs):
 
 @numba.njit
 def mark_best(pool, log_probs, count, most):
-    """Mark the `most` likeliest of `count` nodes, of two equal ones the earlier; return the sum of probabilities."""
+    """Mark the `most` likeliest of `count` nodes, of two equal ones the earlier; return the sum of
+    probabilities.
+    """
     pool[:count, IS_BEST] = 0
     total = 0.0
     for _ in range(min(most, count)):
@@ -380,14 +434,18 @@ def choose_rows(element, own, first, width):
 
 @numba.njit
 def describe_rows(element, own, attention, width):
-    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places, mask."""
+    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places,
+    mask.
+    """
     before, rows = own.num_expanded, rows_of(element, own)
     own.num_expanded += width
     sequences = integers(element, own.sequences, (own.num_sequences, 5))
     cache_rows = integers(element, own.cache_rows, own.num_rows)
     positions = integers(element, own.positions, own.num_rows)
     spans = integers(element, attention.places, (2, own.num_sequences))
-    mask = numba.carray(pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8)
+    mask = numba.carray(
+        pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8
+    )
     mask[:] = 0
     for number in range(own.num_rows):
         sequence, place = divmod(number, width)
@@ -410,7 +468,9 @@ def describe_rows(element, own, attention, width):
 
 @numba.njit
 def add_level(element, own, level):
-    """Append the children of the last level; return how many rows of each sequence the next one has."""
+    """Append the children of the last level; return how many rows of each sequence the next one
+    has.
+    """
     first, width, expected = own.num_pooled, 0, 0.0
     added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
     for sequence in range(own.num_sequences):
@@ -463,7 +523,9 @@ def count_items(call, layer, kind):
 
 @numba.njit
 def prepare(element, call, layers, counter, level):
-    """Prepare a level, of which one worker does this alone; `counter` is that of its first phase."""
+    """Prepare a level, of which one worker does this alone; `counter` is that of its first
+    phase.
+    """
     own = call.own
     if level > 0:
         width = add_level(element, own, level)
@@ -475,24 +537,35 @@ def prepare(element, call, layers, counter, level):
         own.first = EMBED
         attention.num_queries = width
         attention.mask_width = own.num_expanded
-        integers(element, attention.counters, 2 + items.num_items(attention) // attention.num_parts)[:] = 0
+        integers(
+            element, attention.counters, 2 + items.num_items(attention) // attention.num_parts
+        )[:] = 0
     for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
         kind, layer = place_of(own, phase)
         is_asked = own.first <= kind < own.end
-        integers(element, counter + 2 * phase * LINE, 2)[1] = count_items(call, layers[layer], kind) if is_asked else 0
+        integers(element, counter + 2 * phase * LINE, 2)[1] = (
+            count_items(call, layers[layer], kind) if is_asked else 0
+        )
 
 
 @numba.njit
 def embed_rows(element, call, layer, number):
-    """Write what an item's rows read: their tokens' embeddings, normalised, and the features before them."""
+    """Write what an item's rows read: their tokens' embeddings, normalised, and the features before
+    them.
+    """
     own = call.own
     row_bytes, num_vectors = 4 * layer.qkv.num_pairs, 2 * layer.qkv.num_pairs // LANES
     for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         row = rows_of(element, own)[place]
-        out, joined = call.copy.x + place * own.num_read * row_bytes, call.fuse.x + 2 * place * row_bytes
+        out, joined = (
+            call.copy.x + place * own.num_read * row_bytes,
+            call.fuse.x + 2 * place * row_bytes,
+        )
         for i in range(own.num_read):
             embedding = own.embedding + row[READ + i] * row_bytes
-            normalise(element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes)
+            normalise(
+                element, embedding, own.embedding_norm, num_vectors, own.eps, out + i * row_bytes
+            )
         copy_row(BITS, out, row_bytes // VECTOR_BYTES, joined)
         source = own.sources + row[SOURCE] * row_bytes
         normalise(element, source, own.feature_norm, num_vectors, own.eps, joined + row_bytes)
@@ -555,7 +628,8 @@ def kernel():
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
     version = (items.BF16(0), vir.VERSION)
 
-    @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)  # which caches by this file alone
+    # which caches by this file alone
+    @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
     def entry(call):
         work(version[0], numba.carray(call, 1)[0])
 

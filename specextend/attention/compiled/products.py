@@ -1,12 +1,15 @@
-"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with AVX2 or more.
+"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with
+AVX2 or more.
 
-The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in pairs. An item of work is a block of up
-to `ROWS` rows of x. They are multiplied with `DEPTH` pairs of inputs at a time, a part of the weight that stays in a
-core's cache meanwhile, so few rows read the weight from memory once. Sums are fp32. Numbers of int8 are read from
-memory as they are, and widened to bf16, which holds them exactly, `WIDENED` pairs at a time; an output's scale is
-applied to its sum. Without avx512_bf16 pairs are widened to fp32 in registers, and x before.
+The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in pairs. An item of
+work is a block of up to `ROWS` rows of x. They are multiplied with `DEPTH` pairs of inputs at a
+time, a part of the weight that stays in a core's cache meanwhile, so few rows read the weight from
+memory once. Sums are fp32. Numbers of int8 are read from memory as they are, and widened to bf16,
+which holds them exactly, `WIDENED` pairs at a time; an output's scale is applied to its sum.
+Without avx512_bf16 pairs are widened to fp32 in registers, and x before.
 
-The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
+The result for a row is bitwise the same whatever other rows are in the call and however many
+threads there are.
 
 numba is the extra `cpu`: import this module only where it is installed.
 
@@ -47,14 +50,18 @@ BLOCK = VECTORS * LANES
 ROWS = 256 if HAS_TILES else 96
 """Rows of an item at most; a multiple of a tile's."""
 DEPTH = 96 if HAS_TILES else 1024 if HAS_BF16 else 256
-"""Pairs of inputs whose weights are read for all rows of an item before the next ones: what a core's cache holds."""
+"""Pairs of inputs whose weights are read for all rows of an item before the next ones: what a
+core's cache holds.
+"""
 WIDENED = 128
 """Pairs of inputs that are widened at once: 32 KiB of bf16."""
 ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
 _TILE = tiles.ROWS if HAS_TILES else TILE if HAS_BF16 else 5
 """Rows of a tile."""
 _IN_COLUMNS = not HAS_BF16
-"""Whether a block's vectors lie one behind the other, each with all pairs, because a tile has one of them."""
+"""Whether a block's vectors lie one behind the other, each with all pairs, because a tile has one
+of them.
+"""
 PREFETCHED = 16
 """Tiles of rows with which the columns of the next product are asked for, a part with each."""
 _WIDE = np.uint16(0)  # as an element: bf16 that is widened
@@ -63,7 +70,9 @@ MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
 WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES + _X_BYTES
-"""Memory of a worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in fp32."""
+"""Memory of a worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in
+fp32.
+"""
 
 
 class LinearCall(NamedTuple):
@@ -82,7 +91,9 @@ class LinearCall(NamedTuple):
     residual: int
     """[T, O] that is added, in bf16; 0: nothing."""
     is_gated: int
-    """1: the first half of the outputs is the gate of the second one, and SwiGLU of both is written."""
+    """1: the first half of the outputs is the gate of the second one, and SwiGLU of both is
+    written.
+    """
 
 
 RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
@@ -90,7 +101,9 @@ RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
 
 def emit_output(b, i, sums, scales, bias):
     """Emit a vector of a row's outputs: sums times their scales, with bias."""
-    return vir.fma(b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias)))
+    return vir.fma(
+        b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias))
+    )
 
 
 @emitted()
@@ -113,22 +126,31 @@ def write_gated(
     """Write SwiGLU of a row's outputs of two blocks as bf16."""
     for i in range(VECTORS):
         value = b.fmul(
-            vir.silu(b, emit_output(b, i, gate, gate_scales, gate_bias)), emit_output(b, i, sums, scales, bias)
+            vir.silu(b, emit_output(b, i, gate, gate_scales, gate_bias)),
+            emit_output(b, i, sums, scales, bias),
         )
         store(b, vir.to_bf16(b, value), address(b, out, i * VECTOR_BYTES // 2), 2)
 
 
 @emitted()
 def widen(b, element, source, count, target):
-    """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of bf16."""
+    """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of
+    bf16.
+    """
 
     def body(i):
         place = address(b, source, times(b, i, 2 * LANES))
         first, second = (
-            b.bitcast(b.sitofp(load(b, address(b, place, start), ir.VectorType(vir.I8, LANES), 1), FLOATS), UNITS)
+            b.bitcast(
+                b.sitofp(
+                    load(b, address(b, place, start), ir.VectorType(vir.I8, LANES), 1), FLOATS
+                ),
+                UNITS,
+            )
             for start in (0, LANES)
         )
-        pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)  # the lower half of such a float is 0
+        # the lower half of such a float is 0
+        pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)
         store(b, pairs, address(b, target, times(b, i, VECTOR_BYTES)))
 
     vir.repeat(b, count, [], body)
@@ -149,13 +171,20 @@ def widen_some(element, source, depth, target):
         widen(element, source.start, depth * VECTORS, target)
     else:
         for column in range(VECTORS):
-            widen(element, source.start + column * source.column, depth, target + column * depth * VECTOR_BYTES)
+            widen(
+                element,
+                source.start + column * source.column,
+                depth,
+                target + column * depth * VECTOR_BYTES,
+            )
     return matrix_of(target, 0, depth, VECTOR_BYTES)
 
 
 @numba.njit
 def depth_of(call, num_rows, most):
-    """Return how many pairs of inputs are multiplied at once: few rows read no columns twice, others equal parts."""
+    """Return how many pairs of inputs are multiplied at once: few rows read no columns twice,
+    others equal parts.
+    """
     if num_rows <= _TILE and call.is_int8 == 0:
         return call.num_pairs
     num_parts = (call.num_pairs + most - 1) // most
@@ -170,29 +199,44 @@ def multiply_rows(element, call, sums, widened, block, first, num_rows):
         at_once, size = min(WIDENED, DEPTH), VECTOR_BYTES // 2
     if HAS_TILES:
         at_once = depth_of(call, num_rows, at_once)
-    weight, wide_x = call.weight + block * call.num_pairs * VECTORS * size, widened + WIDENED * _SUM_BYTES
+    weight, wide_x = (
+        call.weight + block * call.num_pairs * VECTORS * size,
+        widened + WIDENED * _SUM_BYTES,
+    )
     num_tiles = (num_rows + _TILE - 1) // _TILE
     for start in range(0, call.num_pairs, at_once):
-        depth, x = min(at_once, call.num_pairs - start), Matrix(call.x + first * row_bytes + start * 4, row_bytes)
+        depth, x = (
+            min(at_once, call.num_pairs - start),
+            Matrix(call.x + first * row_bytes + start * 4, row_bytes),
+        )
         right = matrix_of(weight, start, call.num_pairs, size)
         if call.is_int8 != 0:
             right = widen_some(element, right, depth, widened)
         if _X_BYTES > 0:
             for row in range(num_rows):
-                copy_row(_WIDE, x.start + row * row_bytes, depth * 2 // LANES, wide_x + row * depth * 8)
+                copy_row(
+                    _WIDE, x.start + row * row_bytes, depth * 2 // LANES, wide_x + row * depth * 8
+                )
             x = Matrix(wide_x, depth * 8)
         for tile in range(num_tiles):
             row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
             if HAS_TILES:
                 row, end = tile * _TILE, min(num_rows, (tile + 1) * _TILE)
-            left, out = Matrix(x.start + row * x.stride, x.stride), Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
+            left, out = (
+                Matrix(x.start + row * x.stride, x.stride),
+                Matrix(sums + row * _SUM_BYTES, _SUM_BYTES),
+            )
             ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
-            multiply_tile(element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead)
+            multiply_tile(
+                element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead
+            )
 
 
 @numba.njit
 def write_rows(element, call, sums, block, first, num_rows):
-    """Write some rows of a block, whose sums are followed by those of a second block if it is a gate."""
+    """Write some rows of a block, whose sums are followed by those of a second block if it is a
+    gate.
+    """
     width = call.num_blocks >> call.is_gated
     scales, bias = call.scales + block * _SUM_BYTES, call.bias + block * _SUM_BYTES
     for row in range(num_rows):
@@ -202,7 +246,9 @@ def write_rows(element, call, sums, block, first, num_rows):
             other, across = mine + ROWS * _SUM_BYTES, width * _SUM_BYTES
             write_gated(element, mine, scales, bias, other, scales + across, bias + across, out)
         else:
-            write_sums(element, mine, scales, bias, call.residual + place * min(call.residual, 1), out)
+            write_sums(
+                element, mine, scales, bias, call.residual + place * min(call.residual, 1), out
+            )
 
 
 @numba.njit
@@ -213,7 +259,9 @@ def num_items(call, num_rows):
 
 @numba.njit
 def run_item(element, call, num_all, sums, number):
-    """Multiply up to ROWS of all rows with a block, or with a gate's and the one that it belongs to."""
+    """Multiply up to ROWS of all rows with a block, or with a gate's and the one that it belongs
+    to.
+    """
     block, part = divmod(number, (num_all + ROWS - 1) // ROWS)
     at_once = ROWS
     if HAS_TILES:  # rows stay in a core's cache while weights pass
@@ -226,7 +274,9 @@ def run_item(element, call, num_all, sums, number):
         num_rows = min(at_once, end - first)
         multiply_rows(element, call, sums, widened, block, first, num_rows)
         if call.is_gated:
-            multiply_rows(element, call, others, widened, block + call.num_blocks // 2, first, num_rows)
+            multiply_rows(
+                element, call, others, widened, block + call.num_blocks // 2, first, num_rows
+            )
         write_rows(element, call, sums, block, first, num_rows)
 
 
@@ -237,7 +287,8 @@ def takes(weight: Tensor) -> bool:
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to [..., 2, LANES].
+    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to
+    [..., 2, LANES].
 
     Without avx512_bf16 the order is [O / BLOCK, VECTORS, I / 2, ...].
     """

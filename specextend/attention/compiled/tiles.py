@@ -1,14 +1,17 @@
-"""Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, summed in fp32.
+"""Products of matrix tiles (AMX) in LLVM IR: 16 rows of bf16 times up to 64 columns, summed in
+fp32.
 
-A tile is a register of 16 rows of 64 bytes. One instruction adds to a tile of sums [16, 16] the product of a tile of
-rows [16, 32] with one of columns [16 pairs, 16, 2]. Blocks of keys, of values and of weights lie in memory as such
-tiles stand (`blocks`), so they are loaded as they are, with the stride of a pair.
+A tile is a register of 16 rows of 64 bytes. One instruction adds to a tile of sums [16, 16] the
+product of a tile of rows [16, 32] with one of columns [16 pairs, 16, 2]. Blocks of keys, of values
+and of weights lie in memory as such tiles stand (`blocks`), so they are loaded as they are, with
+the stride of a pair.
 
-The kernel must allow tiles once a process, and a thread configures them before its first product and releases them
-after its last one.
+The kernel must allow tiles once a process, and a thread configures them before its first product
+and releases them after its last one.
 
-The instruction sums the first numbers of all pairs and the second ones apart, in order, and adds both to the sums;
-denormal numbers count as zero. `product_of_tiles` of the tests is its twin in numpy.
+The instruction sums the first numbers of all pairs and the second ones apart, in order, and adds
+both to the sums; denormal numbers count as zero. `product_of_tiles` of the tests is its twin in
+numpy.
 
 Shapes: `T` rows, `I` inputs, `O` columns.
 """
@@ -43,7 +46,9 @@ _CONFIGURATION = (1, 0, *[0x0040004000400040] * 2, 0, 0, 0x1010101010101010, 0)
 
 
 def is_allowed():
-    """Ask the kernel, once for all threads of the process, to let it use tiles; return False if it does not."""
+    """Ask the kernel, once for all threads of the process, to let it use tiles; return False if it
+    does not.
+    """
     if not {"amx-tile", "amx-bf16"} <= processor_features() or not HAS_BF16:
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -91,8 +96,8 @@ def emit_product(
 ):  # fmt: skip
     """Emit left [16, depth] pairs times right [depth, width vectors]; add to sums, or replace them.
 
-    depth is a multiple of `PAIRS`. Of what lies `ahead`, unless that is 0, as many bytes as a sixteenth of the columns
-    are asked for.
+    depth is a multiple of `PAIRS`. Of what lies `ahead`, unless that is 0, as many bytes as a
+    sixteenth of the columns are asked for.
     """
     places = [address(b, sums, column * VECTOR_BYTES) for column in range(width)]
     with b.if_else(b.icmp_signed("!=", accumulate, number(0))) as (keep, replace):
@@ -104,7 +109,13 @@ def emit_product(
                 _instruct(b, "tilezero", _tile(column))
 
     def body(i):
-        _instruct(b, "tileloadd64", _tile(_LEFT), _pointer(b, address(b, left, b.mul(i, number(64)))), left_stride)
+        _instruct(
+            b,
+            "tileloadd64",
+            _tile(_LEFT),
+            _pointer(b, address(b, left, b.mul(i, number(64)))),
+            left_stride,
+        )
         start = address(b, right, b.mul(b.mul(i, number(PAIRS)), right_stride))
         for column in range(width):
             tile = _tile(_LEFT + 1 + column % 3)
@@ -113,7 +124,13 @@ def emit_product(
             _instruct(b, "tdpbf16ps", _tile(column), _tile(_LEFT), tile)
         with b.if_then(b.icmp_signed("!=", ahead, number(0))):
             for column in range(width):
-                vir.prefetch(b, address(b, ahead, b.mul(i, number(width * VECTOR_BYTES)), column * VECTOR_BYTES), 2)
+                vir.prefetch(
+                    b,
+                    address(
+                        b, ahead, b.mul(i, number(width * VECTOR_BYTES)), column * VECTOR_BYTES
+                    ),
+                    2,
+                )
 
     vir.repeat(b, b.udiv(depth, number(PAIRS)), [], body)
     for column, place in enumerate(places):

@@ -1,8 +1,8 @@
 """Vectors of 16 lanes in LLVM IR, for loops that numba cannot vectorise by itself.
 
-A kernel is a Python function that emits instructions; `emitted` makes it callable from compiled code. Values are those
-of llvmlite: addresses and counts are i64, and vectors have 16 lanes of 32 bits. LLVM splits vectors where the
-processor's registers are shorter.
+A kernel is a Python function that emits instructions; `emitted` makes it callable from compiled
+code. Values are those of llvmlite: addresses and counts are i64, and vectors have 16 lanes of 32
+bits. LLVM splits vectors where the processor's registers are shorter.
 
 Needs numba, which is optional: import this only where the extra `cpu` is installed.
 """
@@ -25,7 +25,13 @@ Value = Any
 
 LANES = 16
 VECTOR_BYTES = 4 * LANES
-F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+F32, I64, I32, I16, I8 = (
+    ir.FloatType(),
+    ir.IntType(64),
+    ir.IntType(32),
+    ir.IntType(16),
+    ir.IntType(8),
+)
 FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.py"))
@@ -37,7 +43,9 @@ EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073375, 0.00967151296, 0.0013264726
 
 
 class BFloat(ir.Type):
-    """The type bfloat, which llvmlite does not have; values of it come from a bitcast and go into one."""
+    """The type bfloat, which llvmlite does not have; values of it come from a bitcast and go into
+    one.
+    """
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -65,14 +73,17 @@ REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
 
 
 def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]], Any]:
-    """Make `emit(b, element, *values)` a function of compiled code, called as `f(element, *values)`.
+    """Make `emit(b, element, *values)` a function of compiled code, called as `f(element,
+    *values)`.
 
     Only the numba type of `element` counts. The values are int64, or float32 if annotated as float.
     """
 
     def wrap(emit: Callable[..., Value]):
         first, second, *rest = inspect.signature(emit).parameters.values()
-        wanted = [types.float32 if each.annotation in (float, "float") else types.int64 for each in rest]
+        wanted = [
+            types.float32 if each.annotation in (float, "float") else types.int64 for each in rest
+        ]
 
         def definition(typingctx, element, *args):
             def generate(context, builder, signature, values):
@@ -84,7 +95,10 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
         definition.__name__ = definition.__qualname__ = emit.__name__
         parameters = [first, second, *rest]
         definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in parameters]
+            [
+                inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+                for each in parameters
+            ]
         )
         return intrinsic(definition)
 
@@ -103,7 +117,9 @@ def floats(value: float):
 
 def units(values):
     """Return a constant vector of i32."""
-    return ir.Constant(ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values])
+    return ir.Constant(
+        ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values]
+    )
 
 
 def address(b, base, *offsets):
@@ -124,17 +140,24 @@ def store(b, value, where, align=4):
 
 
 def prefetch(b, where, cache=1):
-    """Ask for a cache line, to be in the first or the second cache; an address without memory does no harm."""
+    """Ask for a cache line, to be in the first or the second cache; an address without memory does
+    no harm.
+    """
     name = "llvm.prefetch.p0"
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
-    arguments = [b.inttoptr(where, ir.PointerType()), *(ir.Constant(I32, n) for n in (0, 4 - cache, 1))]
+    arguments = [
+        b.inttoptr(where, ir.PointerType()),
+        *(ir.Constant(I32, n) for n in (0, 4 - cache, 1)),
+    ]
     b.call(declared(b, kind, name), arguments)
 
 
 def splat(b, scalar):
     """Repeat a scalar in all lanes."""
     empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    return b.shuffle_vector(b.insert_element(empty, scalar, ir.Constant(I32, 0)), empty, units([0] * LANES))
+    return b.shuffle_vector(
+        b.insert_element(empty, scalar, ir.Constant(I32, 0)), empty, units([0] * LANES)
+    )
 
 
 def fma(b, x, y, z):
@@ -156,11 +179,14 @@ def to_bf16(b, x):
     halves = ir.VectorType(I16, LANES)
     if HAS_BF16:
         kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
-        return b.bitcast(b.call(declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [x]), halves)
+        return b.bitcast(
+            b.call(declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [x]), halves
+        )
     bits = b.bitcast(x, UNITS)
     odd = b.and_(b.lshr(bits, units([16] * LANES)), units([1] * LANES))
     rounded = b.add(b.add(bits, odd), units([0x7FFF] * LANES))
-    finite = b.select(b.fcmp_ordered("ord", x, x), rounded, units([0x7FC00000] * LANES))  # NaN stays NaN
+    # NaN stays NaN
+    finite = b.select(b.fcmp_ordered("ord", x, x), rounded, units([0x7FC00000] * LANES))
     return b.trunc(b.lshr(finite, units([16] * LANES)), halves)
 
 
@@ -185,7 +211,8 @@ def exp2(b, x):
         rest = rest_of(b, x)
         return scaled(b, power_of_rest(b, rest), b.fsub(x, rest))
     x = larger(b, floats(-127.0), x)
-    shift = floats(1.5 * 2**23 + 127)  # rounds to an integer, whose low bits are then the exponent of the result
+    # rounds to an integer, whose low bits are then the exponent of the result
+    shift = floats(1.5 * 2**23 + 127)
     shifted = b.fadd(x, shift)
     power = b.bitcast(b.shl(b.bitcast(shifted, UNITS), units([23] * LANES)), FLOATS)
     return b.fmul(power_of_rest(b, b.fsub(x, b.fsub(shifted, shift))), power)
@@ -221,7 +248,9 @@ def silu(b, x):
 
 
 def transposed(b, rows):
-    """Transpose as many vectors of units as each has lanes: in rounds that swap blocks of 1, 2, 4 and 8."""
+    """Transpose as many vectors of units as each has lanes: in rounds that swap blocks of 1, 2, 4
+    and 8.
+    """
     rows, size = [*rows], len(rows)
     block = 1
     while block < size:
@@ -230,13 +259,18 @@ def transposed(b, rows):
         for i in range(size):
             if not i & block:
                 x, y = rows[i], rows[i + block]
-                rows[i], rows[i + block] = b.shuffle_vector(x, y, lower), b.shuffle_vector(x, y, upper)
+                rows[i], rows[i + block] = (
+                    b.shuffle_vector(x, y, lower),
+                    b.shuffle_vector(x, y, upper),
+                )
         block *= 2
     return rows
 
 
 def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
-    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried values, if any."""
+    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried
+    values, if any.
+    """
     before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
     b.branch(head)
     b.position_at_end(head)
@@ -244,7 +278,9 @@ def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
     values = [b.phi(value.type) for value in carried]
     new = list(body(index, *values) or ())
     following = b.add(index, number(1))
-    for phi, start, end in zip([index, *values], [number(0), *carried], [following, *new], strict=True):
+    for phi, start, end in zip(
+        [index, *values], [number(0), *carried], [following, *new], strict=True
+    ):
         phi.add_incoming(start, before)
         phi.add_incoming(end, b.block)
     b.cbranch(b.icmp_signed("<", following, count), head, after)
