@@ -18,19 +18,21 @@ from specextend.config import RunConfig
 HEAD = """\
 # Configuration: every key, its default and its meaning
 
-This page lists what a configuration file may hold. It is generated from the code, and a test keeps the two equal.
-Complete files are in `configs/`, such as [`smollm2.yaml`](../configs/smollm2.yaml).
+This page lists what a configuration file may hold. It is generated from the code, and a test keeps
+the two equal. Complete files are in `configs/`, such as [`smollm2.yaml`](../configs/smollm2.yaml).
 
-A configuration is YAML with one section for each heading below; an unknown key is refused, and the nearest known one
-suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
-`input.path` and `output.path`. "none" means that the key is unset. `base` names configurations that come before the
-file's own keys: `base: [smollm2, keywords]`. `tasks` lists several things to ask of each document, which is read once
-for all: names of tasks, or mappings with a `name` and what of `prompt`, `parts`, `output` and `decoding` is theirs
+A configuration is YAML with one section for each heading below; an unknown key is refused, and the
+nearest known one suggested. On the command line `--set key.path=value` changes one value; `--input`
+and `--output` are short for `input.path` and `output.path`. "none" means that the key is unset.
+`base` names configurations that come before the file's own keys: `base: [smollm2, keywords]`.
+`tasks` lists several things to ask of each document, which is read once for all: names of tasks, or
+mappings with a `name` and what of `prompt`, `parts`, `output` and `decoding` is theirs
 ([more](input-output.md#several-tasks-in-one-run)).
 
-A relative path in a file is relative to the file's folder; on the command line, and in a shipped configuration, to the
-current folder. In a job that is submitted to a cluster local paths must be absolute. `{models}` is the folder of
-`make models` and `specextend demo`, and `{shipped}` that of what comes with the package.
+A relative path in a file is relative to the file's folder; on the command line, and in a shipped
+configuration, to the current folder. In a job that is submitted to a cluster local paths must be
+absolute. `{models}` is the folder of `make models` and `specextend demo`, and `{shipped}` that of
+what comes with the package.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 

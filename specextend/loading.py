@@ -393,7 +393,8 @@ def usable_bytes(config: RunConfig, device: torch.device) -> int | None:
 def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> None:
     """Check that a GPU can hold a worker at all, before anything is loaded.
 
-    Raises: ValueError: weights, caches and a forward pass take more than the worker's share of the
+    Raises:
+        ValueError: weights, caches and a forward pass take more than the worker's share of the
         GPU has.
     """
     if (there := usable_bytes(config, device)) is None:

@@ -178,7 +178,8 @@ def load_triton(device: torch.device) -> Attend:
     """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to
     flash-attn or `sdpa`.
 
-    Raises: ValueError: triton is not installed, or the device is a CPU, where it is only
+    Raises:
+        ValueError: triton is not installed, or the device is a CPU, where it is only
         interpreted for tests.
     """
     try:

@@ -46,12 +46,14 @@ _ROWS = takes(
 def prepare() -> None:
     """Turn files and data sets into Parquet.
 
-    \b specextend prepare documents reports/ notes/ --output data/documents specextend prepare
-    documents reports/ --pattern '*.md' --encoding cp1252 --output data/documents specextend prepare
-    hf ccdv/govreport-summarization --split test --text-field report --output data/govreport
-    specextend prepare openai requests.jsonl --output data/requests.parquet specextend prepare
-    repartition large.parquet --output data/smaller/ specextend prepare model file.gguf --output
-    models/mine specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
+    \b
+    specextend prepare documents reports/ notes/ --output data/documents
+    specextend prepare documents reports/ --pattern '*.md' --encoding cp1252 --output data/documents
+    specextend prepare hf ccdv/govreport-summarization --split test --text-field report --output hf/
+    specextend prepare openai requests.jsonl --output data/requests.parquet
+    specextend prepare repartition large.parquet --output data/smaller/
+    specextend prepare model file.gguf --output models/mine
+    specextend prepare draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output drafts/eagle3
 
     The same command again reads the files that are new, that have changed or that have failed. Exit
     3: some could not be read; _errors.jsonl in the data set names each, with the reason.

@@ -23,9 +23,10 @@ _SUFFIXES = (".parquet", ".pq", ".parq")
 """Extensions of Parquet files in a folder, in upper or lower case."""
 _TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
 """Folders in which formats of tables keep which of their files count."""
+_COPY = """duckdb -c "COPY (FROM %s_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\""""
 _EXPORTS = {
-    "a Delta": """duckdb -c "COPY (FROM delta_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\"""",
-    "an Iceberg": """duckdb -c "COPY (FROM iceberg_scan('{}')) TO 'documents.parquet' (ROW_GROUP_SIZE 2048)\"""",
+    "a Delta": _COPY % "delta",
+    "an Iceberg": _COPY % "iceberg",
     "a Hudi": """spark.read.format("hudi").load('{}').write.parquet("documents")""",
 }
 _ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")

@@ -290,20 +290,19 @@ def measure(
     sizes: Sequence[int],
     lengths: Sequence[int],
     graphs: Graphs,
-    fastest: defaultdict[int, dict[int, float]] | None = None,
+    points: defaultdict[int, dict[int, float]],
 ) -> CostTable:
     """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
     One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the
     cache allows. It writes to the front of the target's cache, so no request may be running.
-    fastest: size -> tokens of prefix -> seconds, of earlier measurements that something disturbed;
+    points: size -> tokens of prefix -> seconds, of earlier measurements that something disturbed;
     of two times the shorter one counts, because other work only ever adds to it.
     """
     begin, num_free = time.perf_counter(), target.cache.rows.num_free
     num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
     # fresh memory may hold NaN, and costs nothing until it is written
     target.cache.stored[..., :num_rows, :] = 0
-    points = defaultdict(dict) if fastest is None else fastest
     for number, length in enumerate(lengths):
         # one length would say nothing of longer ones
         if number > 1 and time.perf_counter() - begin > BUDGET_S:
@@ -375,9 +374,9 @@ def load_step_costs(
     lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
     key |= {"kind": kind, "sizes": sizes, "lengths": lengths}
-    fastest: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    points: defaultdict[int, dict[int, float]] = defaultdict(dict)
     kept = kept_or_measured(
-        "step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs, fastest).lines
+        "step-costs", key, lambda: measure(target, kind, sizes, lengths, graphs, points).lines
     )
     graphs.clear()
     # in JSON, keys are strings and tuples lists

@@ -21,7 +21,8 @@ def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers that score the chunks, ascending from 0; none unless the policy is
     `retrieval`.
 
-    Raises: ValueError: the options name a layer that a target of `num_layers` layers lacks, under
+    Raises:
+        ValueError: the options name a layer that a target of `num_layers` layers lacks, under
         any policy.
     """
     for layer in options.score_layers:

@@ -538,8 +538,9 @@ class Adaptive:
         self._num_cut += 1
         if self._num_cut % LOOK_AROUND:
             return size
-        step = 1 if self._num_cut % (2 * LOOK_AROUND) else -1
-        return self._sizes[max(0, min(self._sizes.index(size) + step, len(self._sizes) - 1))]
+        at = self._sizes.index(size)
+        which = max if self._num_cut % (2 * LOOK_AROUND) else min
+        return which(self._sizes[max(0, at - 1) : at + 2])
 
     def _read_promises(self) -> None:
         """Give each sequence the path probabilities of its last whole tree, unless it has them."""

@@ -184,12 +184,14 @@ class EagleNetwork:
 
     For position i, with e the embedding of token i + 1:
 
-        ours        x = fc(concat(rmsnorm(e), rmsnorm(h))), h the target's last hidden state at i, after its final norm
+        ours        x = fc(concat(rmsnorm(e), rmsnorm(h)))
+                    h: the target's last hidden state at i, after its final norm
                     h' = rmsnorm(x + attention(rmsnorm(x)) + mlp), logits by the target's LM head
         EAGLE-1/2   x = fc(concat(e, h))
                     h' = x + attention(x) + mlp, logits by the target's LM head
         EAGLE-3     x = fc(concat(outputs of three target layers at i))
-                    h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp, logits = lm_head(rmsnorm(h'))
+                    h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp
+                    logits = lm_head(rmsnorm(h'))
 
     h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077,
     2503.01840). Norms and biases that some of the formats add are applied if the checkpoint has

@@ -6,8 +6,7 @@ of names for all.
 | ours | `format` in config.json | `layer.` (`EagleConfig.shapes`) |
 | EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
 | EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
-| speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.`
-  (eagle3) |
+| speculators | `speculators_model_type` in config.json | `transformer.`; EAGLE-3: `layers.0.` |
 
 Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers, and of the
 `speculators` library. A head may hold an embedding and an LM head of its own; if it lacks one, the

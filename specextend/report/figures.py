@@ -33,10 +33,12 @@ _LIMITED = """
         sum(num_prompt_tokens - num_cached_tokens) AS num_read,
         sum((num_prompt_tokens * (num_prompt_tokens / num_requests + 1)
             - num_cached_tokens * (num_cached_tokens / num_requests + 1)) / 2) AS num_pairs,
-        sum((num_spec_steps + num_plain_steps) * (num_prompt_tokens + num_output_tokens / 2) / num_requests) AS num_kept
+        sum((num_spec_steps + num_plain_steps) * (num_prompt_tokens + num_output_tokens / 2)
+            / num_requests) AS num_kept
     FROM work
-    WHERE num_prompt_tokens + num_cached_tokens + num_output_tokens + num_spec_steps + num_plain_steps + num_forwards
-        + num_requests + prefill_s + verify_s IS NOT NULL AND worker IN (SELECT unnest(?))
+    WHERE num_prompt_tokens + num_cached_tokens + num_output_tokens + num_spec_steps
+        + num_plain_steps + num_forwards + num_requests + prefill_s + verify_s IS NOT NULL
+        AND worker IN (SELECT unnest(?))
     GROUP BY worker
 """
 """Work of the documents of each worker. What was copied from another prompt is none; the requests

@@ -91,8 +91,11 @@ _PAID = """
     SELECT place, run_id, gpus, price, has_end, began, ended, is_stopped, documents,
         if(ended < began, 0, ended - began) AS seconds,
         3600 * documents / nullif(seconds, 0) AS documents_per_hour,
-        if(has_workers, {'asked': coalesce(asked, 0), 'ready': coalesce(ready, 0), 'died': coalesce(died, 0)}, NULL)
-            AS workers,
+        if(
+            has_workers,
+            {'asked': coalesce(asked, 0), 'ready': coalesce(ready, 0), 'died': coalesce(died, 0)},
+            NULL
+        ) AS workers,
         used_gib,
         if(
             documents IS NOT NULL AND has_workers AND ended IS NOT NULL,
@@ -106,8 +109,8 @@ _PAID = """
             NULL
         ) AS paid_s,
         (
-            paid_s['prefill'] + paid_s['decode'] + paid_s['other'] + paid_s['waiting'] + paid_s['lost']
-            + paid_s['loading'] + paid_s['dead']
+            paid_s['prefill'] + paid_s['decode'] + paid_s['other'] + paid_s['waiting']
+            + paid_s['lost'] + paid_s['loading'] + paid_s['dead']
         ) / 3600 AS worker_hours,
         worker_hours * gpus AS gpu_hours
     FROM timed

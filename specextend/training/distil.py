@@ -305,19 +305,20 @@ def _claim(path: Path, settings: Values) -> None:
 CARD = """\
 # {name}
 
-A draft for {target}: an EAGLE head in the project's own format, with copy heads (`specextend/drafters/formats.py`).
-It proposes the tokens that the target is likely to choose, and the target verifies each one: the draft decides how fast
-text comes, never which text.
+A draft for {target}: an EAGLE head in the project's own format, with copy heads
+(`specextend/drafters/formats.py`). It proposes the tokens that the target is likely to choose, and
+the target verifies each one: the draft decides how fast text comes, never which text.
 
-It was trained by `specextend train` on the target's own answers to pieces of the documents in `files`, with the prompt
-and the sampling below. {begun}
+It was trained by `specextend train` on the target's own answers to pieces of the documents in
+`files`, with the prompt and the sampling below. {begun}
 
 | round | own answers | tokens per step |
 |---|---|---|
 {curve}
 
-Tokens per step are those that the target decides in one step, on average over its answers to documents that no round
-learned from: one document in ten is held out. This draft is that of round {best}.
+Tokens per step are those that the target decides in one step, on average over its answers to
+documents that no round learned from: one document in ten is held out. This draft is that of round
+{best}.
 
 ```json
 {settings}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -44,7 +45,7 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine.target, "hybrid", (1, 4, 16), (512, 1500), Graphs())
+    measure(engine.target, "hybrid", (1, 4, 16), (512, 1500), Graphs(), defaultdict(dict))
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
@@ -54,7 +55,7 @@ def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
     """One length says nothing of longer ones: trees behind long documents looked half as dear as they are."""
     monkeypatch.setattr(measurements, "BUDGET_S", 0.0)
     monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, length, *_: 0.01 * size + 1e-5 * length)
-    table = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs())
+    table = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs(), defaultdict(dict))
     for size in (1, 4):
         assert table.seconds(size, [6000]) == pytest.approx(0.01 * size + 0.06)
 
@@ -71,7 +72,7 @@ def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
     monkeypatch.setattr(measurements, "time_step", flat)
     sizes = choose_sizes(31, 16, GPU.measured_rows)
     assert sizes[-1] == 16 * 32
-    table = measure(engine.target, "dense", sizes, (50, 100), Graphs())
+    table = measure(engine.target, "dense", sizes, (50, 100), Graphs(), defaultdict(dict))
     for rows in (1, 4, 32):
         assert table.seconds(rows, [2000] * 16) == pytest.approx(0.02 + 1e-6 * 32_000)
     assert choose_sizes(31, 16, CPU.measured_rows)[-1] == 64, "a CPU takes longer for each row"
@@ -87,7 +88,7 @@ def test_more_rows_than_a_sequence_has_are_those_of_several(pair):
         return attend(q, k, v, span, scale)
 
     target.attend = noting
-    measure(target, "dense", (1, 8, 256), (100,), Graphs())
+    measure(target, "dense", (1, 8, 256), (100,), Graphs(), defaultdict(dict))
     assert [*taken] == [(1, 1), (1, 8), (4, 64)]
     places = taken[4, 64]
     assert [length for _, length in places] == [164] * 4

@@ -8,10 +8,8 @@ All memory is given by address, and strides are in bytes. Blocks of keys lie in 
 | float32 | fp32 | a number | fp32 |
 | uint16 | bf16 | a number, widened to fp32 | fp32 |
 | uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
-| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two numbers of fp32; for
-  weights alone |
-| int16 | bf16 | a number | fp32: widened when it is multiplied, for values that few rows attend to
-  |
+| int32 | bf16 | two numbers | fp32: widened when it is multiplied with two of fp32; only weights |
+| int16 | bf16 | a number | fp32: widened when it is multiplied; values that few rows attend to |
 
 A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16
 parts, and the weighted sum of the values. That score is its largest so far, or at most `MARGIN`
