@@ -192,7 +192,8 @@ def _speedup(drafted: Sequence[DecodedRow], plain: Sequence[DecodedRow]) -> Valu
     """Compare seconds per output token, over the documents that were done both times; None if
     nothing was drafted.
     """
-    with_draft, without = DecodingStats(), DecodingStats()
+    with_draft = DecodingStats()
+    without = DecodingStats()
     for ours, theirs in zip(drafted, plain, strict=True):
         if isinstance(ours.state, Summary) and isinstance(theirs.state, Summary):
             with_draft.add(ours.state.completion.stats)

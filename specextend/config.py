@@ -347,7 +347,8 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
         return
     if isinstance(config, Mapping):
-        origin, values = Origin("values", os.getcwd()), json.loads(_as_json(dict(config)))
+        origin = Origin("values", os.getcwd())
+        values = json.loads(_as_json(dict(config)))
     else:
         path = find_config(config).resolve()
         if path in above:
@@ -357,7 +358,8 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
         above = (*above, path)
         is_shipped = path.is_relative_to(CONFIGS.resolve())
         folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
-        origin, values = Origin(str(config), folder, is_shipped), read_yaml(find_config(config))
+        origin = Origin(str(config), folder, is_shipped)
+        values = read_yaml(find_config(config))
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -439,7 +441,8 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
         raise ConfigError(
             f"tasks: two write the column {twice[0]}; give one of them another output.column"
         )
-    shared, tasks = first.model_dump(mode="json"), dict[str, Values]()
+    shared = first.model_dump(mode="json")
+    tasks = dict[str, Values]()
     for name, config in each.items():
         own: Values = {"output": {"column": config.output.column}}
         for section, values in config.model_dump(mode="json").items():
@@ -554,7 +557,8 @@ def _sentence(detail: ErrorDetails) -> str:
     key = ".".join(
         str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int)
     )
-    kind, message = detail["type"], " ".join(detail["msg"].split())
+    kind = detail["type"]
+    message = " ".join(detail["msg"].split())
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(key)
     if kind in ("missing", "missing_keyword_only_argument"):

@@ -216,7 +216,8 @@ def _failed_tasks(
 
 def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
     """Assess a summary, which may take 0.1 s."""
-    dropped, fields = summary.prompt.num_dropped_tokens, config.output.evidence_for
+    dropped = summary.prompt.num_dropped_tokens
+    fields = config.output.evidence_for
     left_out = summary.prompt.left_out if config.output.sources else None
     return assess(
         summary.completion,
@@ -231,7 +232,9 @@ def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
 
 def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
     """Return what the column `tasks` has of a task."""
-    completion, prompt, stats = summary.completion, summary.prompt, summary.completion.stats
+    completion = summary.completion
+    prompt = summary.prompt
+    stats = summary.completion.stats
     counts = (
         "num_prompt_tokens",
         "num_output_tokens",
@@ -281,7 +284,8 @@ def finished_row(
     received, ended: when the document was asked for, and when its last request was done, by
     `time.monotonic`.
     """
-    completion, prompt = summary.completion, summary.prompt
+    completion = summary.completion
+    prompt = summary.prompt
     total_s = completion.stats.total_s
     qualities = [_assessed(task.config, row, each) for task, each in summary.tasks]
     if summary.tasks:
@@ -408,7 +412,8 @@ class _InParts:
         return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning)
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
-        first, self.num_requests = self.num_requests, self.num_requests + len(prompts)
+        first = self.num_requests
+        self.num_requests = self.num_requests + len(prompts)
         return tuple(
             document_request(
                 self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last
@@ -617,7 +622,8 @@ def split(text: str, starts: Sequence[int] | Ints, most: int) -> list[TextSpan]:
         # a character may have many tokens
         end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)
         spans.append(TextSpan(begin, end))
-        begin, first = end, int(starts.searchsorted(end))
+        begin = end
+        first = int(starts.searchsorted(end))
     is_over = bool(spans) and begin == len(text)
     return spans if is_over else [*spans, TextSpan(begin, len(text))]
 
@@ -651,7 +657,8 @@ class PartPrompts:
 
     def __init__(self, prompts: Prompts):
         """Take the prompts of the run, whose `parts` are the options."""
-        options, task = prompts.parts, prompts.options.instruction
+        options = prompts.parts
+        task = prompts.options.instruction
         self._most_tokens = options.tokens
         self._part = prompts.with_instruction(options.instruction or task)
         self._merge = prompts.with_instruction(options.merge_instruction or task)

@@ -160,7 +160,8 @@ class _Cancel(Interrupt):
 def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interrupt]:
     """Make the requests to stop; leave signal handlers and standard streams as they were."""
     interrupt = _Cancel(event, deadline_s)
-    before, streams = signal.getsignal(signal.SIGINT), (sys.stdout, sys.stderr)
+    before = signal.getsignal(signal.SIGINT)
+    streams = (sys.stdout, sys.stderr)
     interrupt.install()
     try:
         yield interrupt

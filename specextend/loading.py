@@ -89,7 +89,8 @@ def load_engine(config: Configs) -> Engine:
             update={"attention": replace(config.attention, backend="triton")}
         )
     tree_attention = _tree_attention(config, target)
-    cache, drafter = config.cache, None
+    cache = config.cache
+    drafter = None
     if config.decoding.mode == "tree" or (
         config.draft is not None and config.draft.kind == "ngram"
     ):
@@ -332,7 +333,8 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     weights leaves behind is given back before the first request. Weights that are packed for a CPU
     may take more.
     """
-    size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
+    size = DTYPES[config.target.dtype].itemsize
+    num_rows = target_rows(config, facts)
     draft = draft_size(config.active_draft, facts)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
     return {
@@ -351,7 +353,8 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -
     """Compute what the forwards of a prompt's chunk and of a step take beside weights and
     caches.
     """
-    size, chunk = DTYPES[config.target.dtype].itemsize, traits_of(device).prefill_chunk
+    size = DTYPES[config.target.dtype].itemsize
+    chunk = traits_of(device).prefill_chunk
     layer = _WIDTH * facts.hidden_size * chunk * size
     step = _logits_bytes(config, facts)
     if device.type == "cpu":
@@ -419,12 +422,14 @@ def load_cached_target(
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing
     hides in it.
     """
-    device, scheme = target_device(config.target), config.target.quantize
+    device = target_device(config.target)
+    scheme = config.target.quantize
     make_current(device)
     model = load_target(config.target if scheme is None else replace(config.target, device="cpu"))
     if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
         whole: nn.Module = model
-        layers, model.model.layers = model.model.layers, nn.ModuleList()
+        layers = model.model.layers
+        model.model.layers = nn.ModuleList()
         whole.to(device)
         model.model.layers = layers
     lm_head = model.get_output_embeddings().weight

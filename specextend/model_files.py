@@ -64,7 +64,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
-_WEIGHTS, _ONE_FILE = "*.safetensors", "model.safetensors"
+_WEIGHTS = "*.safetensors"
+_ONE_FILE = "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
 _PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))

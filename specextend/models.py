@@ -175,7 +175,8 @@ def target_bytes(options: TargetOptions) -> int:
     """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises
     ModelError.
     """
-    model, dtype = _without_weights(_config_of(options.model)), DTYPES[options.dtype]
+    model = _without_weights(_config_of(options.model))
+    dtype = DTYPES[options.dtype]
     in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
@@ -574,10 +575,8 @@ def _quiet() -> Iterator[None]:
     """Silence progress bars and advice from third parties while a model loads; errors are raised,
     not logged.
     """
-    verbosity, bars = (
-        transformers.logging.get_verbosity(),
-        transformers.logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -156,8 +156,10 @@ def draft_rows(
     The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of
     each.
     """
-    levels, options = config.num_tree_levels, config.decoding
-    trees, window = config.tree.most_nodes * levels, cache.draft_prefill_window
+    levels = config.num_tree_levels
+    options = config.decoding
+    trees = config.tree.most_nodes * levels
+    window = cache.draft_prefill_window
     # whole pieces of a prompt, and one before them
     staged = window * (1 - -traits_of(device).prefill_chunk // window)
     num_full = num_rows + options.batch_size * aligned(2 * levels + 1)
@@ -280,7 +282,8 @@ def _load_model(
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, rows[1], target.kernels)
-    facts, chunk = read_facts(draft.model), traits_of(target.device).prefill_chunk
+    facts = read_facts(draft.model)
+    chunk = traits_of(target.device).prefill_chunk
     if facts.vocab_size == target.config.vocab_size:
         return ModelNetwork(cached, rows[0], prefill_window, chunk)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.

@@ -54,7 +54,8 @@ def generate(
 
     target, draft: causal models of transformers with one vocabulary and eager attention.
     """
-    text, accepted = list(prompt), list[int]()
+    text = list(prompt)
+    accepted = list[int]()
     text += [int(logits_of(target, text, Tree())[0].argmax())]
     while len(text) < len(prompt) + max_new_tokens:
         if len(accepted) % refresh_every == 0:
@@ -94,7 +95,8 @@ def grow(draft: Any, text: list[int], num_nodes: int, max_depth: int) -> Tree:
     Each level is read by the draft; the best nodes of all levels stay. A parent is never less
     likely than its child.
     """
-    tree, level = Tree(), [-1]
+    tree = Tree()
+    level = [-1]
     for depth in range(max_depth):
         log_probs = logits_of(draft, text, tree).log_softmax(-1)
         for node in level:
@@ -125,7 +127,8 @@ def logits_of(model: Any, text: list[int], tree: Tree) -> Tensor:
 
     A token of the text sees those before it, a node the text and its own path.
     """
-    num_read, size = len(text), len(text) + len(tree.tokens)
+    num_read = len(text)
+    size = len(text) + len(tree.tokens)
     sees = torch.ones(size, size).tril().bool()
     positions = list(range(num_read))
     for node in range(len(tree.tokens)):
@@ -147,7 +150,8 @@ def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
 
     logits [1 + N, V] as `logits_of` returns them.
     """
-    path, node = list[int](), -1
+    path = list[int]()
+    node = -1
     while True:
         token = int(logits[1 + node].argmax())
         children = [

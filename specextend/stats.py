@@ -112,7 +112,8 @@ class DecodingStats:
     def add(self, other: DecodingStats) -> None:
         """Add the counts and seconds of `other`."""
         for name in (spec.name for spec in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            mine = getattr(self, name)
+            theirs = getattr(other, name)
             if isinstance(mine, list):
                 setattr(self, name, [*map(sum, zip_longest(mine, theirs, fillvalue=0))])
             else:

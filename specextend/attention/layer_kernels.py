@@ -95,7 +95,8 @@ def rotate_rows(
     exists = (head < first_value + NUM_KEY_HEADS)[:, None] & in_half[None, :]
     stored_low = tl.load(qkv + places, mask=exists, other=0.0)
     stored_high = tl.load(qkv + places + DIM // 2, mask=exists, other=0.0)
-    low, high = stored_low.to(tl.float32), stored_high.to(tl.float32)
+    low = stored_low.to(tl.float32)
+    high = stored_high.to(tl.float32)
     if HAS_NORMS:
         low, high = _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM, eps)
     angles = token * DIM + dims
@@ -136,7 +137,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     """Do what `torch_kernels.add_norm` does."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
-    total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    total = x if delta is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
     size = x.shape[1]
     add_norm_rows[(len(x),)](
         x, x if delta is None else delta, weight, total, normed, size, eps,

@@ -77,7 +77,8 @@ def compare(
     show_found(render_comparison(found), json, found)
     if max_differing is None and max_slower is None:
         return 0
-    over, texts = over_limits(found, max_differing, max_slower), found["texts"]
+    over = over_limits(found, max_differing, max_slower)
+    texts = found["texts"]
     if others := texts["only_here"] + texts["only_there"]:
         in_both = counted(texts["common"], "document")
         click.echo(f"note: {in_both} in both runs, {others:,} in only one", err=True)
@@ -91,7 +92,9 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
     nothing was.
     """
     texts, (candidate, baseline) = found["texts"], found["outputs"]
-    differing, common, lines = texts["differing"], texts["common"], []
+    differing = texts["differing"]
+    common = texts["common"]
+    lines = []
     if not common:
         raise ValueError(
             f"nothing to compare: {candidate} and {baseline} have no finished document in common"
@@ -221,7 +224,9 @@ def export(
     if len(runs) > 1 and not latest:
         raise click.UsageError("several RUNs need --latest")
     outputs = find_runs(runs) if latest else [resolve(run) for run in runs]
-    output, place, names = outputs[0], resolve(to), columns.split(",") if columns else []
+    output = outputs[0]
+    place = resolve(to)
+    names = columns.split(",") if columns else []
     if is_safe and (kind or format_of(place)) != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
     if kind == "openai" and columns:

@@ -313,9 +313,11 @@ def conclude(output: str) -> None:
     from specextend.data.storage import resolve
     from specextend.report import read_report, render_outcome
 
-    shown, report = printable(output), read_report(output)
+    shown = printable(output)
+    report = read_report(output)
     print(render_outcome(report), end="")
-    folder, text_column = summaries_folder(resolve(output)), output_columns(resolve(output))[0]
+    folder = summaries_folder(resolve(output))
+    text_column = output_columns(resolve(output))[0]
     names = list_results(folder)
     print(
         f"summaries: {shown}/summaries"

@@ -100,7 +100,8 @@ class _Shown:
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
         from specextend.cluster.progress import describe_duration
 
-        now, is_last = time.monotonic(), done == total
+        now = time.monotonic()
+        is_last = done == total
         if stage != self._stage:
             self._stage = stage
             self._first = done

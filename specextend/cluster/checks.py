@@ -107,7 +107,8 @@ def prepare(
         _check_cache(config, facts)
         for task in tasks:
             _check_task(task, tokenizer, facts)
-        values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
+        values = config.model_dump(mode="json")
+        hashes = pair_hashes(config.target, draft)
         values["decoding"]["max_new_tokens"] = limit
         if begun is not None:
             source = recall_selection(source, output, begun)
@@ -157,7 +158,8 @@ def _with_limit(config: RunConfig, limit: int) -> RunConfig:
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
     """Raise ValueError if no answer of the schema can end before `decoding.max_new_tokens`."""
-    schema, most = config.output.json_schema or "", config.decoding.max_new_tokens
+    schema = config.output.json_schema or ""
+    most = config.decoding.max_new_tokens
     least = len(tokenizer(shortest_answer(schema), add_special_tokens=False)["input_ids"])
     if least > most and not config.input.has_limits and not choices_of(schema):
         raise ValueError(
@@ -298,12 +300,11 @@ def check_same_run(prepared: Prepared) -> bool:
 def _say_other_input(prepared: Prepared) -> str:
     """Say what to do if nothing but the input has changed, as it does where files grow."""
     config = prepared.config
-    what, leaving_out = (
-        "its input has changed",
-        f" and input.except_done_in=['{config.output.path}']",
-    )
+    what = "its input has changed"
+    leaving_out = f" and input.except_done_in=['{config.output.path}']"
     if config.input.except_done_in:
-        what, leaving_out = "files from which it chose its rows have changed or are gone", ""
+        what = "files from which it chose its rows have changed or are gone"
+        leaving_out = ""
     return (
         f"{what}: to do only what is new, give another output.path{leaving_out}; to resume it, "
         "restore what differs:"

@@ -177,7 +177,8 @@ class Driver:
         workers = counted(num_ready, "worker") if num_ready else "no worker is"
         parts = [f"no token for {self.job.silence_s:.0f} s: {workers} ready"]
         leased = [held.lease.key for held in self.scheduler.held.values()]
-        waiting, num_waiting = self.scheduler.first_waiting(MOST_NAMES), self.scheduler.num_waiting
+        waiting = self.scheduler.first_waiting(MOST_NAMES)
+        num_waiting = self.scheduler.num_waiting
         for begin, keys, num in (
             ("at work on", leased, len(leased)),
             ("waiting:", waiting, num_waiting),
@@ -195,10 +196,8 @@ class Driver:
         for lease in self.scheduler.overdue(now):
             seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = (
-                self.scheduler.held[lease.lease_id].worker,
-                self.source.doc_id(lease.key),
-            )
+            worker = self.scheduler.held[lease.lease_id].worker
+            doc_id = self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(
                 f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts

@@ -124,7 +124,8 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
         return None
     prompts, outputs, allowed, prefill_s, decode_s = np.array(told, np.float64).T
-    prefill, decode = (prefill_s / prompts).mean(), (decode_s / outputs).mean()
+    prefill = (prefill_s / prompts).mean()
+    decode = (decode_s / outputs).mean()
     output_share = (outputs / allowed).mean()
     relative = (prefill_s + decode_s) / (prefill * prompts + decode * output_share * allowed) - 1
     return Rates(
@@ -250,7 +251,8 @@ def calibrate(
     sample = draw_sample(estimates, num_documents, decoding.seed)
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
-    begin, size = time.monotonic(), decoding.batch_size
+    begin = time.monotonic()
+    size = decoding.batch_size
     checked = partial(
         checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"]
     )
@@ -521,7 +523,8 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the
     `outcome` for such rows.
     """
-    policy, counts = prepared.config.prompt.length_policy, plan.rejected
+    policy = prepared.config.prompt.length_policy
+    counts = plan.rejected
     text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
     found: list[tuple[str, int | None, str]] = [
         (check, counts[name], "error rows") for check, name in text.items()

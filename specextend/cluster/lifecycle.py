@@ -159,7 +159,8 @@ class _LockedRun:
         """Do what is left to do, and record the beginning and the end. Raises as `input_errors`
         says.
         """
-        output, display = self.prepared.output, self.display
+        output = self.prepared.output
+        display = self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         with writing(output):
@@ -195,7 +196,8 @@ class _LockedRun:
         try:
             yield
         except BaseException as error:
-            code, reason = exit_code(error), first_line(error)
+            code = exit_code(error)
+            reason = first_line(error)
             # If the disk is full or the lock lost, the error says so itself.
             with suppress(OSError, OutputError, LockHeldError, LockGoneError):
                 self.record.end(code, reason)
@@ -217,7 +219,8 @@ class _LockedRun:
         """
         output = self.prepared.output
         with reading(output):
-            is_done, starts = read_success(output) is not None, read_starts(output)
+            is_done = read_success(output) is not None
+            starts = read_starts(output)
             has_failed = (
                 not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
             )
@@ -241,7 +244,8 @@ class _LockedRun:
 
     def _begin(self, retry_errors: Retry) -> tuple[Plan, Progress, Ledger] | None:
         """Begin the run or go on with it; return what there is to decode, if there is anything."""
-        output, source = self.prepared.output, self.prepared.source
+        output = self.prepared.output
+        source = self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
             progress, keys = open_rows(self.prepared, retry_errors)
@@ -267,7 +271,9 @@ class _LockedRun:
         """Plan the rows, and say what there is to do. Raises InputError for a file that breaks
         off.
         """
-        prepared, decoding, begin = self.prepared, self.prepared.config.decoding, time.monotonic()
+        prepared = self.prepared
+        decoding = self.prepared.config.decoding
+        begin = time.monotonic()
         plan = make_plan(
             prepared.source,
             prepared.prompts,
@@ -286,7 +292,8 @@ class _LockedRun:
 
     def _refuse(self, plan: Plan, progress: Progress) -> None:
         """Commit the error rows of the rows that no model has to see."""
-        writer, rows = self._commit_writer(), list[Values]()
+        writer = self._commit_writer()
+        rows = list[Values]()
         for i, (file, row) in enumerate(plan.refused, 1):
             self.interrupt.check()
             key = DocumentKey(int(file), int(row))
@@ -313,7 +320,8 @@ class _LockedRun:
         raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
 
     def _commit_writer(self) -> CommitWriter:
-        output, manifest = self.prepared.output, self.prepared.manifest
+        output = self.prepared.output
+        manifest = self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.record.start], [self.run_id])
             return CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
@@ -364,7 +372,9 @@ class _LockedRun:
         tried: Mapping[DocumentKey, Tried],
         early: list[Any],
     ) -> Driver:
-        source, output, job = self.prepared.source, self.prepared.output, config.job
+        source = self.prepared.source
+        output = self.prepared.output
+        job = config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
         writer = self._commit_writer()

@@ -119,7 +119,8 @@ class OutputLock:
         host: str = "",
     ):
         self.output, self._run_id, self._host = output, run_id, host or socket.gethostname()
-        self._clock, self._monotonic = clock, monotonic
+        self._clock = clock
+        self._monotonic = monotonic
         self._seen: bytes | None = None
         """The lock of another driver that is watched for a change."""
         self._since = 0.0
@@ -179,7 +180,8 @@ class OutputLock:
         """
         if self._lost is not None:
             raise self._lost
-        steady_s, wall_s = self._monotonic() - self._beat_at[0], self._clock() - self._beat_at[1]
+        steady_s = self._monotonic() - self._beat_at[0]
+        wall_s = self._clock() - self._beat_at[1]
         if steady_s > DOUBT_S or not 0 <= wall_s <= DOUBT_S:
             self.confirm()
 
@@ -253,7 +255,8 @@ class OutputLock:
 
     def _write(self) -> None:
         """Write our lock, so that it differs from the last one whatever the clock says."""
-        steady, wall = self._monotonic(), self._clock()
+        steady = self._monotonic()
+        wall = self._clock()
         self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
         holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
         write_bytes(lock_file(self.output), json.dumps(asdict(holder)).encode())

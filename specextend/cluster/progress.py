@@ -105,7 +105,8 @@ class Ledger:
         """
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
-        self._num_done, self._num_errors = num_done, num_errors
+        self._num_done = num_done
+        self._num_errors = num_errors
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
         self._output_allowed = num_done * self._output_left / max(1, len(estimates))
@@ -176,8 +177,10 @@ class Ledger:
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
         then, prompt_then, output_then = self._history[0]
-        cost, elapsed = self.output_cost, now - then
-        done, left = prompt + cost * output, self._work_left(cost)
+        cost = self.output_cost
+        elapsed = now - then
+        done = prompt + cost * output
+        left = self._work_left(cost)
         rate = ratio(prompt - prompt_then + cost * (output - output_then), elapsed)
         return Snapshot(
             num_rows=self._num_rows,
@@ -266,8 +269,10 @@ LogFormat = Literal["text", "json"]
 
 def describe(snapshot: Snapshot) -> str:
     """Describe a snapshot in one line."""
-    rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
-    is_running, num_loading = snapshot.num_workers > 0, snapshot.num_loading
+    rate = snapshot.output_tokens_per_s
+    length = snapshot.mean_acceptance_length
+    is_running = snapshot.num_workers > 0
+    num_loading = snapshot.num_loading
     waiting = (
         f"{counted(num_loading, 'worker')} loading models"
         if num_loading

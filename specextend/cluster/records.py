@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # they import torch
     from specextend.cluster.progress import Display
     from specextend.config import RunConfig
 
-LEAST_ROWS, ROWS_PER_WORKER = 64, 8
+LEAST_ROWS = 64
+ROWS_PER_WORKER = 8
 """Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not
 many more.
 """
@@ -271,13 +272,15 @@ def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Trie
     for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             file, _, row = name.partition(":")
-            key, attempts = DocumentKey(int(file), int(row)), int(charge["attempts"])
+            key = DocumentKey(int(file), int(row))
+            attempts = int(charge["attempts"])
             struck = frozenset(Place(str(host), str(device)) for host, device in charge["struck"])
             before = charges.get(key, Tried(0))
             charges[key] = Tried(max(before.attempts, attempts), before.struck | struck)
     tried: dict[DocumentKey, Tried] = {}
     for key in (charges.keys() | progress.attempts.keys()) - progress.done:
-        charged, forgiven = charges.get(key, Tried(0)), progress.attempts.get(key, 0)
+        charged = charges.get(key, Tried(0))
+        forgiven = progress.attempts.get(key, 0)
         tried[key] = Tried(max(charged.attempts, forgiven), charged.struck, forgiven)
     return tried
 
@@ -297,7 +300,9 @@ def read_status(output: Location) -> Values:
     Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the
     `warnings`.
     """
-    manifest, driver, now = read_manifest(output), read_lock(output), time.time()
+    manifest = read_manifest(output)
+    driver = read_lock(output)
+    now = time.time()
     is_alive = driver is not None and driver.seems_alive(now)
     if manifest is None:
         what = (
@@ -306,7 +311,9 @@ def read_status(output: Location) -> Values:
             else "no run (there is no _run/manifest.json)"
         )
         raise ValueError(f"{output.path} holds {what}")
-    progress, starts, success = read_commits(output), read_starts(output), read_success(output)
+    progress = read_commits(output)
+    starts = read_starts(output)
+    success = read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
     warnings = [

@@ -72,8 +72,10 @@ class Scheduler:
         self._job = job
         self.num_open = len(estimates)
         """Number of documents that are neither finished nor given up."""
-        self._estimates, self._stem = estimates, stem
-        self._leases_per_worker, self._num_extra = leases_per_worker, num_extra
+        self._estimates = estimates
+        self._stem = stem
+        self._leases_per_worker = leases_per_worker
+        self._num_extra = num_extra
         self._documents = {
             key: OpenDocument(
                 key, estimates[key].total, before.attempts, before.forgiven, set(before.struck)
@@ -176,7 +178,8 @@ class Scheduler:
             return False
         has_moved = num_steps > max(0, state.num_steps)
         if num_steps != state.num_steps:
-            state.num_steps, state.moved_at = num_steps, now
+            state.num_steps = num_steps
+            state.moved_at = now
         begun = set(started)
         for lease_id, held in state.leases.items():
             if held.started_at is None and lease_id in begun:

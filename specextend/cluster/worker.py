@@ -82,7 +82,9 @@ class Worker:
         # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a
         # text
         wrap_streams()
-        self._config, self._source, self._factory = config, source, factory
+        self._config = config
+        self._source = source
+        self._factory = factory
         self._inbox = Inbox()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None

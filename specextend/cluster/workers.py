@@ -111,7 +111,8 @@ class Roster:
 
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
-        room, taken = max(0, num_wanted - len(self._seats)), set(self._seats.values())
+        room = max(0, num_wanted - len(self._seats))
+        taken = set(self._seats.values())
         vacant = (
             seat
             for seat, begin in enumerate(self._not_before)
@@ -349,11 +350,13 @@ class Pool:
         """Note that a worker is gone; `_verdicts` reports it."""
         is_first = actor.dying_since is None
         if is_first:
-            actor.dying_since, actor.reason = self.clock(), "its process ended"
+            actor.dying_since = self.clock()
+            actor.reason = "its process ended"
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
         elif is_first:
-            actor.is_out_of_reach, actor.reason = True, "it is out of reach"
+            actor.is_out_of_reach = True
+            actor.reason = "it is out of reach"
             self._ask(worker, actor)  # shows if it is dead or far
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
@@ -412,7 +415,8 @@ class Pool:
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        here, long_ago = ray.get_runtime_context().get_node_id(), self.clock() - VERDICT_S
+        here = ray.get_runtime_context().get_node_id()
+        long_ago = self.clock() - VERDICT_S
         events: list[Event] = []
         for name, actor in dying.items():
             assert actor.info is not None

@@ -79,7 +79,9 @@ def make_plan(
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called
     for every row; may raise. others: further tasks.
     """
-    lengths, refused, rejected = array("q"), array("q"), Counter[str]()
+    lengths = array("q")
+    refused = array("q")
+    rejected = Counter[str]()
     """Four numbers for each row, as `_estimate` takes them: ten million rows must fit."""
     sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
     num_rows = num_tokens = num_bytes = 0
@@ -118,15 +120,18 @@ def _estimate(
     """
     files, rows, num_bytes, limits = lengths.T
     uncut = prompts.num_template_tokens + np.round(num_bytes * per_byte).astype(np.int64)
-    most, longest = prompts.limit - limits, prompts.options.max_prompt_tokens
+    most = prompts.limit - limits
+    longest = prompts.options.max_prompt_tokens
     if longest is not None:
         most = np.minimum(most, longest)
     is_long = uncut > most
-    kept, outputs = np.clip(uncut, 0, np.maximum(most, 0)), limits.copy()
+    kept = np.clip(uncut, 0, np.maximum(most, 0))
+    outputs = limits.copy()
     if prompts.options.length_policy == "parts":
         documents = uncut[is_long] - prompts.num_template_tokens
         kept[is_long], outputs[is_long] = PartPrompts(prompts).work(documents, limits[is_long])
-    of_first, openings = kept.copy(), {prompts.opening}
+    of_first = kept.copy()
+    openings = {prompts.opening}
     for task in others:
         is_new = task.prompts.opening not in openings
         openings.add(task.prompts.opening)
@@ -179,7 +184,8 @@ def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunCo
     It is the same for all workers. Only if they run on this machine is the memory of their GPUs
     known, else `decoding.cache_gib` alone counts.
     """
-    device, lengths = _device(config), _request_lengths(config, facts, plan)
+    device = _device(config)
+    lengths = _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
     budget = usable_bytes(config, device) if is_local() and torch.cuda.is_available() else None
     return with_batch_size(config, facts, device, budget, num_tokens)

@@ -114,7 +114,8 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
         return ()
     choices = []
     for number, (name, values) in enumerate(fields.items(), 1):
-        begin, end = "{" if number == 1 else " ", "}" if number == len(fields) else ","
+        begin = "{" if number == 1 else " "
+        end = "}" if number == len(fields) else ","
         texts = tuple(f"{begin}{_text(name)}: {_text(value)}{end}" for value in values)
         shown = tuple(value if isinstance(value, str) else _text(value) for value in values)
         choices.append(Choice(name, shown, texts))
@@ -125,7 +126,8 @@ def _values(field: Any, whole: ReadOnly) -> list[Any]:
     """Return all values of a field, each once; none if they are not known."""
     match field:
         case {"$ref": str(place)}:
-            keyword, values = "$ref", _values(_at(place, whole), whole)
+            keyword = "$ref"
+            values = _values(_at(place, whole), whole)
         case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
             found = [_values(kind, whole) for kind in kinds]
             keyword = "anyOf" if "anyOf" in field else "oneOf"
@@ -133,11 +135,14 @@ def _values(field: Any, whole: ReadOnly) -> list[Any]:
         case {"enum": list(values)}:
             keyword = "enum"
         case {"const": value}:
-            keyword, values = "const", [value]
+            keyword = "const"
+            values = [value]
         case {"type": "boolean"}:
-            keyword, values = "type", [True, False]
+            keyword = "type"
+            values = [True, False]
         case {"type": "null"}:
-            keyword, values = "type", [None]
+            keyword = "type"
+            values = [None]
         case _:
             return []
     if {*field} - {keyword, *_NOTES} or any(
@@ -369,7 +374,8 @@ def _bounded(schema: Any) -> Any:
         return [_bounded(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    bounded, kinds = {name: _bounded(each) for name, each in schema.items()}, schema.get("type")
+    bounded = {name: _bounded(each) for name, each in schema.items()}
+    kinds = schema.get("type")
     if kinds == "object":
         bounded.setdefault("additionalProperties", False)
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
@@ -444,7 +450,8 @@ def _check_keywords(name: str, field: Any) -> None:
                 f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}"
             )
     for low, high in _LIMITS:
-        least, most = field.get(low), field.get(high)
+        least = field.get(low)
+        most = field.get(high)
         if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
             raise ValueError(f"output.schema: field {name}: {low} {least} is above {high} {most}")
     for key, each in _properties(field).items():

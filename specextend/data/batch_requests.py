@@ -78,7 +78,8 @@ class BatchRequests:
 
     def _document(self, place: str, number: int, line: str) -> Values:
         values = _parse(place, line)
-        body, custom_id = values["body"], values["custom_id"]
+        body = values["body"]
+        custom_id = values["custom_id"]
         if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
             raise InputError(
                 f"{place}: body.{unknown[0]} is not served; remove it from the requests"
@@ -172,7 +173,9 @@ def write_requests(requests: Iterable[Values], output: str, limit: int | None = 
 
     Raises InputError if there are none, or if the output is a folder.
     """
-    place, written, rows = resolve(output), 0, islice(requests, limit)
+    place = resolve(output)
+    written = 0
+    rows = islice(requests, limit)
     if is_folder(place):
         raise InputError(
             f"{output} is a folder; name the file to write, such as {output}/requests.parquet"

@@ -395,7 +395,8 @@ def repartition(path: str, output: str) -> int:
     listing = list_input(path)
     folder = check_apart(listing, output)
     for name, size in listing.sizes.items():
-        source, damaged = listing.root.child(name), partial(unreadable, name)
+        source = listing.root.child(name)
+        damaged = partial(unreadable, name)
         schema: pa.Schema = read_file(
             source, lambda file: open_parquet(file).schema_arrow, damaged, size
         )
@@ -411,7 +412,8 @@ def repartition(path: str, output: str) -> int:
 SAMPLE_ROWS = 200
 _MOST_FILES = 8
 """Files whose columns are compared."""
-_ID_CHARACTERS, _ID_ROWS = 64, 10
+_ID_CHARACTERS = 64
+_ID_ROWS = 10
 """Characters at most, on average, and rows at least, with which a column is an id without being
 named as one.
 """
@@ -524,9 +526,11 @@ def _difference(listing: Listing, schema: pa.Schema) -> str:
         found: pa.Schema = read_file(
             listing.root.child(name), pq.read_schema, partial(unreadable, name), size
         )
-        theirs, ours = _only(found, schema), _only(schema, found)
+        theirs = _only(found, schema)
+        ours = _only(schema, found)
         if theirs or ours:
-            theirs, ours = theirs or "nothing else", ours or "nothing else"
+            theirs = theirs or "nothing else"
+            ours = ours or "nothing else"
             return (
                 f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the "
                 "columns it uses in all"

@@ -23,7 +23,8 @@ from specextend.stats import PHASES, DecodingStats
 
 Ints = NDArray[np.int64]
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
-_RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
+_RUN_ID = b"specextend.run_id"
+_FINGERPRINT = b"specextend.fingerprint"
 _WHOLE_BYTES = 1 << 20
 """A commit up to this size is read in one request, also if few of its columns are wanted."""
 KEY_COLUMNS = ("file", "row", "error_class")
@@ -145,7 +146,9 @@ much.
 _MOST_ROWS = 1 << 32
 """No input file has so many rows."""
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
-OPEN, FAILED, DONE = 0, 1, 2
+OPEN = 0
+FAILED = 1
+DONE = 2
 """States of an input row: without a result, or with one that counts."""
 
 
@@ -237,7 +240,8 @@ def read_results(
     sizes = commit_sizes(output)
     if not fingerprint and (manifest := read_manifest(output)) is not None:
         fingerprint = manifest["fingerprint"]
-    settled, failed = settled or Settled(), list[tuple[str, pa.Table]]()
+    settled = settled or Settled()
+    failed = list[tuple[str, pa.Table]]()
     names = list(reversed(sizes))
 
     def read(name: str) -> pa.Table:

@@ -106,7 +106,8 @@ def _groups(rows: Iterable[Values]) -> Iterator[list[Values]]:
         num_bytes += len(row["text"])
         if len(group) == _GROUP_ROWS or num_bytes >= _GROUP_BYTES:
             yield group
-            group, num_bytes = [], 0
+            group = []
+            num_bytes = 0
     if group:
         yield group
 

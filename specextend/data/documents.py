@@ -124,7 +124,8 @@ class _Counted(io.RawIOBase):
     """A stream whose bytes are counted: a store may end one early without an error."""
 
     def __init__(self, stream: pa.NativeFile):
-        self._stream, self._num_bytes = stream, 0
+        self._stream = stream
+        self._num_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -200,7 +201,8 @@ class _Reader:
     """A process that reads files, and that is replaced when it hangs or ends."""
 
     def __init__(self, folder: Location, options: DocumentOptions):
-        self._folder, self._options = folder, options
+        self._folder = folder
+        self._options = options
         self._process: SpawnProcess | None = None
 
     def read(self, file: SourceFile) -> Reading:
@@ -211,10 +213,8 @@ class _Reader:
             self._connection.send(file)
             if self._connection.poll(self._options.time_limit_s + file.size / (1 << 20)):
                 return self._connection.recv()
-            reason, message = (
-                "too slow",
-                "was not read in the time that a file may take (--time-limit)",
-            )
+            reason = "too slow"
+            message = "was not read in the time that a file may take (--time-limit)"
         except (EOFError, OSError):
             reason = "crashed"
             message = (
@@ -237,7 +237,8 @@ class _Reader:
 
     def stop(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.join()
@@ -300,7 +301,8 @@ ERRORS = "_errors.jsonl"
 """Name of the file in a data set that has a line for each file, or row of one, that is not in
 it.
 """
-LEFT_OUT, GONE = "left out", "gone"
+LEFT_OUT = "left out"
+GONE = "gone"
 """Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
 _PART_BYTES = 64 << 20
 _COMMIT_S = 60
@@ -395,7 +397,8 @@ def prepare_documents(
             folder, readings, failures, lambda done: on_progress(done, len(todo))
         )
     num_failed = len(paths & {failure.path for failure in failures} - known_files(folder).keys())
-    num_unchanged, num_waiting = len(files) - len(new), len(new) - len(todo)
+    num_unchanged = len(files) - len(new)
+    num_waiting = len(new) - len(todo)
     num_read = len(todo) - num_failed
     return Prepared(
         num_documents, num_read, num_failed, num_unchanged, num_waiting, failures, counts
@@ -460,7 +463,8 @@ def find_files(
             "./"
         )
         for file in files:
-            relative, location = file.relative_path, root.child(file.relative_path)
+            relative = file.relative_path
+            location = root.child(file.relative_path)
             path = (
                 f"{source.partition('://')[0]}://{location.path}"
                 if is_uri(source)
@@ -548,7 +552,8 @@ def _add(
     """
     rows: list[Values] = []
     counts: Counter[str] = Counter()
-    num_bytes, since = 0, time.monotonic()
+    num_bytes = 0
+    since = time.monotonic()
     try:
         for done, reading in enumerate(readings, start=1):
             failures += reading.failures
@@ -562,7 +567,9 @@ def _add(
                 folder.filesystem.move(folder.child(reading.pending).path, new_part(folder).path)
             if num_bytes >= _PART_BYTES or time.monotonic() - since > _COMMIT_S:
                 write_rows(rows, new_part(folder))
-                rows, num_bytes, since = [], 0, time.monotonic()
+                rows = []
+                num_bytes = 0
+                since = time.monotonic()
             on_progress(done)
     finally:  # also when it is interrupted
         write_rows(rows, new_part(folder))

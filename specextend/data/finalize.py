@@ -88,7 +88,8 @@ def finalize(
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
-    settled, commits = Settled(), _Commits()
+    settled = Settled()
+    commits = _Commits()
     with closing(SortedRows(COMMIT_SCHEMA)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
@@ -193,7 +194,9 @@ class _Ending:
         commits: _Commits,
         checkpoint: Checkpoint = lambda: None,
     ):
-        self._source, self._commits, self._checkpoint = source, commits, checkpoint
+        self._source = source
+        self._commits = commits
+        self._checkpoint = checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
         self._there = {
             folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)
@@ -230,7 +233,8 @@ class _Ending:
     def write(self, stretch: _Stretch) -> None:
         """Write both files of an input file, unless they are there."""
         self._checkpoint()
-        number, failed = stretch.number, list[pa.Table]()
+        number = stretch.number
+        failed = list[pa.Table]()
 
         def tables() -> Iterator[pa.Table]:
             for table in stretch.tables:
@@ -289,10 +293,12 @@ class _Ending:
         """
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
         mask = np.isin(self._source.rows(number), np.concatenate(keys))
-        results, fields = Tables(iter(failed)), self._source.passthrough_fields
+        results = Tables(iter(failed))
+        fields = self._source.passthrough_fields
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
-            chosen, mask = mask[:num_rows], mask[num_rows:]
+            chosen = mask[:num_rows]
+            mask = mask[num_rows:]
             rows = pa.concat_tables(
                 [error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))]
             )
@@ -386,7 +392,8 @@ class SortedRows:
     """
 
     def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES):
-        self._schema, self._buffer_bytes = schema, buffer_bytes
+        self._schema = schema
+        self._buffer_bytes = buffer_bytes
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
         self._files: list[IO[bytes]] = []
@@ -416,7 +423,8 @@ class SortedRows:
     def _sorted(self) -> pa.Table:
         """Sort the rows that wait, and forget them."""
         table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
-        self._waiting, self._num_bytes = [], 0
+        self._waiting = []
+        self._num_bytes = 0
         return _in_order(table)
 
     def _store(self) -> None:
@@ -447,7 +455,8 @@ class _Head:
         """
         count = int(np.searchsorted(self.keys, bound, side="right"))
         taken = self._table.slice(0, count)
-        self._table, self.keys = self._table.slice(count), self.keys[count:]
+        self._table = self._table.slice(count)
+        self.keys = self.keys[count:]
         if not len(self.keys):
             self._advance()
         return taken

@@ -164,7 +164,8 @@ def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     A line names the value, what the output folder has, and what this run has; of two schemas it
     names what differs in them, unless that is the order of their fields.
     """
-    before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
+    before = dict(_flat_identity(recorded))
+    after = dict(_flat_identity(current))
     texts = before.get(_SCHEMA), after.get(_SCHEMA)
     if all(texts) and texts[0] != texts[1]:
         inner = [dict(flattened(json.loads(str(text)), f"{_SCHEMA}.")) for text in texts]
@@ -268,7 +269,8 @@ def models_of(manifest: ReadOnly) -> Values:
     """Describe the models of a run by name: what was asked for, its commit, and the hash of its
     files.
     """
-    asked, hashes = manifest.get("models") or {}, manifest["identity"]["hashes"]
+    asked = manifest.get("models") or {}
+    hashes = manifest["identity"]["hashes"]
     return {
         name: {**asked.get(name, {}), "sha256": hashes.get(name)}
         for name in sorted({*asked, *hashes})

@@ -254,7 +254,8 @@ def check_apart(listing: Listing, output: str) -> Location:
         raise InputError(f"output.path {output} is a file; give a folder")
     if not folder.filesystem.equals(listing.root.filesystem):
         return folder
-    root, target = _real_parts(listing.root), _real_parts(folder)
+    root = _real_parts(listing.root)
+    target = _real_parts(folder)
     inside = target[: len(root)] == root
     if inside and not listing.pattern:
         raise InputError(f"output.path {output} is inside the input folder; give one beside it")
@@ -316,10 +317,12 @@ def _local_files(
     with os.scandir(folder) as found:
         entries = [entry for entry in found if not is_hidden(entry.name)]
     for entry in entries:
-        name, is_link = prefix + entry.name, entry.is_symlink()
+        name = prefix + entry.name
+        is_link = entry.is_symlink()
         real_path = os.path.realpath(entry.path) if is_link else os.path.join(real[-1], entry.name)
         if entry.is_file():
-            stat, is_linked = entry.stat(), real_path != os.path.join(real[0], name)
+            stat = entry.stat()
+            is_linked = real_path != os.path.join(real[0], name)
             yield FoundFile(name, stat.st_size, stat.st_mtime_ns, real_path, is_linked)
         # whoever reads it learns that it is out of reach
         elif is_link and not os.path.exists(entry.path):

@@ -342,7 +342,8 @@ def joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """
     if one == other:
         return one
-    one, other = _with_leaves(one, _written_out), _with_leaves(other, _written_out)
+    one = _with_leaves(one, _written_out)
+    other = _with_leaves(other, _written_out)
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
         other = pa.timestamp(other.unit, one.tz)
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
@@ -419,7 +420,9 @@ def gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         num_bytes += table.get_total_buffer_size()  # a slice keeps more in memory than its own size
         if num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
             yield pa.concat_tables(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
+            waiting = []
+            num_rows = 0
+            num_bytes = 0
     if waiting:
         yield pa.concat_tables(waiting)
 

@@ -197,7 +197,8 @@ class Prompts:
         """Render a prompt, to see what is written around a document. Raises ValueError for a bad
         template.
         """
-        options, template = self.options, self.options.template
+        options = self.options
+        template = self.options.template
         self._around = (
             around_document(options.instruction) if template.columns else template.around({})
         )
@@ -231,7 +232,8 @@ class Prompts:
         written in the document or in its own instruction remain text. Of a document that is cut,
         the template sees what is left.
         """
-        policy, limit = self.options.length_policy, self._limit(max_new_tokens)
+        policy = self.options.length_policy
+        limit = self._limit(max_new_tokens)
         token_ids, size = self._encode(text, instruction, limit)
         if size <= limit:
             return Prompt(token_ids, 0, policy)
@@ -350,7 +352,8 @@ class Prompts:
         none.
         """
         for place in islice(_places(text, end), _MOST_TRIES):
-            before, after = text[max(0, place - _WINDOW) : place], text[place : place + _WINDOW]
+            before = text[max(0, place - _WINDOW) : place]
+            after = text[place : place + _WINDOW]
             apart = self._encode_piece(before, is_first=True) + self._encode_piece(
                 after, is_first=False
             )
@@ -384,7 +387,8 @@ class Prompts:
             rendered = self._rendered(text, instruction)
         except ValueError as error:
             raise DocumentError("BadInstruction", first_line(error), stage="prompt") from error
-        token_ids, size = list(self._bos), len(self._bos)
+        token_ids = list(self._bos)
+        size = len(self._bos)
         for piece in self.encode_pieces(rendered):
             token_ids += piece[: max(0, most - len(token_ids))]
             size += len(piece)

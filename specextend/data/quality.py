@@ -104,7 +104,8 @@ def assess(
     if that is wanted. sources_without: characters of the document that were not read, if sources of
     the sentences are wanted.
     """
-    text, summary = completion.text, split_words(completion.text)
+    text = completion.text
+    summary = split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
         "empty": not text.strip(),
@@ -153,7 +154,8 @@ def copied_fraction(words: Sequence[str], document: str) -> float | None:
     runs = list(_runs(words, COPIED_WORDS))
     if not runs:
         return None
-    wanted, copied = set(runs), set[tuple[str, ...]]()
+    wanted = set(runs)
+    copied = set[tuple[str, ...]]()
     for piece in _overlapping_pieces(document):
         copied |= wanted.intersection(_runs(piece, COPIED_WORDS))
     return sum(run in copied for run in runs) / len(runs)
@@ -167,13 +169,15 @@ def _overlapping_pieces(text: str) -> Iterator[list[str]]:
     """Yield the words of a text of any length piece by piece, with the last words of the piece
     before in front.
     """
-    begin, carried = 0, list[str]()
+    begin = 0
+    carried = list[str]()
     while begin < len(text):
         gap = _GAP.search(text, begin + _PIECE_CHARACTERS)
         end = gap.end() if gap else len(text)
         words = carried + split_words(text[begin:end])
         yield words
-        begin, carried = end, words[1 - COPIED_WORDS :]
+        begin = end
+        carried = words[1 - COPIED_WORDS :]
 
 
 def dominant_script(text: str) -> str | None:
@@ -279,7 +283,8 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Val
     the most similar one, and the passage's `score` from 90 to 100. The three are null if there is
     none.
     """
-    plain, found = _plain(document), list[Values]()
+    plain = _plain(document)
+    found = list[Values]()
     for field, value in _strings(read_json(text), ""):
         if field in fields and value.strip():
             begin, end, score = _passage(_plain(value.strip()), plain) or (None, None, None)
@@ -303,7 +308,8 @@ def _passage(value: str, document: str) -> tuple[int, int, float] | None:
     match = partial_ratio_alignment(value, document, score_cutoff=LEAST_SCORE)
     if match is None:
         return None
-    begin, end = match.dest_start, match.dest_end
+    begin = match.dest_start
+    end = match.dest_end
     return *(
         (begin, end) if match.score == 100 else _whole_words(document, begin, end)
     ), match.score
@@ -315,7 +321,8 @@ def _is_in_a_word(text: str, place: int) -> bool:
     """
     if not 0 < place < len(text):
         return False
-    before, after = text[place - 1], text[place]
+    before = text[place - 1]
+    after = text[place]
     if before.isdigit() or after.isdigit():
         return before.isdigit() and after.isdigit()
     return max(before, after) < _OTHER_SCRIPTS and before.isalpha() and after.isalpha()

@@ -87,7 +87,8 @@ class RowReader:
             raise
         reference = values[options.reference_column] if options.reference_column else None
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
-        document, content = Document(key, doc_id, text), self.content(values)
+        document = Document(key, doc_id, text)
+        content = self.content(values)
         return Row(document, max_new_tokens, summary, content, instruction, tuple(others), own)
 
     def content(self, values: ReadOnly) -> str:
@@ -102,7 +103,8 @@ class RowReader:
         own = values[options.options_column] if options.options_column else None
         asked = (values[options.instruction_column] if options.instruction_column else None) or b""
         if not asked.decode(errors="replace").strip():
-            asked, used = b"", {name: values[name] for name in self.template_columns}
+            asked = b""
+            used = {name: values[name] for name in self.template_columns}
         else:
             used = {}
         told = {name: value for name, value in (own or {}).items() if value is not None} | used

@@ -26,7 +26,8 @@ from specextend.core import Values, one_line
 from specextend.data.storage import Location, delete, list_files, read_parsed, write_bytes
 
 Record = TypeVar("Record")
-SUMMARIES, ERRORS = "summaries", "errors"
+SUMMARIES = "summaries"
+ERRORS = "errors"
 """The folders of the results, each with one file per input file."""
 
 
@@ -359,7 +360,8 @@ def parse_start(record: Values, name: str) -> Start:
     """Parse the record of a start. name: of the file, without `.json`. Raises ValueError, among
     others, for no such.
     """
-    job, report = record.get("job") or {}, record.get("report") or {}
+    job = record.get("job") or {}
+    report = record.get("report") or {}
     known = {
         "gpus_per_worker": job.get("gpus_per_worker"),
         "price_per_worker_hour": report.get("price_per_worker_hour"),

@@ -39,7 +39,9 @@ from specextend.data.storage import Location, in_order, resolve
 Rows = list[NDArray[np.int64]]
 """Row numbers in order, one array for each file of the whole input."""
 _SELECTED = pa.schema([("file", "int32"), ("row", "int64"), ("has_bad_id", "bool")])
-_CHANGED, _UNCHANGED, _FAILED = 1, 2, 3
+_CHANGED = 1
+_UNCHANGED = 2
+_FAILED = 3
 """What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail
 again.
 """
@@ -112,7 +114,8 @@ def select_rows(
     run did from a file that was written since. Raises InputError if filter or sample leave no row;
     that everything is done already is no error. checkpoint: called between tables; may raise.
     """
-    options, num_rows = source.options, source.num_rows
+    options = source.options
+    num_rows = source.num_rows
     if options.id_column is None and not options.selects:
         return source
     database = Database()
@@ -152,7 +155,8 @@ def select_rows(
 
 def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
     """Return the rows of a file that match the filter, with their ids if those are needed."""
-    options, number = source.options, file.number
+    options = source.options
+    number = file.number
     needs_ids = (
         options.id_column is not None or options.sample is not None or options.except_done_in
     )
@@ -351,7 +355,8 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
     source: of those files of the run that are there. manifest: of the run. Raises InputError if the
     file is damaged.
     """
-    location, names = selection_file(output), [*manifest["identity"]["files"]]
+    location = selection_file(output)
+    names = [*manifest["identity"]["files"]]
     damaged = damaged_as(InputError, location, "use another output folder")
     table = read_file(
         location, lambda file: pq.read_table(file, **CHECKED).select(_SELECTED.names), damaged
@@ -450,7 +455,8 @@ def find_earlier(
 
 
 def _name(locations: Sequence[Location]) -> str:
-    first, last = locations[0], locations[-1]
+    first = locations[0]
+    last = locations[-1]
     return (
         first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
     )

@@ -136,7 +136,8 @@ class Source:
         if self._has_bad_id(key):
             value = plain_text(row[self.options.id_column])[0].as_py()
             what = "null" if value is None else f"that of an earlier row: {value!r}"
-            place, content = self.place(key), self.reader.content(values)
+            place = self.place(key)
+            content = self.reader.content(values)
             raise DocumentError("BadId", f"the id is {what}", doc_id=place, content_sha256=content)
         return self.reader.read(key, self._id(key, row), values)
 
@@ -227,7 +228,8 @@ class Source:
         self, number: int, columns: list[str], parquet: pq.ParquetFile
     ) -> Iterator[pa.Table]:
         """Yield what `batches` yields, of a file that is open."""
-        num_rows, expected = 0, self.files[number].num_rows
+        num_rows = 0
+        expected = self.files[number].num_rows
         lacking = {*self.partitions, *self.options.passthrough}.difference(
             parquet.schema_arrow.names
         )
@@ -292,7 +294,8 @@ class Source:
 
         Raises what `batches` raises.
         """
-        column, kind = self.options.id_column, pa.large_string()
+        column = self.options.id_column
+        kind = pa.large_string()
         if column is None:
             places = [
                 self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)

@@ -341,7 +341,9 @@ class _Witness:
     def __init__(self, file: pa.NativeFile, num_bytes: int | None):
         self._file = file
         # and no other way to its bytes
-        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+        self.seek = file.seek
+        self.tell = file.tell
+        self.close = file.close
         self._num_bytes = file.size() if num_bytes is None else num_bytes
         self.trouble = ""
         if file.size() != self._num_bytes:

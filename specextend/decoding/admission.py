@@ -31,7 +31,8 @@ class Admission:
         max_batch_size: int,
     ):
         """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
-        self._cache, self._drafter = cache, drafter
+        self._cache = cache
+        self._drafter = drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
         self.max_tokens = max_tokens
         """Prompt and output tokens of one request, at most."""
@@ -61,7 +62,8 @@ class Admission:
         What follows the request has room, too, as far as it ever can. Raises ValueError if the
         draft can never take it.
         """
-        slot, chain = self._slots[-1], request.chain
+        slot = self._slots[-1]
+        chain = request.chain
         most = max(size for size in map(num_tokens_of, chain) if size <= self._most_tokens)
         num_new = max(each.max_new_tokens for each in chain if num_tokens_of(each) <= most)
         if self._drafter is not None and not self._drafter.admit(slot, most - num_new, num_new):
@@ -152,7 +154,8 @@ class MemoryLadder:
     def start(self) -> None:
         """Allow the full size again, and forget how often memory ran out."""
         self.batch_size, self.num_nodes, self.chunk_size = self._all
-        self._patience, self._num_ended = PATIENCE, 0
+        self._patience = PATIENCE
+        self._num_ended = 0
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
         """Lower one size after `work` ran out of memory; return False if none can be lowered.

@@ -123,7 +123,8 @@ class KVCache:
         `paths` [B, W] are places among the T, ascending up to the path's end and the place's own
         number behind it.
         """
-        source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
+        source = rows.gather(1, paths).flatten()
+        target = rows[:, : paths.shape[1]].flatten()
         self.stored.index_copy_(3, target, self.stored.index_select(3, source))
 
 
@@ -134,7 +135,8 @@ def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     inv_freq is [D / 2], or [K, D / 2] if heads differ; a row of zeros leaves its head unchanged.
     """
     angles = positions[..., None, None].float() * inv_freq
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     first, second = keys.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
 
@@ -174,7 +176,8 @@ class DraftCache:
         """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         self.working = working
-        dtype, device = working.stored.dtype, working.stored.device
+        dtype = working.stored.dtype
+        device = working.stored.device
         self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
         self._inv_freq = inv_freq.float().to(device)
         self.of: dict[int, DraftRows] = {}
@@ -223,7 +226,8 @@ class DraftCache:
         """Append `count` working rows from `offset` on, whose positions begin at `position`, to the
         full cache.
         """
-        held, numbers = self.of[slot], torch.arange(count, device=self._inv_freq.device)
+        held = self.of[slot]
+        numbers = torch.arange(count, device=self._inv_freq.device)
         self.write_back(
             held.working.start + offset + numbers, position + numbers, held.full_end + numbers
         )

@@ -46,7 +46,9 @@ class ChoiceScorer:
         """Make a sequence's choices, one after the other; return its output, and why it ends
         there.
         """
-        request, text, path = sequence.request, "", Path()
+        request = sequence.request
+        text = ""
+        path = Path()
         for choice in request.choices:
             texts = [text + each for each in choice.texts]
             paths = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -56,7 +58,8 @@ class ChoiceScorer:
             best = max(range(len(paths)), key=log_probs.__getitem__)  # the first of equals
             scored = zip(choice.values, log_probs, strict=True)
             sequence.scored += [Scored(choice.field, value, log_prob) for value, log_prob in scored]
-            text, path = texts[best], paths[best]
+            text = texts[best]
+            path = paths[best]
             others = log_probs[:best] + log_probs[best + 1 :]
             lead = min((log_probs[best] - other for other in others), default=FARTHEST)
             sequence.leads += [lead] * (len(path) - len(sequence.leads))
@@ -64,7 +67,8 @@ class ChoiceScorer:
 
     def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
         """Return the log probability of each path, given that it is one of them."""
-        prompt, num_shared = sequence.request.prompt_token_ids, _num_shared(paths)
+        prompt = sequence.request.prompt_token_ids
+        num_shared = _num_shared(paths)
         root = len(prompt) + num_shared - 1  # place of the last token that all paths share
         sums = torch.empty(len(paths), dtype=torch.float64)
         sequence.length = min(sequence.length, root)
@@ -86,14 +90,20 @@ class ChoiceScorer:
         room = min(
             MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
         )
-        group, num_nodes, before = list[int](), 0, Path()
+        group = list[int]()
+        num_nodes = 0
+        before = Path()
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             path = paths[place][:-1]  # nothing is asked behind its last token
             num_new = len(path) - max(num_shared, _num_shared([before, path]))
             if group and num_nodes + num_new > room:
                 yield group
-                group, num_nodes, num_new = [], 0, len(path) - num_shared
-            group, num_nodes, before = [*group, place], num_nodes + num_new, path
+                group = []
+                num_nodes = 0
+                num_new = len(path) - num_shared
+            group = [*group, place]
+            num_nodes = num_nodes + num_new
+            before = path
         yield group
 
     def _sums(self, sequence: Running, forced: Path, tails: Sequence[Path]) -> Tensor:
@@ -101,7 +111,9 @@ class ChoiceScorer:
         probabilities.
         """
         root = len(forced) - 1
-        token_ids, parents, depths = [*forced], [*range(-1, root)], [*range(root + 1)]
+        token_ids = [*forced]
+        parents = [*range(-1, root)]
+        depths = [*range(root + 1)]
         nodes: dict[tuple[int, int], int] = {}
         asked: list[tuple[int, int, int]] = []  # tail, node, and the token behind it
         for tail, rest in enumerate(tails):
@@ -110,11 +122,9 @@ class ChoiceScorer:
                 asked.append((tail, node - root, token_id))
                 if depth - root < len(rest) and (node, token_id) not in nodes:
                     nodes[node, token_id] = len(token_ids)
-                    token_ids, parents, depths = (
-                        [*token_ids, token_id],
-                        [*parents, node],
-                        [*depths, depth],
-                    )
+                    token_ids = [*token_ids, token_id]
+                    parents = [*parents, node]
+                    depths = [*depths, depth]
                 node = nodes.get((node, token_id), -1)
         logits = self._logits(
             sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device)
@@ -130,7 +140,8 @@ class ChoiceScorer:
         self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor
     ) -> Tensor:
         """Run nodes [N] behind the sequence's rows; return logits [N, V] fp32."""
-        num_nodes, length = len(token_ids), sequence.length
+        num_nodes = len(token_ids)
+        length = sequence.length
         is_chain = bool((depths.diff() == 1).all())
         mask = None if is_chain else tree_mask(parents.unsqueeze(0), int(depths.max()))
         plan = AttentionPlan([sequence.region.start], [length + num_nodes], num_nodes, mask=mask)
@@ -142,7 +153,8 @@ class ChoiceScorer:
 
 def _num_shared(paths: Sequence[Path]) -> int:
     """Return how many tokens all paths begin with."""
-    first, last = min(paths), max(paths)
+    first = min(paths)
+    last = max(paths)
     pairs = enumerate(zip(first, last, strict=False))
     return next(
         (number for number, (one, other) in pairs if one != other), min(len(first), len(last))

@@ -157,7 +157,8 @@ def multiplies_bf16(device: torch.device | None = None) -> bool:
     """Return True if torch has fast products of bf16 there, by default on this CPU: if it has
     instructions for them.
     """
-    mkldnn, is_cpu = torch.backends.mkldnn, device is None or device.type == "cpu"
+    mkldnn = torch.backends.mkldnn
+    is_cpu = device is None or device.type == "cpu"
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -210,7 +211,8 @@ class CudaCapture:
         self, name: str, function: Callable[[], Outputs]
     ) -> tuple[Callable[[], None], Outputs]:
         """Capture a function beside the latest one of its name that is still kept."""
-        graph, latest = torch.cuda.CUDAGraph(), self._latest.get(name)
+        graph = torch.cuda.CUDAGraph()
+        latest = self._latest.get(name)
         pool = None if latest is None else latest.pool()
         stream = torch.cuda.current_stream()
         try:

@@ -87,8 +87,11 @@ class Engine:
         """Number of prefill chunks and decoding steps so far; it shows that the engine makes
         progress.
         """
-        self.target, self.drafter, self.max_tokens = target, drafter, max_tokens
-        self._eos_token_ids, self._cache_options = eos_token_ids, cache
+        self.target = target
+        self.drafter = drafter
+        self.max_tokens = max_tokens
+        self._eos_token_ids = eos_token_ids
+        self._cache_options = cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
         self._admission = Admission(
@@ -103,10 +106,8 @@ class Engine:
         self._scored_layers = (
             scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
         )
-        self._num_levels, self._tree_attention = (
-            drafter.num_levels if drafter else 0,
-            tree_attention,
-        )
+        self._num_levels = drafter.num_levels if drafter else 0
+        self._tree_attention = tree_attention
         hidden_layers = drafter.hidden_layers if drafter else ()
         self._verifier = Verifier(
             target,
@@ -129,7 +130,8 @@ class Engine:
         prompt.
         """
         self._cancelled: set[str] = set()
-        self._watch, self._timed_for = Stopwatch(), adaptive
+        self._watch = Stopwatch()
+        self._timed_for = adaptive
         self._reader = PromptReader(
             target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step
         )
@@ -278,10 +280,8 @@ class Engine:
             stop_repetition=request.sampling.stop_repetition,
         )
         drafts = self._memory.num_nodes > 0 and request.drafts and not request.choices
-        policy, penalties = (
-            CachePolicy(self._cache_options),
-            penalties_of(request, self.target.device),
-        )
+        policy = CachePolicy(self._cache_options)
+        penalties = penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if before is not None:
             sequence.num_kept = _num_kept(before.request, request)
@@ -516,7 +516,8 @@ class Engine:
     def _propose(self, drafting: list[Sequence]) -> DraftTrees:
         """Propose a tree for each of the sequences that draft."""
         assert self.drafter is not None
-        begin, most_nodes = self._watch.mark, max(1, self._memory.num_nodes)
+        begin = self._watch.mark
+        most_nodes = max(1, self._memory.num_nodes)
         if self._adaptive is not None:
             most_nodes = min(most_nodes, self._adaptive.most_nodes)
         trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)

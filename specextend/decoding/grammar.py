@@ -75,7 +75,8 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]):
         """Take a matcher of its own, and the tokens of which one follows the object."""
-        self._matcher, self._eos_token_ids = matcher, eos_token_ids
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens of the output; what stands behind its end does not count."""
@@ -91,7 +92,8 @@ class Grammar:
         node it is given.
         """
         nodes = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
-        chosen, num_taken = [-1] * len(token_ids), 0
+        chosen = [-1] * len(token_ids)
+        num_taken = 0
         node: int | None = 0
         while node is not None:
             chosen[node] = choose(node)
@@ -125,7 +127,8 @@ class Grammar:
         """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to
         `num_levels`.
         """
-        children, kept = _children([node.parent for node in tree]), [tree[0]]
+        children = _children([node.parent for node in tree])
+        kept = [tree[0]]
 
         def grow(number: int, old: int | None) -> None:
             """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is

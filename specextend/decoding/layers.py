@@ -81,7 +81,8 @@ class FusedLayer(nn.Module):
     def __init__(self, layer: Any):
         """Take the weights of a stock layer."""
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         self._index: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
@@ -239,11 +240,9 @@ def _computes_a_layer(kernel: Any) -> bool:
         "input_layernorm": stock,
         "post_attention_layernorm": stock,
     }
-    layer, plan, stored = (
-        FusedLayer(SimpleNamespace(**both)),
-        AttentionPlan([0], [9], 9),
-        draw(1, 2, 2, 16, 32),
-    )
+    layer = FusedLayer(SimpleNamespace(**both))
+    plan = AttentionPlan([0], [9], 9)
+    stored = draw(1, 2, 2, 16, 32)
     inputs = draw(9, 128), draw(9, 32), draw(9, 32)
     x, *angles = (each.float() for each in inputs)
     run = Forward(TORCH, attend_reference, plan, stored.float(), torch.arange(9), *angles)
@@ -251,10 +250,8 @@ def _computes_a_layer(kernel: Any) -> bool:
     for name in PRODUCTS:
         setattr(layer, name, CompiledLinear(getattr(layer, name), kernel))
     found = kernel.Decoder([layer], attention.scaling).run(*inputs, plan, stored, ())[0]
-    weight, scales = (
-        torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator),
-        torch.rand(64),
-    )
+    weight = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator)
+    scales = torch.rand(64)
     laid_out = kernel.products.lay_out(weight)
     of_int8 = kernel.multiply(inputs[0], kernel.product_of(laid_out, scales, scales))
     pairs = (found, exact), (of_int8, x @ weight.float().T * scales + scales)

@@ -94,9 +94,11 @@ def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
     """
     started_at = time.perf_counter()
     while True:
-        begin, before = time.perf_counter(), _waited_s()
+        begin = time.perf_counter()
+        before = _waited_s()
         result = measure()
-        end, waited_s = time.perf_counter(), _waited_s() - before
+        end = time.perf_counter()
+        waited_s = _waited_s() - before
         is_quiet = waited_s <= _MOST_WAITING * (end - begin)
         if is_quiet or end - started_at > _PATIENCE_S:
             return result, is_quiet
@@ -126,7 +128,8 @@ def cache_folder() -> Path | None:
 
 def code_sha256() -> str:
     """Compute a hash of the code that is measured or proved, and of what does it."""
-    package, found = Path(__file__).parents[1], hashlib.sha256()
+    package = Path(__file__).parents[1]
+    found = hashlib.sha256()
     for folder in ("attention", "decoding", "drafters", "proof"):
         for path in sorted((package / folder).rglob("*.py")):
             found.update(path.read_bytes())
@@ -185,7 +188,8 @@ class ModelWork:
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """Measure memory bandwidth and matrix rate, which takes a few seconds."""
-    num_bytes, size = traits_of(device).probe_bytes, traits_of(device).probe_size
+    num_bytes = traits_of(device).probe_bytes
+    size = traits_of(device).probe_size
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
@@ -299,7 +303,8 @@ def measure(
     points: size -> tokens of prefix -> seconds, of earlier measurements that something disturbed;
     of two times the shorter one counts, because other work only ever adds to it.
     """
-    begin, num_free = time.perf_counter(), target.cache.rows.num_free
+    begin = time.perf_counter()
+    num_free = target.cache.rows.num_free
     num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
     # fresh memory may hold NaN, and costs nothing until it is written
     target.cache.stored[..., :num_rows, :] = 0
@@ -336,7 +341,8 @@ def make_step(
 
     def forward(token_ids: Tensor, parents: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor]:
         mask = tree_mask(parents, num_new) if num_new > 1 else None
-        places, lengths = (first, rows), [length + num_new] * batch
+        places = (first, rows)
+        lengths = [length + num_new] * batch
         plan = AttentionPlan(
             starts, lengths, num_new, mask, tree=kind, on_device=places, captured=graphs.capturing
         )
@@ -352,7 +358,8 @@ def time_step(
     """Time one verification of chains of `size` rows together, each behind `length` tokens; one row
     is a plain step.
     """
-    begin, num_new = time.perf_counter(), -(-size // batch)
+    begin = time.perf_counter()
+    num_new = -(-size // batch)
     token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=target.device)
     logits = make_step(target, kind, batch, num_new, length, graphs)(token_ids)
     logits.max(-1).indices.tolist()  # waits for the device

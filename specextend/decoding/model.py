@@ -39,7 +39,9 @@ class CachedModel:
         than the others.
         """
         self.config: Any = model.config
-        self.model, self.attend, self.kernels = model, attend, kernels
+        self.model = model
+        self.attend = attend
+        self.kernels = kernels
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.head_dim = head_size(self.config)
@@ -93,10 +95,8 @@ class CachedModel:
             x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, layers)
         else:
             rows = plan.new_rows(self.device).flatten()
-            run, outputs = (
-                Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin),
-                [],
-            )
+            run = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin)
+            outputs = []
             for index, layer in enumerate(model.layers):
                 x = layer(x, run)
                 if index in layers:
@@ -127,7 +127,8 @@ class CachedModel:
 
     def join_layers(self) -> None:
         """Run all layers in one compiled call from now on, if that can be made here."""
-        attends, why = compiled_is_right(self.dtype), "torch runs this model, type or processor"
+        attends = compiled_is_right(self.dtype)
+        why = "torch runs this model, type or processor"
         self._decoder = joined_in_one_call(self.model.model.layers, self.scale) if attends else None
         if self._decoder is not None:
             why = f"by {self._decoder.instructions}"

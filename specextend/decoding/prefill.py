@@ -60,7 +60,8 @@ class LastPrompt:
         F].
         """
         cache.copy(self.first_row, first_row, count)
-        chunks, left = [], count
+        chunks = []
+        left = count
         for chunk in self.features:
             # a view would keep all of it
             chunks.append(chunk if chunk.shape[1] <= left else chunk[:, :left].clone())
@@ -103,7 +104,8 @@ class PromptReader:
 
     def forget(self) -> None:
         """Take nothing over from the last prompt. None may be half read that is still wanted."""
-        self._last_prompt, self._features = None, []
+        self._last_prompt = None
+        self._features = []
 
     def read(self, sequence: Sequence, chunk_size: int) -> PromptEnd | None:
         """Read the next `chunk_size` tokens of a sequence's prompt; return None if more of it is
@@ -111,7 +113,8 @@ class PromptReader:
 
         A prompt is read to its end, or given up, before another one is begun.
         """
-        token_ids, device = sequence.request.prompt_token_ids, self._target.device
+        token_ids = sequence.request.prompt_token_ids
+        device = self._target.device
         if sequence.length == 0:
             sequence.stats.num_prompt_tokens = len(token_ids)
             if sequence.num_kept:
@@ -137,7 +140,9 @@ class PromptReader:
         """Begin behind what its rows hold already. What the prompt before it left there is no
         prompt's any more.
         """
-        num_kept, request, last = sequence.num_kept, sequence.request, self._last_prompt
+        num_kept = sequence.num_kept
+        request = sequence.request
+        last = self._last_prompt
         if last is not None and last.first_row == sequence.region.start:
             last.token_ids = last.token_ids[:num_kept]
         self._features = []
@@ -185,7 +190,8 @@ class PromptReader:
         )
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self._on_chunk()
-        token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
+        token_ids = chunk.unsqueeze(0)
+        positions = positions.unsqueeze(0)
         return plan, *self._target.forward_with_features(
             token_ids, positions, plan, self._hidden_layers
         )

@@ -124,7 +124,8 @@ class CachePolicy:
         """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts
         under `retrieval`.
         """
-        self._selected_at, self._num_steps = num_tokens, 0
+        self._selected_at = num_tokens
+        self._num_steps = 0
         if self._options.policy == "full":
             return torch.arange(num_tokens)
         if self._options.policy == "streaming":

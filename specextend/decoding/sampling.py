@@ -212,12 +212,15 @@ class NgramIndex:
 
         The root is the text's last token.
         """
-        ends, nodes, repeating = [self.end], list[int](), list[int]()
+        ends = [self.end]
+        nodes = list[int]()
+        repeating = list[int]()
         # of each node: the tokens below the root, behind what
         paths: list[list[tuple[tuple[int, ...], int]]] = [[]]
         for node in range(len(token_ids)):
             if node > 0:
-                parent, token_id = parents[node], token_ids[node]
+                parent = parents[node]
+                token_id = token_ids[node]
                 paths.append([*paths[parent], (ends[parent], token_id)])
                 ends.append(self.behind(ends[parent], token_id))
             if len(ends[node]) == self.size - 1:
@@ -281,7 +284,8 @@ class Penalties:
         """Return for each node the tokens of its path that have not been counted, each once."""
         paths: list[dict[int, None]] = [{}]
         for node in range(1, len(token_ids)):
-            token_id, path = token_ids[node], paths[parents[node]]
+            token_id = token_ids[node]
+            path = paths[parents[node]]
             paths.append(path if token_id in self._seen else path | {token_id: None})
         nodes = [node for node, path in enumerate(paths) for _ in path]
         return nodes, [token_id for path in paths for token_id in path]

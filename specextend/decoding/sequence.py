@@ -176,7 +176,8 @@ class Sequence:
         `positions` [N] are those of the tokens chosen. The tree is asked for by penalties and
         grammar only.
         """
-        sampling, grammar = self.request.sampling, self.grammar
+        sampling = self.request.sampling
+        grammar = self.grammar
         scores = (
             logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
         )

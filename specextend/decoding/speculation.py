@@ -87,7 +87,8 @@ that are never taken were measured once, at the start, perhaps beside other work
 """
 _WARM_UP = 4
 """Number of first measurements of a cost, of which the smallest is taken."""
-_QUICKLY, _SLOWLY = 0.1, 0.05
+_QUICKLY = 0.1
+_SLOWLY = 0.05
 """Weights of a new measurement in a running average."""
 _OUTLIER = 2.0
 """Factor by which a measurement may exceed what was expected; more is cut off, so that one slow
@@ -305,11 +306,15 @@ class Speculation:
         """Do without its draft from now on."""
         in_vain = self._run < PROBATION_STEPS
         self._pause = min(2 * self._pause, LONGEST_PAUSE) if in_vain else FIRST_PAUSE
-        self.active, self._wait, self.promised = False, self._pause, []
+        self.active = False
+        self._wait = self._pause
+        self.promised = []
 
     def resume(self) -> None:
         """Draft again."""
-        self.active, self._run, self.promised = True, 0, []
+        self.active = True
+        self._run = 0
+        self.promised = []
         self.evidence = self.evidence.times(_AGED)
 
 
@@ -362,7 +367,8 @@ class Experience:
         step's time without.
         """
         self.num_steps += 1
-        step, digits = (num_rows, expected, accepted), length.bit_length()
+        step = (num_rows, expected, accepted)
+        digits = length.bit_length()
         self.evidence = self.evidence.after(_LONG_MEMORY, *step)
         self.by_length[digits] = self.by_length[digits].after(_LONG_MEMORY, *step)
         self._book(1 + accepted, accepted - cost)
@@ -588,7 +594,8 @@ class Adaptive:
         """Record the time in which a draft read what was decided while it paused; all sequences
         were waiting.
         """
-        states, lengths = [each.speculation for each in waiting], [each.length for each in waiting]
+        states = [each.speculation for each in waiting]
+        lengths = [each.length for each in waiting]
         idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         self._experience.observe_catching_up(seconds / idle_s * idle_tokens)
 

@@ -63,7 +63,8 @@ class DraftTrees:
     @classmethod
     def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device) -> DraftTrees:
         """Make them from the nodes of each tree."""
-        num_nodes, padding = max(map(len, batch)), TreeNode(-1, 0, 0, -inf)
+        num_nodes = max(map(len, batch))
+        padding = TreeNode(-1, 0, 0, -inf)
         rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
         columns = (
             torch.tensor([[node[:3] for node in nodes] for nodes in rows])
@@ -134,7 +135,8 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
     uploaded = upload(torch.tensor([*places, *token_ids]), trees.token_ids.device)
     index, roots = uploaded.split([len(places), len(token_ids)])
 
-    pairs, shape = zip(trees.tensors, _PADDING, strict=True), (len(roots), trees.num_nodes)
+    pairs = zip(trees.tensors, _PADDING, strict=True)
+    shape = (len(roots), trees.num_nodes)
     token_ids_placed, parents, depths, log_probs = (
         each.new_full(shape, value).index_copy_(0, index, each) for each, value in pairs
     )
@@ -186,9 +188,11 @@ class _Candidates:
 
     def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor):
         """Take the roots' token ids [B] and log probabilities [B, 1], which are 0."""
-        self._token_ids, self._log_probs = [root_token_ids.unsqueeze(1)], [root_log_probs]
+        self._token_ids = [root_token_ids.unsqueeze(1)]
+        self._log_probs = [root_log_probs]
         self._parents = [torch.full_like(self._token_ids[0], -1)]
-        self._first, self._num_nodes = 0, 1
+        self._first = 0
+        self._num_nodes = 1
         """Number of the deepest level's first node, and of all."""
 
     def append(self, level: _Level, order: Tensor | None) -> None:
@@ -199,7 +203,8 @@ class _Candidates:
         self._parents.append(parents + self._first)
         self._token_ids.append(level.token_ids)
         self._log_probs.append(level.log_probs)
-        self._first, self._num_nodes = self._num_nodes, self._num_nodes + level.token_ids.shape[1]
+        self._first = self._num_nodes
+        self._num_nodes = self._num_nodes + level.token_ids.shape[1]
 
     def live(self, num_nodes: int) -> Tensor:
         """Return the places [B, F] in the deepest level of those among the best nodes so far,
@@ -222,7 +227,8 @@ class _Candidates:
 
     def trees(self, num_nodes: int) -> DraftTrees:
         """Make the trees of the root and the best nodes."""
-        batch, device = len(self._parents[0]), self._parents[0].device
+        batch = len(self._parents[0])
+        device = self._parents[0].device
         levels = zip(
             torch.arange(len(self._parents), device=device).split(1), self._parents, strict=True
         )
@@ -282,14 +288,13 @@ def grow_trees(
     num_nodes = options.most_nodes if num_nodes is None else num_nodes
     root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
     level = _children(root_logits.unsqueeze(1), root_log_probs, num_nodes, vocabulary)
-    pool, order = _Candidates(root_token_ids, root_log_probs), None
+    pool = _Candidates(root_token_ids, root_log_probs)
+    order = None
     pool.append(level, order)
     mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
     if least_gain is not None:
-        stopped, expected = (
-            torch.zeros_like(root_log_probs, dtype=torch.bool),
-            pool.expected_accepted(num_nodes),
-        )
+        stopped = torch.zeros_like(root_log_probs, dtype=torch.bool)
+        expected = pool.expected_accepted(num_nodes)
     for depth in range(1, options.depth):
         if least_gain is not None:
             order = pool.live(num_nodes)
@@ -304,7 +309,8 @@ def grow_trees(
         level = _children(logits, weights, num_nodes, vocabulary)
         pool.append(level, order)
         if least_gain is not None:
-            before, expected = expected, pool.expected_accepted(num_nodes)
+            before = expected
+            expected = pool.expected_accepted(num_nodes)
             stopped |= (expected - before).unsqueeze(1) < least_gain
             if bool(stopped.all()):
                 break

@@ -44,13 +44,16 @@ class Verified:
         `whole`: as wide as the longest possible path, so that its shape is that of every step.
         """
         token_ids = [self.new_token_ids[b] for b in places]
-        padded, features = self.token_ids, self.features
+        padded = self.token_ids
+        features = self.features
         if len(places) < len(self.new_token_ids):
             rows = upload(torch.tensor(places), padded.device)
-            padded, features = padded[rows], features[rows]
+            padded = padded[rows]
+            features = features[rows]
         if not whole:
             width = max(len(new) for new in token_ids)
-            padded, features = padded[:, :width], features[:, :width]
+            padded = padded[:, :width]
+            features = features[:, :width]
         return Decided(token_ids, padded, features)
 
 

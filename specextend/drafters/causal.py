@@ -160,7 +160,8 @@ class LevelGain:
             if self._begun_at is not None and self._num_read == 1 and now > self._begun_at:
                 self._step_s = moved(self._step_s, now - self._begun_at)
                 self.least = self._level_s * self._num_tokens / self._step_s
-            self._begun_at, self._num_read = now, 0
+            self._begun_at = now
+            self._num_read = 0
 
     def end(self, num_levels: int) -> None:
         """Record that it has so many levels."""
@@ -200,10 +201,14 @@ class CausalDrafter(Drafter):
         With a clock, in seconds, a tree ends at the level that does not pay, without one at
         `tree.threshold`.
         """
-        self.network, self._cache = network, network.cache
-        self.hidden_layers, self.num_levels = network.hidden_layers, tree.depth
-        self._options, self._tree_attention = tree, tree_attention
-        self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
+        self.network = network
+        self._cache = network.cache
+        self.hidden_layers = network.hidden_layers
+        self.num_levels = tree.depth
+        self._options = tree
+        self._tree_attention = tree_attention
+        self._num_visible_rows = num_visible_rows
+        self._num_slots = num_slots
         self._graphs = graphs or Graphs()
         self._gain = LevelGain(clock, tree.threshold)
         device = self._cache.working.stored.device
@@ -316,8 +321,10 @@ class CausalDrafter(Drafter):
 
         The last ones are the new roots. Returns the slots' places [B, 5] after it.
         """
-        places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
-        token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
+        places = _SlotPlaces(*table.split(1, 1))
+        is_token = padded >= 0
+        token_ids = padded.clamp(min=0)
+        counts = is_token.sum(1, keepdim=True)
         history = (
             self._read_history(places.slots, token_ids, counts)
             if self.network.reads_history

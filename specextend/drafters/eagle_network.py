@@ -114,10 +114,13 @@ class HeadShape:
 
     def required(self) -> dict[str, tuple[int, ...]]:
         """List the required tensors of a head by our names, but for a list of tokens."""
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = self.hidden_size
+        mlp = self.intermediate_size
+        queries = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
         width = 2 * hidden if self.fused else hidden
-        copied, group = self.copy_heads * self.head_dim, self.num_heads // self.num_kv_heads
+        copied = self.copy_heads * self.head_dim
+        group = self.num_heads // self.num_kv_heads
         shapes = {
             "layer.self_attn.q_proj.weight": (queries, width),
             "layer.self_attn.k_proj.weight": (keys, width),
@@ -223,13 +226,13 @@ class EagleNetwork:
         weight [V, C] of the target's. num_rows: of the full and the working cache. rope: inv_freq
         [D / 2] and a factor on sine and cosine.
         """
-        self._head, self._attend = head, target.attend
-        self.hidden_size, self.hidden_layers, self.reads_history = (
-            head.hidden_size,
-            hidden_layers,
-            head.copy_heads > 0,
-        )
-        device, dtype = target.device, target.dtype
+        self._head = head
+        self._attend = target.attend
+        self.hidden_size = head.hidden_size
+        self.hidden_layers = hidden_layers
+        self.reads_history = head.copy_heads > 0
+        device = target.device
+        dtype = target.dtype
         self.vocabulary = None if vocabulary is None else vocabulary.to(device, torch.int64)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
         self._embedding = _own_or(
@@ -276,7 +279,8 @@ class EagleNetwork:
         before, waiting = held.pending or (None, None)
         text = last_tokens(before, token_ids)
         if waiting is None:
-            text, token_ids = text[1:], token_ids[1:]
+            text = text[1:]
+            token_ids = token_ids[1:]
         else:
             hidden = torch.cat([waiting, hidden])
         held.pending = text[-HISTORY:], hidden[-1:].clone()
@@ -330,7 +334,8 @@ class EagleNetwork:
         """Grow trees in one call, or return None where that cannot be."""
         if self._whole is None:
             return None
-        sizes, stored = (num_nodes, num_levels), self.cache.working.stored
+        sizes = (num_nodes, num_levels)
+        stored = self.cache.working.stored
         (token_ids, parents, depths), log_probs = self._whole.grow(
             *roots, stored, *sizes, least_gain
         )
@@ -357,10 +362,8 @@ class EagleNetwork:
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
             hidden = self._linears["fc"](self._norm("input_norm", hidden))
-        normed, own = (
-            self._norm("layer.hidden_norm", hidden),
-            embedded[..., : self._head.hidden_size],
-        )
+        normed = self._norm("layer.hidden_norm", hidden)
+        own = embedded[..., : self._head.hidden_size]
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
 
@@ -374,10 +377,8 @@ class EagleNetwork:
     def _in_one_call(self, target: CachedModel) -> Any:
         """Return what runs the head in one call, or None where it cannot be."""
         eps = self._head.layer_eps
-        own, names = (
-            self._linears,
-            {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")},
-        )
+        own = self._linears
+        names = {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
@@ -443,7 +444,8 @@ class EagleNetwork:
         """
         if not self.reads_history:
             return list(projected.values())
-        tokens, joined = embedded.unflatten(-1, (-1, self._head.hidden_size)), []
+        tokens = embedded.unflatten(-1, (-1, self._head.hidden_size))
+        joined = []
         for name, own in projected.items():
             read = tokens[..., slice(*_COPY_READS[name]), :].flatten(-2)
             copies = self._linears[f"copy/{name}"](read).unflatten(-1, (-1, self._head.head_dim))

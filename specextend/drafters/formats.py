@@ -397,7 +397,8 @@ def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str
 def _check_tensors(
     head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
 ) -> None:
-    shapes, found = optional | required, head.sources
+    shapes = optional | required
+    found = head.sources
     spelled = {known: name for known, (_, name, _) in found.items()}
     where = f"EAGLE draft {head.folder} ({head.format})"
     if missing := sorted(set(required) - set(found)):

@@ -38,7 +38,8 @@ tokens.
 """
 _CONTESTED = 0.7
 """Factor on the rate of a candidate that at most half of the longest matches propose."""
-_MOST_AGREE, _ALL_AGREE = 0.5, 0.8
+_MOST_AGREE = 0.5
+_ALL_AGREE = 0.8
 """Least rate of a candidate that most, or all, of several longest matches propose."""
 _OWN = 0.15
 """Share of the misses that become hits if a match lies in the output, which may repeat itself."""
@@ -99,7 +100,8 @@ class SuffixIndex:
 
     def push(self, token_id: int) -> None:
         """Append a token."""
-        followers, length = self._followers[token_id], self._lengths.get
+        followers = self._followers[token_id]
+        length = self._lengths.get
         self._lengths = {
             position: min(length(position - 1, 0) + 1, LONGEST) for position in followers
         }
@@ -149,7 +151,8 @@ def candidates_of(
         best = [position for length, position in same if length == longest]
         ranked.append((longest, len(best), latest, token_id, max(best) >= num_prompt_tokens))
     ranked.sort(reverse=True)
-    candidates, missed = [], 1.0
+    candidates = []
+    missed = 1.0
     for rank, (length, count, _, token_id, is_own) in enumerate(ranked[:_MOST_CANDIDATES]):
         rate = _rate(length, count, sizes[length], is_own) * _LATER_RANKS[min(rank, 2)]
         candidates.append(Candidate(token_id, missed * rate, followers[token_id]))
@@ -188,7 +191,8 @@ class NgramState:
     """The text of one sequence and its matches. Lives as long as its request."""
 
     def __init__(self, num_prompt_tokens: int, max_new_tokens: int):
-        self._num_prompt_tokens, self._num_left = num_prompt_tokens, max_new_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_left = max_new_tokens
         self._index = SuffixIndex()
         self.draft_gain = 1.0
         """Running mean of the accepted tokens that a draft's own tree promises."""
@@ -294,7 +298,10 @@ class NgramDrafter(Drafter):
         second, by its share of a step's time. Without one it always proposes, so that equal
         requests give equal counts.
         """
-        self._options, self._device, self._draft, self._clock = tree, device, draft, clock
+        self._options = tree
+        self._device = device
+        self._draft = draft
+        self._clock = clock
         self.hidden_layers = () if draft is None else draft.hidden_layers
         self.num_levels = max(0 if draft is None else draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}

@@ -29,8 +29,11 @@ class ModelNetwork:
         It proposes the ids below `num_shared`, and reads `other_id` for all others; None: it knows
         the target's tokens.
         """
-        self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
-        self._num_shared, self._other_id = num_shared, other_id
+        self._model = model
+        self._window = prefill_window
+        self._max_chunk = max_chunk
+        self._num_shared = num_shared
+        self._other_id = other_id
         self.vocabulary: Tensor | None = None
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
@@ -46,10 +49,12 @@ class ModelNetwork:
         needs a mask: a token sees its own piece, and a window before it. What pads the last one is
         read by nobody.
         """
-        num_new, held = len(token_ids), self.cache.of[slot]
+        num_new = len(token_ids)
+        held = self.cache.of[slot]
         position = held.length
         assert num_new <= self._max_chunk
-        kept, size = min(position, self._window - 1), min(num_new, self._window)
+        kept = min(position, self._window - 1)
+        size = min(num_new, self._window)
         padded = -(-num_new // size) * size
         ends = range(kept + size, kept + padded + 1, size)
         lengths = [min(end, size + self._window - 1) for end in ends]

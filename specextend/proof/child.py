@@ -80,8 +80,10 @@ def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
     """Compare what a rung changes with plain torch, then a tiny pair's tokens with those of plain
     decoding.
     """
-    heads, device = subject.heads(), torch.device(subject.device)
-    attend, calls = rung.attend(device), []
+    heads = subject.heads()
+    device = torch.device(subject.device)
+    attend = rung.attend(device)
+    calls = []
     # a cache may just hold one sequence and its tree
     longest = min(subject.longest, subject.num_rows - MAX_QUERIES)
     if rung.prompts != base.prompts:
@@ -177,7 +179,8 @@ def make_forwards(subject: Subject, kernels: Kernels) -> dict[str, Callable[[], 
     """
     device = torch.device(subject.device)
     config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
-    attend, layers = kernels.attend(device), kernels.of_layers(device)
+    attend = kernels.attend(device)
+    layers = kernels.of_layers(device)
     model = random_model(config, device, getattr(torch, subject.dtype))
     target = CachedModel(model, attend, subject.num_rows, layers, subject.quantize)
     target.cache.stored.normal_()
@@ -225,12 +228,14 @@ def least_times(subject: Subject) -> Times:
     """Return the least seconds that those forwards can take: memory is read once, or products run
     at the best rate.
     """
-    device, dtype = torch.device(subject.device), getattr(torch, subject.dtype)
+    device = torch.device(subject.device)
+    dtype = getattr(torch, subject.dtype)
     limits = load_limits(device, dtype)
     model = random_model(
         subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype
     )
-    work, least = count_work(model, dtype), {}
+    work = count_work(model, dtype)
+    least = {}
     weights = work.layer_parameters * dtype.itemsize - saved_bytes(model, subject.quantize, dtype)
     for name, (batch, num_new, length) in timed_shapes(subject).items():
         num_pairs = batch * num_new * (length + num_new)

@@ -41,7 +41,8 @@ def what_is_wrong_in_logits(target: CachedModel, graphs: Graphs) -> str:
     )
     found = _read(target, token_ids, graphs)
     chosen = target.attend, target.kernels
-    target.attend, target.kernels = attend_reference, TORCH
+    target.attend = attend_reference
+    target.kernels = TORCH
     try:
         expected = _read(target, token_ids, Graphs())
     finally:

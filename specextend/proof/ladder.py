@@ -137,7 +137,8 @@ def prove(
     """Try each rung on top of `kernels` and of those rungs that were taken before it; None: in a
     process of its own.
     """
-    attempt, ends_at = attempt or partial(try_apart, subject), time.monotonic() + limit_s
+    attempt = attempt or partial(try_apart, subject)
+    ends_at = time.monotonic() + limit_s
     tried: list[Trial] = []
     for rung in ladder:
         names = {each.name for each in tried if each.taken}

@@ -82,7 +82,8 @@ class TinyPair:
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
         num_tokens = max(len(each.prompt_token_ids) + each.max_new_tokens for each in requests)
         rows = batch * aligned(num_tokens + tree.most_nodes + tree.depth + 2)
-        attend, layers = kernels.attend(self._device), kernels.of_layers(self._device)
+        attend = kernels.attend(self._device)
+        layers = kernels.of_layers(self._device)
         target = CachedModel(_own(self._target), attend, rows, layers)
         drafter = None
         if speculates:

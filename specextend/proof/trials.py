@@ -25,7 +25,9 @@ from specextend.core import counted
 _LOOKED_AT = 128
 """P, at most: the scores of a whole chunk of a prompt would take gigabytes."""
 _SUMS = 5e-5
-_LSE, _LONG, _LONG_LSE = 2e-4, 1024, 5e-5
+_LSE = 2e-4
+_LONG = 1024
+_LONG_LSE = 5e-5
 """How far an LSE may be away, and that of so many keys, whose errors cancel: torch's kernels show
 3e-5 and 9e-6 in any dtype, because all sum in fp32.
 """
@@ -116,7 +118,8 @@ def what_is_wrong(attend: Attend, call: Call, heads: Heads, num_rows: int) -> st
     """
     q, k, v, starts = _tensors(call, heads, num_rows)
     lengths = [prefix + call.num_masked for prefix in call.prefixes[: len(starts)]]
-    mask, scale = _mask(call, len(starts), heads.device), heads.head_dim**-0.5
+    mask = _mask(call, len(starts), heads.device)
+    scale = heads.head_dim**-0.5
     queries = _looked_at(call.num_queries, heads.device)
     seen = KeySpan(starts, lengths, None if mask is None else mask[:, queries])
     exact, exact_lse = attend_reference(q[:, queries].float(), k, v, seen, scale)
@@ -157,7 +160,8 @@ def _tensors(call: Call, heads: Heads, num_rows: int) -> tuple[Tensor, Tensor, T
     randn = partial(torch.randn, generator=generator, device=heads.device, dtype=heads.dtype)
     size = 2, heads.num_key_heads, num_rows, heads.head_dim
     k, v = torch.full(size, float("nan"), device=heads.device, dtype=heads.dtype)
-    starts, start = [], 0
+    starts = []
+    start = 0
     for prefix in call.prefixes:
         length = prefix + call.num_masked
         if start + length > num_rows:
@@ -244,7 +248,8 @@ def _layer_results(
         return drawn.to(heads.dtype).to(dtype)
 
     num_all = heads.num_heads + 2 * heads.num_key_heads
-    weight, rows = draw(hidden_size), (num_rows, hidden_size)
+    weight = draw(hidden_size)
+    rows = (num_rows, hidden_size)
     total, normed = kernels.add_norm(draw(*rows), draw(*rows), weight, 1e-5)
     yield "the sum", total
     yield "the norm", normed
@@ -252,7 +257,8 @@ def _layer_results(
     norms = HeadNorms(draw(heads.head_dim), draw(heads.head_dim), 1e-5) if head_norms else None
     cache = draw(2, heads.num_key_heads, 2 * num_rows, heads.head_dim)
     places = torch.randperm(2 * num_rows, generator=generator, device=heads.device)[:num_rows]
-    qkv, angles = draw(num_rows, num_all, heads.head_dim), draw(num_rows, heads.head_dim)
+    qkv = draw(num_rows, num_all, heads.head_dim)
+    angles = draw(num_rows, heads.head_dim)
     yield (
         "the query",
         kernels.rotate_heads(qkv, angles.cos(), angles.sin(), norms, cache[0], cache[1], places),

@@ -88,7 +88,8 @@ def most_failed(report: Report) -> Finding | None:
 def truncated(report: Report) -> Finding | None:
     """Say that many texts were cut, at which limit, and whether more tokens would help."""
     flags = report["quality_flags"]
-    rows, loops = flags.get("truncated", 0), flags.get("repeated", 0)
+    rows = flags.get("truncated", 0)
+    loops = flags.get("repeated", 0)
     share = ratio(rows, report["rows"]["done"]) or 0.0
     if share < 0.05:
         return None
@@ -160,10 +161,8 @@ def prefill_bound(report: Report) -> Finding | None:
         # beyond there is nothing to speed up, as where answers are scored and not written
         return None
     limit = 1 / prefill
-    share, end = (
-        report["acceptance"]["speculative_share"],
-        "so speculation cannot give more than that here",
-    )
+    share = report["acceptance"]["speculative_share"]
+    end = "so speculation cannot give more than that here"
     if (
         share is not None
         and share < RARE
@@ -182,7 +181,8 @@ def prefill_bound(report: Report) -> Finding | None:
 
 def drafting_cost(report: Report) -> Finding | None:
     """Say that a speculative step hardly brings what it costs, in verifications."""
-    shares, length = _phases(report), report["acceptance"]["mean_acceptance_length"]
+    shares = _phases(report)
+    length = report["acceptance"]["mean_acceptance_length"]
     if shares is None or length is None or not shares["verify"]:
         return None
     drafting = shares["draft"] + shares["retrieval"]
@@ -214,8 +214,10 @@ def acceptance_falls(report: Report) -> Finding | None:
     ]
     if not known:
         return None
-    best, last = max(known, key=lambda bucket: bucket["mean_acceptance_length"]), known[-1]
-    low, high = last["mean_acceptance_length"], best["mean_acceptance_length"]
+    best = max(known, key=lambda bucket: bucket["mean_acceptance_length"])
+    last = known[-1]
+    low = last["mean_acceptance_length"]
+    high = best["mean_acceptance_length"]
     if low > 0.8 * high:
         return None
     seen = last["retrieval_coverage"]
@@ -242,7 +244,9 @@ def idle_tail(report: Report) -> Finding | None:
     tail = report["tail"]
     if tail is None or not tail["idle_workers"] or tail["documents"] < LEAST_DOCUMENTS:
         return None
-    idle, workers, seconds = tail["idle_workers"], tail["workers"], tail["idle_median_s"]
+    idle = tail["idle_workers"]
+    workers = tail["workers"]
+    seconds = tail["idle_median_s"]
     says = (
         f"{idle:,} of {counted(workers, 'worker')} stood idle for {duration(seconds)} at the end, "
         "while the last "

@@ -90,7 +90,8 @@ def build_report(
     ]
     errors = figures.errors
     [counted] = figures.select("SELECT count(*) AS done FROM done")
-    done, failed = counted["done"], sum(error["rows"] for error in errors)
+    done = counted["done"]
+    failed = sum(error["rows"] for error in errors)
     rows = manifest and num_input_rows(manifest)
     pending = None if rows is None else rows - done - failed
     report = {

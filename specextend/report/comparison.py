@@ -53,10 +53,8 @@ def compare(output: str, other: str) -> Values:
 
     Raises ValueError if either holds no run, or a damaged one.
     """
-    reports, folders = (
-        (build_report(output), build_report(other)),
-        (resolve(output), resolve(other)),
-    )
+    reports = (build_report(output), build_report(other))
+    folders = (resolve(output), resolve(other))
     here, there = (
         _settings(folder, report) for folder, report in zip(folders, reports, strict=True)
     )
@@ -131,7 +129,8 @@ def _setting(value: Any) -> str:
 
 def _text_lines(texts: ReadOnly) -> list[str]:
     """Say in sentences how the texts differ."""
-    differing, common = texts["differing"], texts["common"]
+    differing = texts["differing"]
+    common = texts["common"]
     of_all = f"{differing:,} of {counted(common, 'text')} ({percent(ratio(differing, common))})"
     lines = [f"Different where the ids are equal: {of_all}."]
     if texts["examples"]:

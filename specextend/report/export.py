@@ -143,12 +143,15 @@ def follow(
         )
     remove_temporary_files(folder)
     named = output_columns(output)
-    full, settled, seen = pa.schema(summary_fields(named)), Settled(), set[str]()
+    full = pa.schema(summary_fields(named))
+    settled = Settled()
+    seen = set[str]()
     schema = _narrowed(full, columns)
     limits = set[int]()
     is_last = False
     while not is_last:
-        is_last, sizes = not is_running(), commit_sizes(output)
+        is_last = not is_running()
+        sizes = commit_sizes(output)
         for name in sorted(
             (name for name in sizes if name not in seen), key=lambda name: name not in written
         ):
@@ -268,10 +271,8 @@ class _Run(NamedTuple):
     @classmethod
     def read(cls, output: Location) -> _Run:
         """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
-        manifest, folders = (
-            read_manifest(output) or {},
-            (summaries_folder(output), errors_folder(output)),
-        )
+        manifest = read_manifest(output) or {}
+        folders = (summaries_folder(output), errors_folder(output))
         begins = [
             begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None
         ]
@@ -341,7 +342,8 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     for run in runs:
         files += [(file, True) for file in run.answers]
         files += [(file, False) for file in run.failures]
-    database, sizes = Database(), []
+    database = Database()
+    sizes = []
     everything = pa.array([], "large_string")
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
     for (_, is_answer), ids in zip(

@@ -20,7 +20,8 @@ SMALLEST = 512
 NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
-NUM_TEXTS, TEXT_CHARACTERS = 3, 2000
+NUM_TEXTS = 3
+TEXT_CHARACTERS = 2000
 """Texts that are shown, drawn at random, and so many more that have a flag; the characters of each,
 at most.
 """

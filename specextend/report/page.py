@@ -118,7 +118,9 @@ def _state(report: ReadOnly) -> str:
     if not report["starts"]:
         return "no start recorded"
     last = report["starts"][-1]
-    code, sign, now = last["exit_code"], parse_time(last["last_sign"]), parse_time(report["as_of"])
+    code = last["exit_code"]
+    sign = parse_time(last["last_sign"])
+    now = parse_time(report["as_of"])
     if sign is not None and now is not None and now - sign < ALIVE_S:
         return "running"
     return STATES.get(code, f"failed with exit {code}; run again to resume")

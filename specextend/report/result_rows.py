@@ -162,7 +162,8 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     None if the folder has no manifest. Lines come in no particular order. Raises ValueError if the
     folder holds no run.
     """
-    manifest, database = read_manifest(output), Database()
+    manifest = read_manifest(output)
+    database = Database()
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
     database.select("CREATE TABLE run AS SELECT ? AS model", model)
     written = errors = 0

@@ -19,7 +19,8 @@ _MOST_VALUES = 20
 
 LONGEST = 200
 """Most characters of an id or a message that a table shows."""
-MOST_FINDINGS, MOST_CLASSES = 3, 5
+MOST_FINDINGS = 3
+MOST_CLASSES = 5
 """Findings and classes of errors that the end of a run shows."""
 PHASE_NAMES = {
     "prefill": "target prefill",
@@ -262,7 +263,8 @@ def look_up(report: ReadOnly, path: str) -> Any:
 
 def sections(report: ReadOnly) -> list[Section]:
     """Make the tables of the report; those without rows are left out."""
-    spreads, models = report["per_document"], look_up(report, "run.models") or {}
+    spreads = report["per_document"]
+    models = look_up(report, "run.models") or {}
     measures = [
         {"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)
     ]
@@ -340,7 +342,8 @@ def _phases(time: ReadOnly) -> Section:
 
 
 def _flags(report: ReadOnly) -> Section:
-    done, ids = report["rows"]["done"], report["flagged"]
+    done = report["rows"]["done"]
+    ids = report["flagged"]
     rows = [
         (flag, number(rows), percent(ratio(rows, done)), listed_ids(ids[flag]))
         for flag, rows in report["quality_flags"].items()
@@ -450,7 +453,8 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
 
 def _failures(report: ReadOnly) -> str:
     """Count the failed rows by class, with an example of the most frequent one."""
-    failed, errors = number(report["rows"]["errors"]), report["errors"]
+    failed = number(report["rows"]["errors"])
+    errors = report["errors"]
     if not errors:
         return failed
     classes = ", ".join(

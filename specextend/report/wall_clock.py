@@ -310,7 +310,9 @@ def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Va
     """Return the time line of a start; seconds are since its beginning. None if it is not recorded,
     or empty.
     """
-    run_id, begin, seconds = start["run_id"], start["began"], start["seconds"]
+    run_id = start["run_id"]
+    begin = start["began"]
+    seconds = start["seconds"]
     if begin is None or not seconds:
         return None
     listed = figures.stream(_TIMES, run_id)
@@ -344,7 +346,8 @@ def _spans(
     least = seconds / RESOLUTION
     spans: list[tuple[float, float, int]] = []
     for time in times:
-        since, until = time["began"] - begin, time["ended"] - begin
+        since = time["began"] - begin
+        until = time["ended"] - begin
         if spans:
             first, last, count = spans[-1]
             if since < last or (since - last <= least and last - first < least):

@@ -51,7 +51,8 @@ HELD_OUT = 10
 """One in this many documents is held out, and there are so many times fewer prompts to measure with
 than answers.
 """
-LEAST_HELD, MOST_HELD = 4, 64
+LEAST_HELD = 4
+MOST_HELD = 64
 """Bounds of the number of those prompts."""
 PATIENCE = 2
 """Rounds in a row without a better draft, after which training ends: one may be bad luck."""
@@ -160,7 +161,8 @@ class _Rounds:
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
         self._learned, self._held = split(_read_texts(source, prompts, options))
-        texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
+        texts = [text.token_ids for text in self._learned]
+        special = tokenizer.all_special_ids
         self._vocabulary = (
             _vocabulary_of(options)
             if start
@@ -192,7 +194,8 @@ class _Rounds:
         """Return True unless all rounds are done that are asked for, or the last ones have brought
         nothing.
         """
-        best, last = self._best, self._curve[-1]["round"] if self._curve else 0
+        best = self._best
+        last = self._curve[-1]["round"] if self._curve else 0
         return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
     def figures(self) -> Values:
@@ -208,7 +211,8 @@ class _Rounds:
         number = (
             self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
         )
-        num_answers, folder = number * self._options.num_answers, self._folder(number)
+        num_answers = number * self._options.num_answers
+        folder = self._folder(number)
         self._show("round", number, self._options.num_rounds)
         if number:
             self._train(num_answers, folder)
@@ -280,7 +284,8 @@ class _Rounds:
 
     def _record(self, recorder: Recorder, answers: dict[int, Answer]) -> list[Path]:
         """Record answers with the target, and return the paths. Existing recordings are kept."""
-        folder, paths = self._work / "recordings", []
+        folder = self._work / "recordings"
+        paths = []
         for number, answer in answers.items():
             paths.append(folder / f"answer-{number:06}.safetensors")
             if not paths[-1].exists():
@@ -330,7 +335,8 @@ def write_card(output: Path, settings: Values, figures: Values) -> None:
     """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance
     after each round.
     """
-    target, start = Path(settings["target"]).name, Path(settings["options"]["start_from"]).name
+    target = Path(settings["target"]).name
+    start = Path(settings["options"]["start_from"]).name
     options = settings["options"] | {"start_from": start}
     begun = f"Round 0 is the draft that it went on from, `{start}`."
     card = CARD.format(

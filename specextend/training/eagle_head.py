@@ -39,7 +39,8 @@ from specextend.model_files import VOCABULARY, read_json
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 from specextend.training.recording import Recording, Show, TrainOptions
 
-TRAINING, CHECKPOINT = "training", "checkpoint.safetensors"
+TRAINING = "training"
+CHECKPOINT = "checkpoint.safetensors"
 """Folder and file in the draft's folder from which an interrupted training goes on."""
 CHECKPOINT_S = 120.0
 """Seconds between two checkpoints."""
@@ -216,8 +217,10 @@ def _with_copy_heads(
     the head as it was.
     """
     assert config.copy_heads is not None
-    generator, embedding = torch.Generator().manual_seed(task.options.seed), task.embedding.cpu()
-    size, group = config.copy_heads * config.head_dim, config.num_heads // config.num_kv_heads
+    generator = torch.Generator().manual_seed(task.options.seed)
+    embedding = task.embedding.cpu()
+    size = config.copy_heads * config.head_dim
+    group = config.num_heads // config.num_kv_heads
     norm = (
         (rms_norm(embedding.float(), (embedding.shape[1],)) * weights["en.weight"].float())
         .square()
@@ -291,7 +294,8 @@ class Slots(NamedTuple):
 
 def lay_out(recording: Recording) -> Slots:
     """Lay out a recording as slots."""
-    tokens, hidden = recording.token_ids, recording.hidden
+    tokens = recording.token_ids
+    hidden = recording.hidden
     history = histories(last_tokens(None, tokens))[1:]
     rest = recording.shares[1:], recording.is_answer[1:]
     return Slots(tokens[1:], history, torch.arange(len(tokens) - 1), hidden[:-1], hidden[1:], *rest)
@@ -308,7 +312,8 @@ def chain(
     """
     keys, values = head.keys_values(slots)
     visible = slots.visible(asked)
-    hidden, own = slots.hidden[asked], torch.eye(len(asked), dtype=torch.bool, device=asked.device)
+    hidden = slots.hidden[asked]
+    own = torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.positions) - 1)
         drafted = slots.each(partial(torch.index_select, dim=0, index=at))._replace(hidden=hidden)
@@ -403,14 +408,13 @@ def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: 
 
     loss: computes the loss of a recording, with a generator seeded for the step.
     """
-    options, examples, checkpoint = (
-        task.options,
-        task.recordings,
-        task.folder / TRAINING / CHECKPOINT,
-    )
+    options = task.options
+    examples = task.recordings
+    checkpoint = task.folder / TRAINING / CHECKPOINT
     parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
-    random, num_steps = Random(options.seed), options.num_epochs * len(examples)
+    random = Random(options.seed)
+    num_steps = options.num_epochs * len(examples)
     order = [
         each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))
     ]

@@ -110,7 +110,9 @@ class PromptMaker:
 
         Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
         """
-        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._options = options
         self._answer_tokens = max_new_tokens
         room = prompts.room(max_new_tokens)
         if room < options.min_tokens:
@@ -141,7 +143,8 @@ class PromptMaker:
         """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic
         scale.
         """
-        least, most = self._options.min_tokens, min(self._most, len(text.token_ids))
+        least = self._options.min_tokens
+        most = min(self._most, len(text.token_ids))
         size = min(most, round(least * (most / least) ** random.random()))
         first = random.randrange(len(text.token_ids) - size + 1)
         piece: list[int] = text.token_ids[first : first + size].tolist()
@@ -190,8 +193,10 @@ class Recorder:
     def record(self, answer: Answer) -> Recording:
         """Record a prompt and the answer behind it."""
         tokens = torch.tensor(answer.prompt_token_ids + answer.output_token_ids)
-        places, device = torch.arange(len(tokens)), self._target.device
-        hidden, shares = [], []
+        places = torch.arange(len(tokens))
+        device = self._target.device
+        hidden = []
+        shares = []
         for positions in places.split(traits_of(device).prefill_chunk):
             plan = AttentionPlan([0], [int(positions[-1]) + 1], len(positions))
             chunk = tokens[positions][None].to(device)
@@ -253,7 +258,8 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
         config = config.model_copy(
             update={"tree": replace(config.tree, nodes=config.tree.most_nodes)}
         )
-    stats, found = DecodingStats(), 1.0
+    stats = DecodingStats()
+    found = 1.0
     for done, completion in enumerate(
         load_engine(config).generate(_requests(config, prompts)), start=1
     ):

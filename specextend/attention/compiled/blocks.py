@@ -141,11 +141,9 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
     Where products are those of tiles, a row of the next block is asked for with each, as
     `lay_values` does.
     """
-    last, lanes, numbers = (
-        b.sub(num_keys, number(1)),
-        REGISTER_LANES,
-        1 if element == types.float32 else 2,
-    )
+    last = b.sub(num_keys, number(1))
+    lanes = REGISTER_LANES
+    numbers = 1 if element == types.float32 else 2
     rows_each = 2 if element == types.uint16 else 1  # of the block, for each 32 bits of a key
     num_vectors = b.udiv(head_dim, number(lanes * numbers))
 
@@ -368,7 +366,8 @@ def product(
         sums_stride,
         accumulate,
     )
-    done, size = b.append_basic_block("done"), max(WIDTHS) + 1
+    done = b.append_basic_block("done")
+    size = max(WIDTHS) + 1
     if is_tiled(element):
         choice = b.switch(width, done)
         for w in range(1, size):
@@ -395,7 +394,8 @@ def hide_outside(b, element, scores, first, last):
     """Set the scores before `first`, and those from `last` on, to -inf."""
     firsts, lasts = (vir.splat(b, b.trunc(limit, vir.I32)) for limit in (first, last))
     for place in range(0, BLOCK, LANES):
-        where, places = address(b, scores, 4 * place), vir.units(range(place, place + LANES))
+        where = address(b, scores, 4 * place)
+        places = vir.units(range(place, place + LANES))
         visible = b.and_(b.icmp_signed(">=", places, firsts), b.icmp_signed("<", places, lasts))
         store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
 
@@ -500,10 +500,12 @@ def clear(b, element, state, num_vectors):
 @emitted()
 def fold(b, element, total, part, num_vectors, scale: float):
     """Add the state of a row over other keys to its total."""
-    old, other = load(b, total), load(b, part)
+    old = load(b, total)
+    other = load(b, part)
     new = vir.larger(b, old, other)
     store(b, new, total)
-    factor, base = vir.splat(b, scale), finite(b, new)
+    factor = vir.splat(b, scale)
+    base = finite(b, new)
     mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
 
     def body(i):

@@ -94,7 +94,9 @@ def _describe(
     assert (q.stride(2), k.stride()) == (head_dim, v.stride())
     token = q.stride(0) if num_queries == 1 else q.stride(1)
     assert num_sequences == 1 or q.stride(0) == num_queries * token
-    threads, group, longest = num_workers(), num_heads // len(k), max(span.lengths)
+    threads = num_workers()
+    group = num_heads // len(k)
+    longest = max(span.lengths)
     rows = min(ROWS, num_queries * group)
     num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
     num_splits = max(1, -(-longest // items.SPLIT))
@@ -154,7 +156,8 @@ def multiply(x: Tensor, product: Any) -> Tensor:
 
     x is bf16. It runs on as many threads as torch.
     """
-    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    shape = x.shape[:-1]
+    x = x.reshape(-1, x.shape[-1])
     padded = x.contiguous()
     if len(x) % tiles.ROWS and tiles.HAS_TILES:
         padded = empty_rows(x, *x.shape).copy_(x)
@@ -192,10 +195,12 @@ class Decoder:
 
     def __init__(self, layers: Sequence[Any], scale: float):
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
-        self._kept, self._scale = layers, scale
+        self._kept = layers
+        self._scale = scale
         calls = np.zeros(len(layers), phases.LAYER)
         for layer, call in zip(layers, calls, strict=True):
-            own, norms = call["own"], layer.head_norms
+            own = call["own"]
+            norms = layer.head_norms
             _point(own, input_norm=layer.input_norm.weight, post_norm=layer.post_norm.weight)
             own["eps"] = layer.input_norm.eps
             if norms is not None:
@@ -221,8 +226,10 @@ class Decoder:
         Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
         """
         call = np.zeros(1, phases.RECORD)
-        own, rows = call[0]["own"], plan.new_rows(x.device).contiguous()
-        positions, out = torch.arange(len(x)), torch.empty_like(x)
+        own = call[0]["own"]
+        rows = plan.new_rows(x.device).contiguous()
+        positions = torch.arange(len(x))
+        out = torch.empty_like(x)
         _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
         own["num_rows"] = len(x)
         outputs = [
@@ -309,7 +316,8 @@ class Head:
         negative.
         """
         self._kept = linears, norms, embedding, angles
-        self._layer, self._vocabulary = layer, vocabulary
+        self._layer = layer
+        self._vocabulary = vocabulary
         self._call = np.zeros(1, phases.RECORD)
         [record] = self._call
         for name, linear in linears.items():
@@ -364,8 +372,10 @@ class Head:
         rows that are visible. Returns all nodes that were found, token ids, parents and depths [3,
         B, P], and log_probs [B, P].
         """
-        batch, most_rows = len(roots), num_nodes * (num_levels - 1)
-        num_best, most_pooled = min(num_nodes, len(self._vocabulary)), 1 + num_levels * num_nodes
+        batch = len(roots)
+        most_rows = num_nodes * (num_levels - 1)
+        num_best = min(num_nodes, len(self._vocabulary))
+        most_pooled = 1 + num_levels * num_nodes
         rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
         pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = (
@@ -414,7 +424,8 @@ class Head:
         kept: the tensors of a `phases.Call`.
         """
         [record] = call
-        own, size = record["own"], hidden.shape[1]
+        own = record["own"]
+        size = hidden.shape[1]
         widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
         widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
         made = {name: empty_rows(stored, len(hidden), width) for name, width in widths.items()}

@@ -139,7 +139,8 @@ def divide(head_dim, rows, base):
     """Divide the memory of a worker, which begins at `base`. rows: as `padded_rows` returns
     them.
     """
-    block, tile = BLOCK * head_dim * 4, MOST_ROWS * BLOCK * 4
+    block = BLOCK * head_dim * 4
+    tile = MOST_ROWS * BLOCK * 4
     states = rows * (HEADER + head_dim * 4)
     values = base + block
     queries = values + block
@@ -217,9 +218,11 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
     """Attend with a tile of rows to the block that is laid out, of which they see `seen` keys at
     most.
     """
-    columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
+    columns = blocks.unit_columns(element)
+    head_bytes = 4 * call.head_dim
     queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
-    keys, scores = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES), Matrix(scratch.scores, BLOCK * 4)
+    keys = Wide(scratch.keys, BLOCK * 4, VECTOR_BYTES)
+    scores = Matrix(scratch.scores, BLOCK * 4)
     multiply(
         element,
         num_rows,
@@ -232,22 +235,19 @@ def attend_tile(element, call, item, scratch, states, block, row, num_rows, seen
         0,
     )
     hide(element, call, item, scratch.scores, block, row, num_rows, seen)
-    vectors, first = call.head_dim // LANES, state_of(call, states, row)
+    vectors = call.head_dim // LANES
+    first = state_of(call, states, row)
     blocks.weigh(
         element, num_rows, scratch.scores, first, vectors, call.scale / LN_2, scratch.weights
     )
-    weights, sums = (
-        Matrix(scratch.weights, BLOCK * 4 // columns),
-        Matrix(first + HEADER, HEADER + head_bytes),
-    )
+    weights = Matrix(scratch.weights, BLOCK * 4 // columns)
+    sums = Matrix(first + HEADER, HEADER + head_bytes)
     if takes_values_as_they_are(element, item, block):
         values = Wide(values_of(call, item, block), call.row, VECTOR_BYTES // 2)
         multiply(_NARROW, num_rows, vectors, weights, values, seen, sums, 1, 0)
     else:
-        values, depth = (
-            Wide(scratch.values, head_bytes, VECTOR_BYTES),
-            blocks.num_units(element, seen),
-        )
+        values = Wide(scratch.values, head_bytes, VECTOR_BYTES)
+        depth = blocks.num_units(element, seen)
         multiply(element, num_rows, vectors, weights, values, depth, sums, 1, 0)
 
 
@@ -281,10 +281,8 @@ def attend_split(element, call, item, scratch, states, first, last):
     """Attend to the keys from `first` to `last`, while those of the next block are on their way
     from memory.
     """
-    vectors, lines = (
-        call.head_dim // LANES,
-        call.head_dim * blocks.element_size(element) // VECTOR_BYTES,
-    )
+    vectors = call.head_dim // LANES
+    lines = call.head_dim * blocks.element_size(element) // VECTOR_BYTES
     tile_rows = blocks.tile_rows(element)
     num_tiles = (item.num_rows + tile_rows - 1) // tile_rows
     # keys asked for with each tile: more at once would be waited for
@@ -292,7 +290,8 @@ def attend_split(element, call, item, scratch, states, first, last):
     for row in range(item.num_rows):
         blocks.clear(element, state_of(call, states, row), vectors)
     for block in range(first, last, BLOCK):
-        values, num_keys = values_of(call, item, block), min(BLOCK, item.length - block)
+        values = values_of(call, item, block)
+        num_keys = min(BLOCK, item.length - block)
         keys = values - call.v + call.k
         blocks.lay_keys(element, keys, call.row, num_keys, call.head_dim, scratch.keys)
         if not takes_values_as_they_are(element, item, block):
@@ -333,10 +332,8 @@ def write_results(element, call, item, totals):
         token, head = divmod(item.first_row + row, call.group)
         place = (item.sequence * call.num_queries + token) * call.num_key_heads * call.group
         place += item.key_head * call.group + head
-        state, out = (
-            state_of(call, totals, row),
-            call.out + place * call.head_dim * blocks.element_size(element),
-        )
+        state = state_of(call, totals, row)
+        out = call.out + place * call.head_dim * blocks.element_size(element)
         weight = blocks.finish(element, state, call.head_dim // LANES, out)
         if call.lse == 0:
             continue
@@ -356,7 +353,8 @@ def find_item(element, call, number):
     first_row = row_block * call.rows
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
     places = integers(element, call.places, (2, call.num_sequences))
-    start, length = places[0, sequence], places[1, sequence]
+    start = places[0, sequence]
+    length = places[1, sequence]
     first_masked = max(0, length - call.mask_width)
     first_own = first_masked // BLOCK * BLOCK if call.mask != 0 else length
     return WorkItem(sequence, key_head, first_row, num_rows, start, length, first_masked, first_own)
@@ -397,7 +395,8 @@ def run_item(element, call, scratch, number):
 def add_up(element, call, item, totals, states):
     """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
-        total, state = state_of(call, totals, row), state_of(call, states, row)
+        total = state_of(call, totals, row)
+        state = state_of(call, states, row)
         blocks.fold(element, total, state, call.head_dim // LANES, call.scale / LN_2)
 
 

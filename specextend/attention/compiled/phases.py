@@ -75,7 +75,8 @@ SPINS = 2000
 """Looks at a counter, some tens of microseconds, before a worker that waits gives its processor
 away: beside another busy process it may be what the one that is held up waits for.
 """
-OF_LAYER, OTHERS = ("qkv", "o_proj", "gate_up", "down_proj"), ("fuse", "copy", "lm_head")
+OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
+OTHERS = ("fuse", "copy", "lm_head")
 """The products of a layer, and all others."""
 BITS = np.uint32(0)  # an element that is copied as it is
 ELEMENT = products.ELEMENT(0)
@@ -267,18 +268,25 @@ def rotate_rows(element, own, layer, number):
     """Apply RoPE to an item's queries and keys, and write keys and values to the cache; copy those
     of `own.copied`.
     """
-    call, norms = layer.attention, layer.own
-    head_bytes, num_keys = 2 * call.head_dim, call.num_key_heads - own.num_copied
+    call = layer.attention
+    norms = layer.own
+    head_bytes = 2 * call.head_dim
+    num_keys = call.num_key_heads - own.num_copied
     num_queries = num_keys * call.group
     for row in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         place = integers(element, own.cache_rows, own.num_rows)[row] * call.row
         angles = integers(element, own.positions, own.num_rows)[row] * head_bytes
         first = layer.qkv.out + row * (num_queries + 2 * num_keys) * head_bytes
-        queries, keys, values = call.q + row * call.q_token, call.k + place, call.v + place
+        queries = call.q + row * call.q_token
+        keys = call.k + place
+        values = call.v + place
         for i in range(num_queries + num_keys):
-            head, out, norm = first + i * head_bytes, queries + i * head_bytes, norms.query_norm
+            head = first + i * head_bytes
+            out = queries + i * head_bytes
+            norm = norms.query_norm
             if i >= num_queries:
-                out, norm = keys + (i - num_queries) * call.head, norms.key_norm
+                out = keys + (i - num_queries) * call.head
+                norm = norms.key_norm
             if norm != 0:
                 normalise(element, head, norm, call.head_dim // LANES, norms.eps, head)
             turn(
@@ -289,7 +297,8 @@ def rotate_rows(element, own, layer, number):
             copy_row(BITS, value, head_bytes // VECTOR_BYTES, values + i * call.head)
         ready = own.copied + row * own.num_copied * (call.group + 2) * head_bytes
         for i in range(own.num_copied * (call.group + 2)):
-            out, key = queries + (num_queries + i) * head_bytes, i - own.num_copied * call.group
+            out = queries + (num_queries + i) * head_bytes
+            key = i - own.num_copied * call.group
             if key >= own.num_copied:
                 out = values + (num_keys + key - own.num_copied) * call.head
             elif key >= 0:
@@ -344,7 +353,8 @@ def number_at(b, element, logits):
 @numba.njit
 def rank_row(element, call, row):
     """Find the likeliest children of a row, best first, and their log probabilities."""
-    own, num_vectors = call.own, call.lm_head.num_blocks * products.VECTORS
+    own = call.own
+    num_vectors = call.lm_head.num_blocks * products.VECTORS
     logits = call.lm_head.out + row * num_vectors * 2 * LANES
     tokens = integers(element, own.best_tokens + 8 * row * own.num_best, own.num_best)
     best = numbers(element, own.best + 4 * row * own.num_best, own.num_best)
@@ -373,18 +383,21 @@ def rank_row(element, call, row):
 @numba.njit
 def add_children(element, own, sequence, pool, log_probs):
     """Append the likeliest children of a sequence's rows to its pool."""
-    rows, width = rows_of(element, own), own.num_rows // own.num_sequences
+    rows = rows_of(element, own)
+    width = own.num_rows // own.num_sequences
     tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
     best = numbers(element, own.best, (own.num_rows, own.num_best))
     for number in range(own.num_pooled, own.num_pooled + min(own.num_nodes, width * own.num_best)):
-        chosen, most = -1, -np.inf
+        chosen = -1
+        most = -np.inf
         for row in range(sequence * width, (sequence + 1) * width):
             if rows[row, CURSOR] < own.num_best:
                 value = best[row, rows[row, CURSOR]] + log_probs[rows[row, NODE]]
                 if not value > NEVER:
                     value = NEVER
                 if value > most:
-                    chosen, most = row, value
+                    chosen = row
+                    most = value
         parent = rows[chosen, NODE]
         pool[number, TOKEN] = tokens[chosen, rows[chosen, CURSOR]]
         pool[number, PARENT] = parent
@@ -422,7 +435,8 @@ def pool_of(element, own, sequence):
 def choose_rows(element, own, first, width):
     """Let the best of the newest nodes, those from `first` on, be the rows of the next level."""
     own.num_rows = own.num_sequences * width
-    rows, row = rows_of(element, own), 0
+    rows = rows_of(element, own)
+    row = 0
     for sequence in range(own.num_sequences):
         pool = pool_of(element, own, sequence)[0]
         for wanted in (1, 0):  # where a sequence has fewer, others make up the number
@@ -437,7 +451,8 @@ def describe_rows(element, own, attention, width):
     """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places,
     mask.
     """
-    before, rows = own.num_expanded, rows_of(element, own)
+    before = own.num_expanded
+    rows = rows_of(element, own)
     own.num_expanded += width
     sequences = integers(element, own.sequences, (own.num_sequences, 5))
     cache_rows = integers(element, own.cache_rows, own.num_rows)
@@ -449,7 +464,9 @@ def describe_rows(element, own, attention, width):
     mask[:] = 0
     for number in range(own.num_rows):
         sequence, place = divmod(number, width)
-        row, known, pool = rows[number], sequences[sequence], pool_of(element, own, sequence)[0]
+        row = rows[number]
+        known = sequences[sequence]
+        pool = pool_of(element, own, sequence)[0]
         node = pool[row[NODE]]
         node[ROW], node[PLACE] = number, before + place
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
@@ -471,7 +488,9 @@ def add_level(element, own, level):
     """Append the children of the last level; return how many rows of each sequence the next one
     has.
     """
-    first, width, expected = own.num_pooled, 0, 0.0
+    first = own.num_pooled
+    width = 0
+    expected = 0.0
     added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
     for sequence in range(own.num_sequences):
         pool, log_probs = pool_of(element, own, sequence)
@@ -554,13 +573,12 @@ def embed_rows(element, call, layer, number):
     them.
     """
     own = call.own
-    row_bytes, num_vectors = 4 * layer.qkv.num_pairs, 2 * layer.qkv.num_pairs // LANES
+    row_bytes = 4 * layer.qkv.num_pairs
+    num_vectors = 2 * layer.qkv.num_pairs // LANES
     for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         row = rows_of(element, own)[place]
-        out, joined = (
-            call.copy.x + place * own.num_read * row_bytes,
-            call.fuse.x + 2 * place * row_bytes,
-        )
+        out = call.copy.x + place * own.num_read * row_bytes
+        joined = call.fuse.x + 2 * place * row_bytes
         for i in range(own.num_read):
             embedding = own.embedding + row[READ + i] * row_bytes
             normalise(
@@ -574,7 +592,9 @@ def embed_rows(element, call, layer, number):
 @numba.njit
 def run_item(element, call, layer, kind, scratch, sums, number):
     """Do an item of a phase."""
-    own, norms, width = call.own, layer.own, 2 * layer.qkv.num_pairs
+    own = call.own
+    norms = layer.own
+    width = 2 * layer.qkv.num_pairs
     if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
         products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
     elif kind == ATTEND:
@@ -586,11 +606,19 @@ def run_item(element, call, layer, kind, scratch, sums, number):
     elif kind == RANK:
         rank_row(element, call, number)
     else:
-        source, weight, eps, out = layer.o_proj.residual, norms.input_norm, norms.eps, layer.qkv.x
+        source = layer.o_proj.residual
+        weight = norms.input_norm
+        eps = norms.eps
+        out = layer.qkv.x
         if kind == POST_NORM:
-            source, weight, out = layer.down_proj.residual, norms.post_norm, layer.gate_up.x
+            source = layer.down_proj.residual
+            weight = norms.post_norm
+            out = layer.gate_up.x
         elif kind == NORM:
-            source, weight, eps, out = layer.down_proj.out, own.norm, own.eps, call.lm_head.x
+            source = layer.down_proj.out
+            weight = own.norm
+            eps = own.eps
+            out = call.lm_head.x
         normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
 
 
@@ -599,7 +627,8 @@ def work(element, call):
     """Take items of all phases in order. Every worker of a call runs this once."""
     own = call.own
     layers = numba.carray(layers_at(element, own.layers), own.num_layers)
-    worker, counter = add_to(element, own.counters, 1), own.counters + LINE
+    worker = add_to(element, own.counters, 1)
+    counter = own.counters + LINE
     scratch = items.memory_of(layers[0].attention, worker)
     sums = own.workspace + worker * products.WORKER_BYTES
     tiles.configure(element)

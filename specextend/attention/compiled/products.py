@@ -194,21 +194,20 @@ def depth_of(call, num_rows, most):
 @numba.njit
 def multiply_rows(element, call, sums, widened, block, first, num_rows):
     """Multiply some rows with a block of the weight."""
-    row_bytes, at_once, size = call.num_pairs * 4, DEPTH, VECTOR_BYTES
+    row_bytes = call.num_pairs * 4
+    at_once = DEPTH
+    size = VECTOR_BYTES
     if call.is_int8 != 0:
-        at_once, size = min(WIDENED, DEPTH), VECTOR_BYTES // 2
+        at_once = min(WIDENED, DEPTH)
+        size = VECTOR_BYTES // 2
     if HAS_TILES:
         at_once = depth_of(call, num_rows, at_once)
-    weight, wide_x = (
-        call.weight + block * call.num_pairs * VECTORS * size,
-        widened + WIDENED * _SUM_BYTES,
-    )
+    weight = call.weight + block * call.num_pairs * VECTORS * size
+    wide_x = widened + WIDENED * _SUM_BYTES
     num_tiles = (num_rows + _TILE - 1) // _TILE
     for start in range(0, call.num_pairs, at_once):
-        depth, x = (
-            min(at_once, call.num_pairs - start),
-            Matrix(call.x + first * row_bytes + start * 4, row_bytes),
-        )
+        depth = min(at_once, call.num_pairs - start)
+        x = Matrix(call.x + first * row_bytes + start * 4, row_bytes)
         right = matrix_of(weight, start, call.num_pairs, size)
         if call.is_int8 != 0:
             right = widen_some(element, right, depth, widened)
@@ -219,13 +218,13 @@ def multiply_rows(element, call, sums, widened, block, first, num_rows):
                 )
             x = Matrix(wide_x, depth * 8)
         for tile in range(num_tiles):
-            row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+            row = tile * num_rows // num_tiles
+            end = (tile + 1) * num_rows // num_tiles
             if HAS_TILES:
-                row, end = tile * _TILE, min(num_rows, (tile + 1) * _TILE)
-            left, out = (
-                Matrix(x.start + row * x.stride, x.stride),
-                Matrix(sums + row * _SUM_BYTES, _SUM_BYTES),
-            )
+                row = tile * _TILE
+                end = min(num_rows, (tile + 1) * _TILE)
+            left = Matrix(x.start + row * x.stride, x.stride)
+            out = Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
             ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
             multiply_tile(
                 element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead
@@ -238,12 +237,15 @@ def write_rows(element, call, sums, block, first, num_rows):
     gate.
     """
     width = call.num_blocks >> call.is_gated
-    scales, bias = call.scales + block * _SUM_BYTES, call.bias + block * _SUM_BYTES
+    scales = call.scales + block * _SUM_BYTES
+    bias = call.bias + block * _SUM_BYTES
     for row in range(num_rows):
         place = ((first + row) * width + block) * (_SUM_BYTES // 2)
-        mine, out = sums + row * _SUM_BYTES, call.out + place
+        mine = sums + row * _SUM_BYTES
+        out = call.out + place
         if call.is_gated:
-            other, across = mine + ROWS * _SUM_BYTES, width * _SUM_BYTES
+            other = mine + ROWS * _SUM_BYTES
+            across = width * _SUM_BYTES
             write_gated(element, mine, scales, bias, other, scales + across, bias + across, out)
         else:
             write_sums(
@@ -268,7 +270,8 @@ def run_item(element, call, num_all, sums, number):
         part, block = divmod(number, call.num_blocks >> call.is_gated)
     elif HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
         at_once = TILE  # fewer sums take less of a first cache
-    end, others = min(num_all, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
+    end = min(num_all, (part + 1) * ROWS)
+    others = sums + ROWS * _SUM_BYTES
     widened = others + ROWS * _SUM_BYTES
     for first in range(part * ROWS, end, at_once):
         num_rows = min(at_once, end - first)

@@ -258,7 +258,8 @@ def transposed(b, rows):
         upper = units([lane + (size if lane & block else block) for lane in range(size)])
         for i in range(size):
             if not i & block:
-                x, y = rows[i], rows[i + block]
+                x = rows[i]
+                y = rows[i + block]
                 rows[i], rows[i + block] = (
                     b.shuffle_vector(x, y, lower),
                     b.shuffle_vector(x, y, upper),
@@ -271,7 +272,9 @@ def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
     """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried
     values, if any.
     """
-    before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
+    before = b.block
+    head = b.append_basic_block("repeat")
+    after = b.append_basic_block("done")
     b.branch(head)
     b.position_at_end(head)
     index = b.phi(I64)
