@@ -476,11 +476,11 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    advice = (
-        "set decoding.repetition_penalty"
-        if is_loop
-        else "do it again with --retry-errors=all --retry-truncated LIMIT"
-    )
+    advice = "do it again with --retry-errors=all --retry-truncated LIMIT"
+    if is_loop:
+        advice = "set decoding.repetition_penalty"
+    elif config.input.has_limits:
+        advice = "raise its limit"
     raise DocumentError(
         INCOMPLETE,
         f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} "

@@ -216,8 +216,9 @@ def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments],
                 _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
                 return exits.exit_code(error)
             except exits.InterruptedRunError as error:
+                how = " with the same --retry-truncated" if arguments.retry_truncated else ""
                 _say(
-                    f"interrupted: {error}; finished work is on disk, run again to resume",
+                    f"interrupted: {error}; finished work is on disk, run again to resume{how}",
                     "interrupted",
                     arguments,
                 )

@@ -81,6 +81,7 @@ def prepare(
     """
     check_device(config.target, config.job)
     limit = config.decoding.max_new_tokens
+    policy = config.prompt.length_policy
     if retry_truncated is not None:
         config = _with_limit(config, retry_truncated)
     with _refusals():
@@ -110,6 +111,7 @@ def prepare(
         values = config.model_dump(mode="json")
         hashes = pair_hashes(config.target, draft)
         values["decoding"]["max_new_tokens"] = limit
+        values["prompt"]["length_policy"] = policy
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -142,6 +144,9 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
 
 
 def _with_limit(config: RunConfig, limit: int) -> RunConfig:
+    """Return the configuration of a retry. A text stays where more tokens would leave less of its
+    document.
+    """
     if config.tasks:
         raise RefusedError("--retry-truncated: each of several tasks has a limit of its own")
     if config.input.has_limits:
@@ -153,7 +158,11 @@ def _with_limit(config: RunConfig, limit: int) -> RunConfig:
             "--retry-truncated must be above decoding.max_new_tokens, which is "
             f"{config.decoding.max_new_tokens}"
         )
-    return config.model_copy(update={"decoding": replace(config.decoding, max_new_tokens=limit)})
+    decoding = replace(config.decoding, max_new_tokens=limit)
+    prompt = config.prompt
+    if prompt.length_policy != "parts":
+        prompt = replace(prompt, length_policy="error")
+    return config.model_copy(update={"decoding": decoding, "prompt": prompt})
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:

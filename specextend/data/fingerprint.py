@@ -15,7 +15,7 @@ from specextend.data.schema import TextColumns, text_columns
 from specextend.data.source import Source
 from specextend.data.storage import Location, exists, read_parsed, write_bytes
 
-VERSION = 1
+VERSION = 2
 
 _FREE = (
     "input.path",

@@ -538,15 +538,16 @@ class Adaptive:
         return prune(trees, self._or_the_next(size))
 
     def _or_the_next(self, size: int) -> int:
-        """Return the size, or now and then one beside it, so that the cost of that is known,
-        too.
+        """Return the size, or now and then one beside it, so that the cost of that is known, too.
+
+        A plain step is none: it would be booked as a draft of which nothing was accepted.
         """
         self._num_cut += 1
         if self._num_cut % LOOK_AROUND:
             return size
         at = self._sizes.index(size)
         which = max if self._num_cut % (2 * LOOK_AROUND) else min
-        return which(self._sizes[max(0, at - 1) : at + 2])
+        return which(self._sizes[max(min(at, 1), at - 1) : at + 2])
 
     def _read_promises(self) -> None:
         """Give each sequence the path probabilities of its last whole tree, unless it has them."""

@@ -74,7 +74,7 @@ def most_failed(report: Report) -> Finding | None:
     retry = (
         "--retry-errors does them again"
         if first["retryable"]
-        else "another try would fail in the same way"
+        else "another try with these settings would fail in the same way"
     )
     says = (
         f"{counted(failed, 'document')} failed, {number(first['rows'])} of them with {kinds}: "
@@ -99,6 +99,8 @@ def truncated(report: Report) -> Finding | None:
         report, "run.input.max_new_tokens_column"
     )
     own = f" or the limit in column '{shortened(column)}'" if column else ""
+    if not is_loop and not column:
+        advice += ", or do them again with --retry-truncated"
     of = f"{rows:,} of {counted(report['rows']['done'], 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
     return Finding(

@@ -295,11 +295,11 @@ def test_a_stdout_that_takes_no_more_is_said_in_one_line(job, folder):
 
 
 def test_lines_of_json_become_parquet(tmp_path):
-    """`prepare.py jsonl`: of fields that some lines lack the others are null."""
+    """Of fields that some lines lack the others are null."""
     lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     fields = ["--text-field", "body", "--id-field", "n"]
-    ended = in_process("prepare.py", "jsonl", str(tmp_path / "in.jsonl"), *fields, "--output", str(tmp_path / "a"))
+    ended = in_process("prepare.py", "documents", str(tmp_path / "in.jsonl"), *fields, "--output", str(tmp_path / "a"))
     assert (ended.code, ended.stdout) == (0, f"2 documents in {tmp_path / 'a'}\n"), ended.stderr
     assert pq.read_table(tmp_path / "a").select(["id", "text", "reference"]).to_pylist() == [
         {"id": "7", "text": "one", "reference": None},

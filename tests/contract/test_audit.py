@@ -72,14 +72,14 @@ def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tm
     """A run of its own for them is a second table. The audit decodes each row again by the limit that it has."""
     short = ("decoding.max_new_tokens=8", "decoding.stop=[Cut, provid]")  # b ends before the first limit, d and f then
     output = decoded(tmp_path, *short)
-    for _ in range(2):  # what is cut at the new limit, too, is not tried at it again
-        decoded(tmp_path, *short, flags=("--retry-truncated", "24"))
+    for limit in ("24", "24", "8100"):  # not twice at 24; 8100 leave no room, and no text goes for that of less
+        decoded(tmp_path, *short, flags=("--retry-truncated", limit))
     found = pq.read_table(output / "summaries").to_pylist()
     limits = [row["max_new_tokens"] for row in found]
     assert limits == [24, 8, 24, 24, 24]
     assert [row["finish_reason"] for row in found] == ["length", "stop", "stop", "length", "stop"]
     assert json.loads((output / "report.json").read_text())["raised_limits"] == 4
-    assert len([*(output / "_run" / "attempts").iterdir()]) == 2
+    assert len([*(output / "_run" / "attempts").iterdir()]) == 3
     ended = specextend("audit", str(output), "--json", "-")
     assert json.loads(ended.stdout).items() >= ALL.items()
     ended = specextend("export", str(output), "--follow", "--to", str(tmp_path / "live"))

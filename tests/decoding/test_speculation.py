@@ -160,4 +160,5 @@ def test_sizes_that_a_start_measured_beside_other_work_are_found_to_be_cheap():
         sizes.append(trees.num_nodes)
         adaptive.observe([sequence], [LENGTH], trees, [min(3, sizes[-1] - 1)], 1.0)
     assert max(sizes[:10]) < 8
+    assert 1 not in sizes
     assert sorted(sizes[-20:])[10] == 8

@@ -11,7 +11,7 @@ from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.fingerprint import fingerprint
+from specextend.data.fingerprint import VERSION, fingerprint
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import result_row
@@ -179,7 +179,7 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
     values = config.model_dump(mode="json")
     identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
     model = {"target": {"model": "/models/target", "commit": "c0ffee"}}
-    manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
+    manifest = {"version": VERSION, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
     Path(output.path, "_run").mkdir(parents=True, exist_ok=True)
     Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))
 

@@ -69,7 +69,11 @@ CASES = [
         changed(rows__errors=12, errors=[FAILED]),
         "12 .* 10 of them with PromptTooLong .* doc-a, doc-b, doc-c.$",
     ),
-    ("truncated", changed(**CUT), "8 of 100 texts .* raise it. For example doc-a, doc-b, doc-c.$"),
+    (
+        "truncated",
+        changed(**CUT),
+        "8 of 100 texts .* raise it, or do them again with --retry-truncated. For example doc-a, doc-b, doc-c.$",
+    ),
     ("truncated", changed(**CUT, run__input={"options_column": "own"}), "tokens or the limit in column 'own': raise"),
     ("truncated", changed(**CUT, quality_flags__repeated=7), "repeat themselves, so set decoding.stop_repetition"),
     ("truncated", changed(**CUT, quality_flags__repeated=7, **SET), "max_new_tokens: raise it"),
