@@ -148,8 +148,8 @@ class RunConfig(BaseModel):
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
     tasks: dict[str, Values] = Field(default_factory=dict)
-    """Of a run that asks several things of each document: by name, the keys in which each differs
-    from the first, whose own are those above, with its `output.column`.
+    """Of a run that asks several things of each document: by name, the keys of each in which tasks
+    may differ. Those above are the first one's.
     """
 
     @model_validator(mode="after")
@@ -187,19 +187,17 @@ class RunConfig(BaseModel):
         """
         if not self.tasks:
             return {"": self}
-        whole = self.model_dump(mode="json") | {"tasks": {}}
+        whole = self.model_dump(mode="json", exclude={"tasks"})
         return {
-            name: self.from_values(
-                whole | {section: whole[section] | keys for section, keys in own.items()}
-            )
+            name: self.from_values(whole | {key: whole[key] | own[key] for key in own})
             for name, own in self.tasks.items()
         }
 
     @property
     def most_new_tokens(self) -> int:
         """Return the largest `decoding.max_new_tokens` of a task."""
-        own = [keys.get("decoding", {}).get("max_new_tokens", 0) for keys in self.tasks.values()]
-        return max([self.decoding.max_new_tokens, *own])
+        own = [keys["decoding"]["max_new_tokens"] for keys in self.tasks.values()]
+        return max(own, default=self.decoding.max_new_tokens)
 
     def max_tokens(self, context_length: int) -> int:
         """Return the most prompt and output tokens of one request: the tree behind them must fit
@@ -235,11 +233,18 @@ class RunConfig(BaseModel):
         values, origins = merge(config, overrides)
         if asked := _asked(values.pop("tasks", None)):
             given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
-            load = partial(
-                cls.load, overrides=overrides, allow_relative=allow_relative, run_date=run_date
+            others = [each for each in overrides if not each.strip().startswith("tasks")]
+            return _joined(
+                {
+                    name: cls.load(
+                        [*given, {"tasks": None}, task],
+                        others,
+                        allow_relative=allow_relative,
+                        run_date=run_date,
+                    )
+                    for name, task in asked.items()
+                }
             )
-            each = {name: load([*given, {"tasks": []}, task]) for name, task in asked.items()}
-            return _joined(each)
         known = {
             "run_date": (run_date or date.today()).isoformat(),
             "models": models_folder(),
@@ -266,8 +271,10 @@ class RunConfig(BaseModel):
             ) from None
 
 
-OneConfig = RunConfig | ReadOnly | str | Path
-"""A configuration, its values, a YAML file, or the name of a shipped one."""
+OneConfig = RunConfig | ReadOnly | str | Path | tuple[ReadOnly | str, str]
+"""A configuration, its values, a YAML file, or the name of a shipped one; or one of these with the
+folder that its paths are relative to.
+"""
 Configs = OneConfig | Sequence[OneConfig]
 """One, or several of which a later one wins key by key."""
 
@@ -296,7 +303,7 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
         _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
             if section == "tasks":
-                options = _from_folder(options, origin.folder)
+                options = _placed(options, origin.folder)
             merged[section] = (
                 _keys(merged, section) | options if isinstance(options, dict) else options
             )
@@ -346,20 +353,22 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
     if isinstance(config, RunConfig):
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
         return
+    config, folder = config if isinstance(config, tuple) else (config, "")
     if isinstance(config, Mapping):
-        origin = Origin("values", os.getcwd())
+        origin = Origin("values", os.path.abspath(folder))
         values = json.loads(_as_json(dict(config)))
     else:
-        path = find_config(config).resolve()
+        file = find_config(config, folder)
+        path = file.resolve()
         if path in above:
             raise ConfigError(
                 f"base: {config} leads back to itself; take it out of one of the files"
             )
         above = (*above, path)
         is_shipped = path.is_relative_to(CONFIGS.resolve())
-        folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
+        folder = os.getcwd() if is_shipped else os.path.abspath(file.parent)
         origin = Origin(str(config), folder, is_shipped)
-        values = read_yaml(find_config(config))
+        values = read_yaml(file)
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -367,16 +376,14 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
             f"base must name a configuration, or several in a list, got {shown(bases)}"
         )
     for base in bases:
-        yield from _read(
-            base if base in shipped_configs() else os.path.join(origin.folder, base), above
-        )
+        yield from _read((base, origin.folder), above)
     yield values, origin
 
 
-_OF_TASKS = {
+OF_TASKS = {
     "prompt": {"instruction", "examples", "system", "length_policy"},
     "parts": {"tokens", "instruction", "merge_instruction"},
-    "output": {"column", "schema", "evidence"},
+    "output": {"column", "schema", "evidence", "sources"},
     "decoding": {
         *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
         *("repetition_penalty", "no_repeat_ngram_size"),
@@ -385,30 +392,23 @@ _OF_TASKS = {
 """What tasks of one run may differ in."""
 
 
-def _from_folder(tasks: Any, folder: str) -> Any:
-    """Return tasks as they are asked for, but the files among them with the folder of the one that
-    names them.
-    """
-    if not isinstance(tasks, list):
-        return tasks
-    is_file = (isinstance(task, str) and task not in shipped_configs() for task in tasks)
-    return [
-        os.path.join(folder, task) if each else task
-        for task, each in zip(tasks, is_file, strict=True)
-    ]
+def _placed(tasks: Any, folder: str) -> Any:
+    """Return a list of tasks, each with the folder that its paths are relative to."""
+    if isinstance(tasks, dict):
+        tasks = [
+            keys | {"name": name} if isinstance(keys, dict) else keys
+            for name, keys in tasks.items()
+        ]
+    return [(task, folder) for task in tasks] if isinstance(tasks, list) else tasks
 
 
 def _asked(tasks: Any) -> dict[str, OneConfig]:
     """Return by name what each of several tasks adds to the configuration. Raises ConfigError."""
-    if isinstance(tasks, dict):
-        tasks = [
-            {"name": name} | keys if isinstance(keys, dict) else keys
-            for name, keys in tasks.items()
-        ]
-    if tasks is None:
-        return {}
     found: dict[str, OneConfig] = {}
-    for task in tasks if isinstance(tasks, list) else [tasks]:
+    if not isinstance(tasks, list | None):
+        tasks = [tasks]
+    for each in tasks or ():
+        task, folder = each if isinstance(each, tuple) else (each, "")
         keys = dict(task) if isinstance(task, dict) else {"name": Path(str(task)).stem}
         name = keys.pop("name", None)
         if not isinstance(task, str | dict) or not isinstance(name, str) or not name:
@@ -418,10 +418,9 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
             )
         if name in found:
             raise ConfigError(f"tasks has {name} twice; give one of them another name")
-        if "tasks" in keys or (wrong := sorted(keys.keys() - _OF_TASKS.keys() - {"base"})):
-            what = "tasks" if "tasks" in keys else wrong[0]
-            raise ConfigError(f"tasks: {name} has {what}; a task has {', '.join(_OF_TASKS)}")
-        found[name] = keys if isinstance(task, dict) else task
+        if wrong := sorted(keys.keys() - OF_TASKS.keys() - {"base"}):
+            raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
+        found[name] = keys if isinstance(task, dict) else task, folder
     return found
 
 
@@ -429,7 +428,7 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
     """Make the configuration of a run with several tasks of those of runs with one. Raises
     ConfigError.
     """
-    first = next(iter(each.values()))
+    name_of_first, first = next(iter(each.items()))
     if len(each) < 2:
         return first
     if first.input.instruction_column is not None:
@@ -441,24 +440,18 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
         raise ConfigError(
             f"tasks: two write the column {twice[0]}; give one of them another output.column"
         )
-    shared = first.model_dump(mode="json")
-    tasks = dict[str, Values]()
+    shared = first.model_dump(mode="json", exclude=OF_TASKS)
     for name, config in each.items():
-        own: Values = {"output": {"column": config.output.column}}
-        for section, values in config.model_dump(mode="json").items():
+        for section, own in config.model_dump(mode="json", exclude=OF_TASKS).items():
             before = shared[section] or {}
-            changed = {
-                key: value for key, value in (values or {}).items() if before.get(key, ...) != value
-            }
-            if wrong := sorted(changed.keys() - _OF_TASKS.get(section, set())):
+            if wrong := [key for key in own or () if before.get(key, ...) != own[key]]:
                 raise ConfigError(
-                    f"tasks: {name} has another {section}.{wrong[0]} than {next(iter(each))}, but "
-                    "tasks of a "
-                    "run share it: set it beside `tasks`"
+                    f"tasks: {name} has another {section}.{wrong[0]} than {name_of_first}, but "
+                    "tasks of a run share it: set it beside `tasks`"
                 )
-            if changed:
-                own[section] = own.get(section, {}) | changed
-        tasks[name] = own
+    tasks = {
+        name: config.model_dump(mode="json", include=OF_TASKS) for name, config in each.items()
+    }
     return first.model_copy(update={"tasks": tasks})
 
 

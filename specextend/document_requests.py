@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise, zip_longest
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specextend.config import RunConfig
-from specextend.core import Completion, FinishReason, Request, Values, first_line
+from specextend.core import Completion, Request, Values, first_line
 from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
@@ -57,9 +57,9 @@ class Summary:
     """What the model wrote while it thought, if it is of a kind that does; it is no part of the
     text.
     """
-    tasks: tuple[tuple[Task, Summary], ...] = ()
-    """Those of all tasks if there are several; the completion is the first one's, with the counts
-    of all.
+    tasks: tuple[tuple[Task, Summary | DocumentError], ...] = ()
+    """Those of all tasks if there are several; all else is the first one's, with the counts of
+    all.
     """
 
     def timed(self, total_s: float) -> Summary:
@@ -140,122 +140,78 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
     rows = [row, *(replace(row, instruction=other) for other in row.others)]
-    under_way = {
-        number: summarize(task.config, task.prompts, rows[number], f"{name}:{number}")
+    under_way = [
+        summarize(task.config, task.prompts, rows[number], f"{name}:{number}")
         for number, task in enumerate(tasks)
-    }
-    summaries: dict[int, Summary] = {}
-    errors: dict[int, DocumentError] = {}
-    outcomes: dict[str, Completion | DocumentError] = {}
-    steps: dict[int, Round] = {}
-    while under_way:
-        for number, rounds in list(under_way.items()):
-            sent = [outcomes[request.request_id] for request in steps.pop(number, ())]
-            try:
-                step = advance(rounds, sent or None)
-            except DocumentError as error:
-                errors[number] = error
-            else:
-                if isinstance(step, Summary):
-                    summaries[number] = step
-                else:
-                    steps[number] = step
-        under_way = {number: under_way[number] for number in steps}
-        if steps:
-            chains = tuple(_chained(requests) for requests in zip_longest(*steps.values()))
-            found = yield chains
-            names = [request.request_id for chain in chains for request in chain.chain]
-            outcomes = dict(zip(names, found, strict=True))
-    answered = tuple((tasks[number], summaries[number]) for number in sorted(summaries))
-    if errors:
-        raise _failed_tasks(
-            row, answered, {tasks[number].name: error for number, error in sorted(errors.items())}
-        )
-    stats = DecodingStats()
-    for _, summary in answered:
-        stats.add(summary.completion.stats)
-    first = answered[0][1]
-    num_requests = sum(summary.num_requests for _, summary in answered)
-    return Summary(
-        replace(first.completion, stats=stats),
-        first.prompt,
-        num_requests=num_requests,
-        tasks=answered,
-    )
+    ]
+    states = [_state(rounds, None) for rounds in under_way]
+    while steps := [state for state in states if isinstance(state, tuple)]:
+        chains = tuple(_chained(requests) for requests in zip_longest(*steps))
+        found = yield chains
+        names = [request.request_id for chain in chains for request in chain.chain]
+        outcomes = dict(zip(names, found, strict=True))
+        for number, state in enumerate(states):
+            if isinstance(state, tuple):
+                sent = [outcomes[request.request_id] for request in state]
+                states[number] = _state(under_way[number], sent)
+    ended = [state for state in states if not isinstance(state, tuple)]
+    return _together(row, tuple(zip(tasks, ended, strict=True)))
+
+
+def _state(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | DocumentError:
+    """Return what `advance` does, or the error of a document that failed."""
+    try:
+        return advance(rounds, outcomes)
+    except DocumentError as error:
+        return error
 
 
 def _chained(requests: Iterable[Request | None]) -> Request:
     """Let requests follow each other, those beside each other whose prompts begin alike; the scored
     ones, last.
     """
-    chain: Request | None = None
-    given = [request for request in requests if request is not None]
-    for request in sorted(
-        given, key=lambda each: (bool(each.choices), each.prompt_token_ids), reverse=True
-    ):
-        chain = replace(request, then=chain)
-    assert chain is not None
-    return chain
-
-
-def _failed_tasks(
-    row: Row, answered: Sequence[tuple[Task, Summary]], errors: Mapping[str, DocumentError]
-) -> DocumentError:
-    """Return what becomes of a document of which tasks have failed."""
-    first = next(iter(errors.values()))
-    message = "; ".join(f"task {name}: {error.message}" for name, error in errors.items())
-    failed = DocumentError(
-        first.error_class, message, first.stage, any(each.retryable for each in errors.values())
+    given = sorted(
+        (request for request in requests if request is not None),
+        key=lambda each: (bool(each.choices), each.prompt_token_ids),
     )
-    failed.summary = first.summary
-    failed.tasks = [
-        _task_row(task, summary, _assessed(task.config, row, summary)) for task, summary in answered
-    ]
-    return failed
+    last = given.pop()
+    while given:
+        last = replace(given.pop(), then=last)
+    return last
 
 
-def _assessed(config: RunConfig, row: Row, summary: Summary) -> Quality:
-    """Assess a summary, which may take 0.1 s."""
-    dropped = summary.prompt.num_dropped_tokens
-    fields = config.output.evidence_for
-    left_out = summary.prompt.left_out if config.output.sources else None
-    return assess(
-        summary.completion,
-        row.document.text,
-        dropped,
-        row.reference,
-        config.quality,
-        fields,
-        left_out,
-    )
+def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ...]) -> Summary:
+    """Return the summary of a document of several tasks. Raises DocumentError if one has failed."""
+    summaries = [each for _, each in answered if isinstance(each, Summary)]
+    failed = {task.name: each for task, each in answered if isinstance(each, DocumentError)}
+    if failed:
+        first = next(iter(failed.values()))
+        message = "; ".join(f"task {name}: {error.message}" for name, error in failed.items())
+        retryable = any(error.retryable for error in failed.values())
+        error = DocumentError(first.error_class, message, first.stage, retryable)
+        error.tasks = _task_rows(row, answered)
+        error.summary = error.tasks[0]["text"]
+        raise error
+    stats = DecodingStats()
+    for summary in summaries:
+        stats.add(summary.completion.stats)
+    whole = replace(summaries[0].completion, stats=stats)
+    return replace(summaries[0], completion=whole, tasks=answered)
 
 
-def _task_row(task: Task, summary: Summary, quality: Quality) -> Values:
-    """Return what the column `tasks` has of a task."""
-    completion = summary.completion
-    prompt = summary.prompt
-    stats = summary.completion.stats
-    counts = (
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "mean_acceptance_length",
-        "prefill_s",
-        "total_s",
-    )
-    return {
-        "name": task.name,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "length_policy": prompt.length_policy,
-        "reasoning": summary.reasoning,
-        **{name: getattr(stats, name) for name in counts},
-        "num_cached_tokens": stats.num_cached_tokens,
-        "num_dropped_tokens": prompt.num_dropped_tokens,
-        "num_requests": summary.num_requests,
-        "coverage": prompt.coverage,
-        "quality_flags": quality.quality_flags,
-        "part_summaries": summary.part_rows,
-    }
+def _task_rows(row: Row, answered: Iterable[tuple[Task, Summary | DocumentError]]) -> list[Values]:
+    """Return what the column `tasks` has: of each task what the row of a run of its own would
+    have, of one that failed what it wrote.
+    """
+    found: list[Values] = []
+    for task, state in answered:
+        made: Values
+        if isinstance(state, Summary):
+            made = finished_row(task.config, row, state)
+        else:
+            made = {"summary": state.summary}
+        found.append({**made, "name": task.name, "text": made["summary"]})
+    return found
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -274,25 +230,33 @@ def finished_row(
     row: Row,
     summary: Summary,
     *,
-    received: float,
-    ended: float,
-    worker: str,
-    attempts: int,
+    received: float = 0.0,
+    ended: float = 0.0,
+    worker: str = "",
+    attempts: int = 0,
 ) -> Values:
     """Assess a summary, which may take 0.1 s, and make the row of its document.
 
     received, ended: when the document was asked for, and when its last request was done, by
-    `time.monotonic`.
+    `time.monotonic`. One of several tasks has none of these.
     """
     completion = summary.completion
     prompt = summary.prompt
     total_s = completion.stats.total_s
-    qualities = [_assessed(task.config, row, each) for task, each in summary.tasks]
-    if summary.tasks:
-        completion, prompt, quality = _joined(summary, qualities)
+    tasks = _task_rows(row, summary.tasks)
+    if tasks:
+        quality = Quality(**{name: tasks[0][name] for name in Quality._fields})
     else:
-        quality = _assessed(config, row, summary)
-    return result_row(
+        quality = assess(
+            completion,
+            row.document.text,
+            prompt.num_dropped_tokens,
+            row.reference,
+            config.quality,
+            config.output.evidence_for,
+            prompt.left_out if config.output.sources else None,
+        )
+    made = result_row(
         row.document.key,
         row.document.doc_id,
         completion,
@@ -301,40 +265,36 @@ def finished_row(
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,
-        max_new_tokens=None if summary.tasks else max_new_tokens_of(config, row),
+        max_new_tokens=max_new_tokens_of(config, row),
         content_sha256=row.content_sha256,
         queue_s=max(0.0, ended - received - total_s),
         started_at=time.time() - (time.monotonic() - ended) - total_s,
         worker=worker,
         attempts=attempts,
-        tasks=[
-            _task_row(*each, quality)
-            for each, quality in zip(summary.tasks, qualities, strict=True)
-        ]
-        or None,
     )
+    return made | (_of_all(tasks) if tasks else {})
 
 
-def _joined(summary: Summary, qualities: Sequence[Quality]) -> tuple[Completion, Prompt, Quality]:
-    """Return what the row of a document has of all its tasks: how one ended that did not stop, all
-    choices and flags.
-
-    Of the rest its row has the first one's.
+def _of_all(tasks: list[Values]) -> Values:
+    """Return the columns that the row of a document has of all its tasks. Its counts are theirs
+    already; of the rest it has the first one's.
     """
-    each = [one for _, one in summary.tasks]
-    reasons = [one.completion.finish_reason for one in each]
-    scored = tuple(choice for one in each for choice in one.completion.scored)
-    reason: FinishReason = next((reason for reason in reasons if reason != "stop"), "stop")
-    prompt = replace(
-        summary.prompt,
-        num_dropped_tokens=sum(one.prompt.num_dropped_tokens for one in each),
-        coverage=min(one.prompt.coverage for one in each),
-    )
-    flags = dict.fromkeys(flag for quality in qualities for flag in quality.quality_flags)
-    evidence = [found for quality in qualities for found in quality.evidence or ()]
-    wanted = any(quality.evidence is not None for quality in qualities)
-    quality = qualities[0]._replace(quality_flags=[*flags], evidence=evidence if wanted else None)
-    return replace(summary.completion, scored=scored, finish_reason=reason), prompt, quality
+    joined = {
+        name: [each for task in tasks for each in task[name] or ()]
+        for name in ("quality_flags", "evidence", "choices")
+    }
+    reasons = [task["finish_reason"] for task in tasks]
+    return {
+        "finish_reason": next((reason for reason in reasons if reason != "stop"), "stop"),
+        "max_new_tokens": None,
+        "num_dropped_tokens": sum(task["num_dropped_tokens"] for task in tasks),
+        "num_requests": sum(task["num_requests"] for task in tasks),
+        "coverage": min(task["coverage"] for task in tasks),
+        "quality_flags": [*dict.fromkeys(joined["quality_flags"])],
+        "evidence": joined["evidence"] or None,
+        "choices": joined["choices"] or None,
+        "tasks": tasks,
+    }
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:

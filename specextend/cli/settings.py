@@ -46,21 +46,20 @@ def config() -> None:
 @in_one_line
 def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
     """Print every value that a run would use, as YAML, each with its source."""
-    from specextend.config import RunConfig, merge
+    from specextend.config import OF_TASKS, RunConfig, merge
 
     loaded, (given, origins) = RunConfig.load(config, settings), merge(config, settings)
     for section, values in loaded.model_dump(mode="json").items():
-        if section == "tasks":
-            if values:
-                show(f"tasks: {json.dumps(values, ensure_ascii=False)}")
-            continue
-        if values is None:
-            show(f"{section}: null  # default")
+        if section == "tasks" or values is None:
+            note = "" if values else "  # default"
+            show(f"{section}: {json.dumps(values, ensure_ascii=False)}{note}")
             continue
         show(f"{section}:")
         of_section = given.get(section) or {}
         for key, value in values.items():
             source = origins[f"{section}.{key}"].name if key in of_section else "default"
+            if loaded.tasks and key in OF_TASKS.get(section, ()):
+                source = "the first of the tasks"
             show(f"  {key}: {json.dumps(value, ensure_ascii=False)}  # {printable(source)}")
     return 0
 

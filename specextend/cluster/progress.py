@@ -110,6 +110,8 @@ class Ledger:
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
         self._output_allowed = num_done * self._output_left / max(1, len(estimates))
+        self._prompt_done = num_done * self._prompt_left / max(1, len(estimates))
+        """As estimated: what a document's tasks read once counts once."""
         self._stats = DecodingStats()
         self._stats.add(work or DecodingStats())
         self._running: dict[str, dict[DocumentKey, int]] = {}
@@ -118,7 +120,7 @@ class Ledger:
         """Sums over the running documents that have begun to decode; the last one of
         `max_new_tokens`.
         """
-        self._history: deque[tuple[float, int, int]] = deque()
+        self._history: deque[tuple[float, float, int]] = deque()
 
     def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
         """Note that a document is done, with its true counts, or has become an error row (None).
@@ -134,6 +136,7 @@ class Ledger:
             self._num_errors += 1
             return
         self._num_done += 1
+        self._prompt_done += estimate.num_prompt_tokens
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
 
@@ -158,7 +161,7 @@ class Ledger:
     def output_cost(self) -> float:
         """Return w: seconds of an output token over seconds of a prompt token."""
         stats = self._stats
-        prefill = ratio(stats.prefill_s + stats.draft_prefill_s, stats.num_prompt_tokens)
+        prefill = ratio(stats.prefill_s + stats.draft_prefill_s, self._prompt_done)
         decode = ratio(stats.step_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
@@ -170,7 +173,7 @@ class Ledger:
         """
         if not num_workers:
             self._history.clear()  # nothing is done while models load: that is no rate
-        prompt = self._stats.num_prompt_tokens + self._prompt_under_way
+        prompt = self._prompt_done + self._prompt_under_way
         output = self._stats.num_output_tokens + self._output_under_way
         if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
             self._history.append((now, prompt, output))

@@ -187,7 +187,6 @@ class Worker:
                     return outcome
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
-                    self._decoded[lease_id] += outcome.stats.num_output_tokens
                 outcomes.append(outcome)
 
     async def _decode(self, request: Request) -> list[RequestOutcome]:
@@ -264,6 +263,9 @@ class Worker:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
+            if isinstance(outcome, Completion):
+                lease_id = request_id.partition(":")[0]
+                self._decoded[lease_id] += outcome.stats.num_output_tokens
 
 
 def _exit_on_device_error(error: BaseException) -> None:

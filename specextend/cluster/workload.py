@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,14 +112,34 @@ def make_plan(
 def _estimate(
     lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]
 ) -> tuple[Estimates, int]:
-    """Estimate template and document, cut or in parts as the policy says.
+    """Estimate the tokens of all tasks together; of prompts that begin alike the document is read
+    once.
 
     lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
-    estimates, of all tasks together, and how many rows have to be cut. What prompts begin with
-    alike is read once.
+    estimates, and how many rows have to be cut.
     """
     files, rows, num_bytes, limits = lengths.T
-    uncut = prompts.num_template_tokens + np.round(num_bytes * per_byte).astype(np.int64)
+    documents = np.round(num_bytes * per_byte).astype(np.int64)
+    read, outputs, is_long = _request_tokens(documents, limits, prompts)
+    openings = {prompts.opening}
+    for task in others:
+        if not task.config.input.has_limits:
+            limits = np.full_like(limits, task.config.decoding.max_new_tokens)
+        own, most, _ = _request_tokens(documents, limits, task.prompts)
+        outputs += most
+        if task.prompts.opening in openings:
+            own = np.maximum(own - documents, np.minimum(own, task.prompts.num_template_tokens))
+        read += own
+        openings.add(task.prompts.opening)
+    rows = rows.copy()  # a view would keep all four columns
+    return Estimates(files, rows, read, outputs), int(np.sum(is_long))
+
+
+def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[Ints, Ints, Any]:
+    """Return the prompt and output tokens of documents [N], cut or in parts as the policy says, and
+    which are too long for one prompt.
+    """
+    uncut = prompts.num_template_tokens + documents
     most = prompts.limit - limits
     longest = prompts.options.max_prompt_tokens
     if longest is not None:
@@ -128,17 +148,9 @@ def _estimate(
     kept = np.clip(uncut, 0, np.maximum(most, 0))
     outputs = limits.copy()
     if prompts.options.length_policy == "parts":
-        documents = uncut[is_long] - prompts.num_template_tokens
-        kept[is_long], outputs[is_long] = PartPrompts(prompts).work(documents, limits[is_long])
-    of_first = kept.copy()
-    openings = {prompts.opening}
-    for task in others:
-        is_new = task.prompts.opening not in openings
-        openings.add(task.prompts.opening)
-        kept += of_first if is_new else task.prompts.num_template_tokens * (of_first > 0)
-        outputs += limits if task.config.input.has_limits else task.config.decoding.max_new_tokens
-    rows = rows.copy()  # a view would keep all four columns
-    return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
+        work = PartPrompts(prompts).work(documents[is_long], limits[is_long])
+        kept[is_long], outputs[is_long] = work
+    return kept, outputs, is_long
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:

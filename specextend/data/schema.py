@@ -45,30 +45,6 @@ CHOICE = pa.struct([("field", "string"), ("value", "string"), ("log_prob", "floa
 """What the target thinks of a value: its log probability, given that it is one of the field's."""
 
 
-TASKS = pa.list_(
-    pa.struct(
-        [
-            *(
-                (name, "string")
-                for name in ("name", "text", "finish_reason", "length_policy", "reasoning")
-            ),
-            *(
-                (f"num_{name}_tokens", "int32")
-                for name in ("prompt", "cached", "output", "dropped")
-            ),
-            ("num_requests", "int32"),
-            *(
-                (name, "float64")
-                for name in ("coverage", "mean_acceptance_length", "prefill_s", "total_s")
-            ),
-            ("quality_flags", pa.list_(pa.string())),
-            ("part_summaries", pa.list_(PART_SUMMARY)),
-        ]
-    )
-)
-"""What came of each task of a document, in a run of several."""
-
-
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
     """Return columns of one type."""
     return [(name, kind) for name in names]
@@ -122,6 +98,18 @@ SUMMARY_SCHEMA = pa.schema(
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
 
+_OF_DOCUMENT = {"doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s"}
+TASKS = pa.list_(
+    pa.struct(
+        [
+            *_columns("string", "name", "text"),
+            *(each for each in SUMMARY_SCHEMA if each.name not in {*_OF_DOCUMENT, "summary"}),
+        ]
+    )
+)
+"""What came of each task of a document, in a run of several: the columns of a run of its own."""
+_TEXTS = pa.list_(pa.struct(_columns("string", "name", "text")))
+
 ERROR_SCHEMA = pa.schema(
     [
         ("key", pa.struct([("file", "int32"), ("row", "int64")])),
@@ -164,7 +152,6 @@ def result_row(
     part_summaries: list[Values] | None = None,
     num_requests: int = 1,
     reasoning: str | None = None,
-    tasks: list[Values] | None = None,
     max_new_tokens: int | None = None,
 ) -> Values:
     """Make the row of a commit for a document that is done. started_at: in seconds since the
@@ -184,7 +171,6 @@ def result_row(
         "part_summaries": part_summaries,
         "num_requests": num_requests,
         "reasoning": reasoning,
-        "tasks": tasks,
         "choices": [each._asdict() for each in completion.scored] or None,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
@@ -223,15 +209,11 @@ _USUAL = TextColumns()
 
 def text_columns(config: ReadOnly) -> TextColumns:
     """Return the columns of a run with this configuration, as JSON values."""
-    section: Mapping[str, Any] = config.get("output", {})
-    named = [(name, section | own["output"]) for name, own in config.get("tasks", {}).items()]
-    text = section.get("column", "summary")
-    others = [
-        (name, output["column"], output.get("schema"))
-        for name, output in named
-        if output["column"] != text
-    ]
-    return TextColumns(text, section.get("schema"), tuple(others))
+    of_first: Mapping[str, Any] = config.get("output", {})
+    text = of_first.get("column", "summary")
+    named = [(name, own["output"]) for name, own in config.get("tasks", {}).items()]
+    others = [(name, own["column"], own["schema"]) for name, own in named if own["column"] != text]
+    return TextColumns(text, of_first.get("schema"), tuple(others))
 
 
 def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
@@ -268,7 +250,8 @@ def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArra
     if not columns.others:
         return found
     texts = [
-        {each["name"]: each["text"] for each in tasks or ()} for tasks in rows["tasks"].to_pylist()
+        {each["name"]: each["text"] for each in tasks or ()}
+        for tasks in rows["tasks"].cast(_TEXTS).to_pylist()
     ]
     for name, _, answers in columns.others:
         written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
