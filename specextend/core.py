@@ -151,15 +151,6 @@ class Request:
     """If given, the output is one text of each, the likeliest behind those before it; nothing else
     is asked of it.
     """
-    then: "Request | None" = None
-    """What takes its place when it has ended: of that prompt only what differs from its own is
-    read.
-    """
-
-    @property
-    def chain(self) -> "list[Request]":
-        """Return the request and all that follow it."""
-        return [self, *(self.then.chain if self.then else ())]
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

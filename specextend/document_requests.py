@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise, zip_longest
+from itertools import chain, islice, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -79,9 +79,7 @@ class Summary:
 
 
 Round = tuple[Request, ...]
-"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order,
-that of each before those of the requests that follow it.
-"""
+"""Requests that can be decoded at the same time. Their outcomes are sent back in the same order."""
 Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
@@ -133,9 +131,9 @@ def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
 def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
     """Yield the requests for all tasks of a document, as `summarize` does for one.
 
-    Those that can be decoded at the same time follow each other, so that the document is read once.
-    A task that fails does not end the others. Raises DocumentError at the end if one has failed,
-    with what the others have answered.
+    An engine that decodes them one after another reads what their prompts begin with once. A task
+    that fails does not end the others. Raises DocumentError at the end if one has failed, with what
+    the others have answered.
     """
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
@@ -145,15 +143,11 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
         for number, task in enumerate(tasks)
     ]
     states = [_state(rounds, None) for rounds in under_way]
-    while steps := [state for state in states if isinstance(state, tuple)]:
-        chains = tuple(_chained(requests) for requests in zip_longest(*steps))
-        found = yield chains
-        names = [request.request_id for chain in chains for request in chain.chain]
-        outcomes = dict(zip(names, found, strict=True))
+    while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
+        found = iter((yield step))
         for number, state in enumerate(states):
             if isinstance(state, tuple):
-                sent = [outcomes[request.request_id] for request in state]
-                states[number] = _state(under_way[number], sent)
+                states[number] = _state(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
     return _together(row, tuple(zip(tasks, ended, strict=True)))
 
@@ -164,20 +158,6 @@ def _state(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | Docum
         return advance(rounds, outcomes)
     except DocumentError as error:
         return error
-
-
-def _chained(requests: Iterable[Request | None]) -> Request:
-    """Let requests follow each other, those beside each other whose prompts begin alike; the scored
-    ones, last.
-    """
-    given = sorted(
-        (request for request in requests if request is not None),
-        key=lambda each: (bool(each.choices), each.prompt_token_ids),
-    )
-    last = given.pop()
-    while given:
-        last = replace(given.pop(), then=last)
-    return last
 
 
 def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ...]) -> Summary:

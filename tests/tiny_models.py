@@ -149,17 +149,17 @@ def write_model(model, folder, tokenizer=tiny_tokenizer):
     return str(folder)
 
 
-def write_eagle(folder, model, draft_vocab_size=None, copy_heads=None, hidden_size=48):
+def write_eagle(folder, model, draft_vocab_size=None, copy_heads=None):
     """An untrained head for `model`, which proposes every token or some that are scattered over the vocabulary."""
     torch.manual_seed(0)
     config = EagleConfig(
         target="tiny",
         vocab_size=model.config.vocab_size,
-        hidden_size=hidden_size,
+        hidden_size=48,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=hidden_size // 4,
-        intermediate_size=2 * hidden_size,
+        head_dim=12,
+        intermediate_size=96,
         rope_theta=10000.0,
         layer_norm_eps=1e-6,
         head_norm_eps=1e-6,

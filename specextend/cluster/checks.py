@@ -300,6 +300,10 @@ def check_same_run(prepared: Prepared) -> bool:
             if is_input
             else "give another output.path, or restore what differs:"
         )
+        there, here = ([*each["config"].get("tasks", {})] for each in (recorded, prepared.manifest))
+        if {*there} != {*here}:
+            said = "run a new task as a run of its own, with another output.path; or restore"
+            lines = [f"tasks: {', '.join(there) or 'one'} there, {', '.join(here) or 'one'} here"]
         raise OtherRunError(
             "\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines])
         )

@@ -110,17 +110,17 @@ class Ledger:
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
         self._output_allowed = num_done * self._output_left / max(1, len(estimates))
-        self._prompt_done = num_done * self._prompt_left / max(1, len(estimates))
-        """As estimated: what a document's tasks read once counts once."""
         self._stats = DecodingStats()
         self._stats.add(work or DecodingStats())
+        self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
+        """Of this start's documents as estimated: what several tasks read once counts once."""
         self._running: dict[str, dict[DocumentKey, int]] = {}
         self._num_running = 0
         self._prompt_under_way = self._output_under_way = self._allowed_under_way = 0
         """Sums over the running documents that have begun to decode; the last one of
         `max_new_tokens`.
         """
-        self._history: deque[tuple[float, float, int]] = deque()
+        self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
         """Note that a document is done, with its true counts, or has become an error row (None).

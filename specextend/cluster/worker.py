@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 
 import ray
 import torch
@@ -182,30 +181,27 @@ class Worker:
             else:
                 found = await asyncio.gather(*map(self._decode, step))
             outcomes = []
-            for outcome in chain.from_iterable(found):
+            for outcome in found:
                 if isinstance(outcome, Suspected):
                     return outcome
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
                 outcomes.append(outcome)
 
-    async def _decode(self, request: Request) -> list[RequestOutcome]:
-        """Queue a request with those that follow it, and wait for their outcomes."""
-        names = [each.request_id for each in request.chain]
-        futures = [asyncio.get_running_loop().create_future() for _ in names]
-        self._waiting.update(zip(names, futures, strict=True))
+    async def _decode(self, request: Request) -> RequestOutcome:
+        """Queue a request and wait for its outcome."""
+        future: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
-            return await asyncio.gather(*futures)
+            return await future
         except asyncio.CancelledError:
             if not self._inbox.remove(request.request_id):
-                for name in names:
-                    self._engine.cancel(name)
+                self._engine.cancel(request.request_id)
             raise
         finally:
-            for name in names:
-                self._waiting.pop(name, None)
-                self._handed_out.pop(name, None)
+            self._waiting.pop(request.request_id, None)
+            self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
         """Run the engine thread."""
@@ -224,10 +220,10 @@ class Worker:
     def _requests(self) -> Iterator[Request | None]:
         while True:
             request = self._inbox.take(block=self._engine.num_active == 0)
-            for each in request.chain if request else ():
-                self._handed_out[each.request_id] = each
-                if each.request_id not in self._waiting:  # cancelled before it was noted there
-                    self._handed_out.pop(each.request_id, None)
+            if request is not None:
+                self._handed_out[request.request_id] = request
+                if request.request_id not in self._waiting:  # cancelled before it was noted there
+                    self._handed_out.pop(request.request_id, None)
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
@@ -236,15 +232,9 @@ class Worker:
         traceback.print_exception(cause, file=sys.stderr)
         failure = Suspected(type(cause).__name__, first_line(cause))
         for name in error.request_ids:
-            for request in self._handed_out[name].chain if name in self._handed_out else ():
-                self._settle(request.request_id, failure)
-        handed_out = list(self._handed_out.values())
-        followers = {
-            follower.request_id for request in handed_out for follower in request.chain[1:]
-        }
-        for request in handed_out:
-            # not cancelled since
-            if request.request_id in self._waiting and request.request_id not in followers:
+            self._settle(name, failure)
+        for request in list(self._handed_out.values()):
+            if request.request_id in self._waiting:  # not cancelled since
                 self._inbox.put(request)
         self._handed_out.clear()
 

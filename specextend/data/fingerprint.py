@@ -102,6 +102,12 @@ def output_columns(output: Location) -> TextColumns:
     return text_columns((read_manifest(output) or {"config": {}})["config"])
 
 
+def check_one_task(manifest: ReadOnly | None, what: str) -> None:
+    """Raise ValueError for a run of several tasks."""
+    if manifest is not None and manifest["config"].get("tasks"):
+        raise ValueError(f"{what} takes a run of one task, and this one has several")
+
+
 def read_manifest(output: Location) -> Values | None:
     """Read the manifest of an output folder; None if there is none.
 

@@ -37,12 +37,11 @@ class Admission:
         self.max_tokens = max_tokens
         """Prompt and output tokens of one request, at most."""
         self._num_rows = cache.rows.num_free
-        self._most_tokens = min(max_tokens, self._num_rows - self._scratch)
         self._slots = list(reversed(range(max_batch_size)))
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request can never run."""
-        num_tokens = num_tokens_of(request)
+        num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise ValueError(
                 f"prompt ({len(request.prompt_token_ids)}) and max_new_tokens "
@@ -59,16 +58,14 @@ class Admission:
         """Reserve a slot, of which one is free, and cache rows; return None if the caches have no
         room now.
 
-        What follows the request has room, too, as far as it ever can. Raises ValueError if the
-        draft can never take it.
+        Raises ValueError if the draft can never take the request.
         """
+        num_prompt = len(request.prompt_token_ids)
+        num_new = request.max_new_tokens
         slot = self._slots[-1]
-        chain = request.chain
-        most = max(size for size in map(num_tokens_of, chain) if size <= self._most_tokens)
-        num_new = max(each.max_new_tokens for each in chain if num_tokens_of(each) <= most)
-        if self._drafter is not None and not self._drafter.admit(slot, most - num_new, num_new):
+        if self._drafter is not None and not self._drafter.admit(slot, num_prompt, num_new):
             return None
-        region = self._cache.rows.take(most + self._scratch)
+        region = self._cache.rows.take(num_prompt + num_new + self._scratch)
         if region is None:
             if self._drafter is not None:
                 self._drafter.release(slot)
@@ -77,10 +74,6 @@ class Admission:
         self._cache.regions[slot] = region
         return slot, region
 
-    def has_room(self, request: Request, region: Region) -> bool:
-        """Return True if a region holds the request, too."""
-        return num_tokens_of(request) + self._scratch <= region.size
-
     def release(self, slot: int, region: Region) -> None:
         """Free what `admit` reserved."""
         self._cache.rows.give_back(region)
@@ -88,11 +81,6 @@ class Admission:
         self._slots.append(slot)
         if self._drafter is not None:
             self._drafter.release(slot)
-
-
-def num_tokens_of(request: Request) -> int:
-    """Return the tokens of its prompt and its longest output."""
-    return len(request.prompt_token_ids) + request.max_new_tokens
 
 
 class Queue:

@@ -151,9 +151,9 @@ class DraftRows:
     """Tokens in the full cache."""
     visible: int = 0
     """Rows in the working cache that the draft sees now; the next token has this position."""
-    pending: tuple[Tensor, Tensor | None] | None = None
+    pending: tuple[Tensor, Tensor] | None = None
     """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for
-    the next token; None if its row is there.
+    the next token.
     """
 
     @property
@@ -243,9 +243,8 @@ class DraftCache:
             ..., first + offset : first + offset + count, :
         ].clone()
 
-    def select(self, slot: int, positions: Tensor, first: int = 0) -> None:
-        """Show the tokens at `positions` [S] that the full cache holds, at positions `first` to
-        `first` + S - 1.
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Show the tokens at `positions` [S] that the full cache holds, at positions 0 to S - 1.
 
         `positions` are ascending and on the host, which has to know how many there are.
         """
@@ -256,7 +255,7 @@ class DraftCache:
         source = upload(positions + sequence.full.start, self._inv_freq.device)
         rows = slice(sequence.working.start, sequence.working.start + count)
         places = torch.arange(count, device=source.device)
-        keys = rotate(self._full.keys[:, :, source].transpose(1, 2), first + places, self._inv_freq)
+        keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)
         self.working.keys[:, :, rows] = keys.transpose(1, 2)
         self.working.values[:, :, rows] = self._full.values[:, :, source]
         sequence.visible = count

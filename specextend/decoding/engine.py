@@ -30,7 +30,7 @@ from specextend.decoding.device import (
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
-from specextend.decoding.prefill import PromptReader, num_common
+from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
@@ -121,10 +121,8 @@ class Engine:
         self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
-        self._unread: dict[str, Sequence] = {}
-        """Those of them whose prompts are not read yet, of which the first is being read; all
-        others run.
-        """
+        self._reading: Sequence | None = None
+        """The one of them whose prompt is being read; all others run."""
         self._owed_s = 0.0
         """Seconds of steps that the running sequences are owed before the next chunk of a
         prompt.
@@ -162,8 +160,8 @@ class Engine:
         return len(self._active)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, and what follows it, between two steps; no completion comes. Any thread
-        may call it.
+        """Drop a request between two steps; no completion follows. May be called from any
+        thread.
         """
         with self._lock:
             self._cancelled.add(request_id)
@@ -200,7 +198,7 @@ class Engine:
                 self._admit(queue, on_error)
                 self._drop_cancelled(queue)
                 self._take_turn(queue, on_error)
-                for completion in self._finished(queue, on_error):
+                for completion in self._finished(on_error):
                     yield completion
                     self._watch.restart()  # the caller's time is not charged to a request
                 if not self._active and queue.exhausted:
@@ -220,14 +218,10 @@ class Engine:
         is doubted takes one alone.
         """
         begin = self._watch.mark
-        running = [
-            sequence
-            for sequence in self._active.values()
-            if sequence.request.request_id not in self._unread
-        ]
+        running = [sequence for sequence in self._active.values() if sequence is not self._reading]
         running = [sequence for sequence in running if sequence.is_doubted][:1] or running
-        if self._unread and not (running and self._owed_s > 0):
-            self._guard("prefill", [*self._unread.values()][:1], queue, on_error)
+        if self._reading is not None and not (running and self._owed_s > 0):
+            self._guard("prefill", [self._reading], queue, on_error)
             self._owed_s = (self._watch.mark - begin) * self.decode_share / (1 - self.decode_share)
         elif running:
             self._guard("step", running, queue, on_error)
@@ -238,26 +232,26 @@ class Engine:
         is room.
         """
         while (
-            not self._unread
+            self._reading is None
             and len(self._active) < self._memory.batch_size
             and (request := queue.peek()) is not None
         ):
             try:
                 sequence = self._start(request)
             except ValueError as error:
+                if on_error is None:
+                    raise
+                on_error(request.request_id, error)
                 queue.pop()
-                self._refuse(request, error, queue, on_error)
                 continue
             if sequence is None:
                 return
             queue.pop()
             sequence.stats.num_memory_retries = queue.num_retries.pop(request.request_id, 0)
+            self._reading = sequence
 
-    def _start(self, request: Request, before: Sequence | None = None) -> Sequence | None:
-        """Give the request a slot and cache rows; return None if it has to wait for them.
-
-        before: one that has ended, whose place it takes.
-        """
+    def _start(self, request: Request) -> Sequence | None:
+        """Give the request a slot and cache rows; return None if it has to wait for them."""
         if request.request_id in self._active:
             raise ValueError(
                 f"request {request.request_id!r} is running already; give each request an id of "
@@ -267,7 +261,7 @@ class Engine:
         grammar = (
             self._grammars.begin(request.schema) if request.schema and not request.choices else None
         )
-        admitted = (before.slot, before.region) if before else self._admission.admit(request)
+        admitted = self._admission.admit(request)
         if admitted is None:
             assert self._active, "an empty engine has room for whatever passes the check"
             return None
@@ -283,8 +277,6 @@ class Engine:
         policy = CachePolicy(self._cache_options)
         penalties = penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
-        if before is not None:
-            sequence.num_kept = _num_kept(before.request, request)
         if not drafts:
             sequence.speculation.active = False
         elif self._adaptive is not None:
@@ -292,44 +284,7 @@ class Engine:
             sequence.speculation = self._adaptive.begin(len(request.prompt_token_ids), running)
         with self._lock:
             self._active[request.request_id] = sequence
-            self._unread[request.request_id] = sequence
         return sequence
-
-    def _refuse(
-        self, request: Request, error: ValueError, queue: Queue, on_error: OnError | None
-    ) -> None:
-        """Report a request that cannot run; what follows it is queued."""
-        if on_error is None:
-            raise error
-        on_error(request.request_id, error)
-        queue.give_back(request.chain[1:2])
-
-    def _end(self, sequence: Sequence, queue: Queue, on_error: OnError | None) -> None:
-        """Let a sequence leave that has ended. The request that follows it takes its place, or is
-        queued.
-
-        It takes it where prompts begin alike, the rows suffice, and the draft, if it will propose,
-        has read along.
-        """
-        following = sequence.request.chain[1:2]
-        if not following or not self._can_follow(sequence, following[0]):
-            self._leave(sequence)
-            queue.give_back(following)
-            return
-        [request] = following
-        try:
-            self._start(request, sequence)
-        except ValueError as error:
-            self._leave(sequence)
-            self._refuse(request, error, queue, on_error)
-        else:
-            with self._lock:
-                del self._active[sequence.request.request_id]
-
-    def _can_follow(self, sequence: Sequence, request: Request) -> bool:
-        reads = sequence.drafts or self.drafter is None or bool(request.choices)
-        fits = self._admission.has_room(request, sequence.region)
-        return reads and fits and _num_kept(sequence.request, request) > 0
 
     def _guard(
         self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None
@@ -350,7 +305,7 @@ class Engine:
             if not (is_out_of_memory(error) and self._has_less(work, sequences, size)):
                 if on_error is None:
                     raise
-                self._fail(sequences, error, queue, on_error)
+                self._fail(sequences, error, on_error)
                 return
         # Here the exception is released, and with it the tensors of the failed forward.
         for sequence in sequences:
@@ -358,7 +313,7 @@ class Engine:
             queue.num_retries[sequence.request.request_id] = sequence.stats.num_memory_retries + 1
         queue.give_back([sequence.request for sequence in sequences])
         self._graphs.clear()
-        if not self._unread:
+        if self._reading is None:
             self._reader.forget()
         release_cached(self.target.device)
         self._watch.restart()
@@ -372,9 +327,7 @@ class Engine:
         )
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
-    def _fail(
-        self, sequences: list[Sequence], error: Exception, queue: Queue, on_error: OnError
-    ) -> None:
+    def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
         """Report the failure of a sequence that ran alone; raise BatchError if several ran."""
         if len(sequences) > 1:
             raise BatchError(
@@ -382,18 +335,19 @@ class Engine:
             ) from error
         self._leave(sequences[0])
         self._memory.ended()
-        if not self._unread:  # the next prompt takes no rows of one that may have failed over them
+        # the next prompt takes no rows of one that may have failed over them
+        if self._reading is None:
             self._reader.forget()
         on_error(sequences[0].request.request_id, error)
-        queue.give_back(sequences[0].request.chain[1:2])
 
     def _leave(self, sequence: Sequence) -> None:
         with self._lock:
             del self._active[sequence.request.request_id]
-        self._unread.pop(sequence.request.request_id, None)
+        if sequence is self._reading:
+            self._reading = None
         self._admission.release(sequence.slot, sequence.region)
 
-    def _finished(self, queue: Queue, on_error: OnError | None) -> list[Completion]:
+    def _finished(self, on_error: OnError | None) -> list[Completion]:
         """Let the sequences leave that have ended; return the completions of those that are not
         broken.
         """
@@ -403,9 +357,9 @@ class Engine:
                 error = NonFiniteLogits(sequence.stats.num_output_tokens)
                 if on_error is None:
                     raise error
-                self._fail([sequence], error, queue, on_error)
+                self._fail([sequence], error, on_error)
             else:
-                self._end(sequence, queue, on_error)
+                self._leave(sequence)
                 self._memory.ended()
                 done.append(sequence.completion())
         return done
@@ -429,7 +383,7 @@ class Engine:
             synchronise(self.target.device)  # a GPU's seconds are the chunk's, not the next step's
             self._watch.charge("prefill_s", sequences)
             return
-        del self._unread[request.request_id]
+        self._reading = None
         if request.choices:
             token_ids, reason = self._choices.answer(sequence)
             sequence.push(token_ids, self._watch.charge("prefill_s", sequences))
@@ -640,7 +594,7 @@ class Engine:
             missed, before = sequence.catch_up()
             seconds = self._absorb([sequence], Decided.pad([missed], [before]))
             if self._adaptive is not None:
-                waiting = [each for name, each in self._active.items() if name not in self._unread]
+                waiting = [each for each in self._active.values() if each is not self._reading]
                 self._adaptive.observe_catching_up(waiting, seconds)
 
     def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
@@ -676,10 +630,3 @@ class Engine:
         self.drafter.absorb([sequence.slot for sequence in sequences], decided)
         self._wait_if_timed()
         return self._watch.charge("draft_s", sequences) - begin
-
-
-def _num_kept(before: Request, request: Request) -> int:
-    """Return how many tokens of a prompt another one has read: one fewer than they share, as
-    `Drafter.go_back` asks.
-    """
-    return max(0, num_common(before.prompt_token_ids, request.prompt_token_ids) - 1)

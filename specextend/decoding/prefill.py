@@ -2,9 +2,7 @@
 
 The attention of a token depends on no later one, so prompts with the same first n tokens have the
 same n cache rows: what the target read for one is copied for the next (prefix caching). A draft
-reads every prompt itself, from the target's features; that takes little time. A request that
-follows another one in its place goes back to where their prompts differ: its rows are there, the
-draft's, too.
+reads every prompt itself, from the target's features; that takes little time.
 
 Shapes: `P` tokens of a prompt, `T` of a chunk, `L` layers, `C` hidden size, `F` features of a
 position, `H` query heads, `K` key heads, `D` head size.
@@ -28,12 +26,6 @@ LEAST_REUSED = 256
 """Tokens that a prompt must have in common with the one before it to take its rows."""
 
 
-def num_common(one: Items[int], other: Items[int]) -> int:
-    """Return how many tokens both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (first, second) in pairs if first != second), min(len(one), len(other)))
-
-
 @dataclass(slots=True)
 class LastPrompt:
     """The prompt that the target read last, for one with the same long instruction, or about the
@@ -52,7 +44,9 @@ class LastPrompt:
         """Return the tokens to take over for another prompt, whose last token is never among them;
         0 if too few.
         """
-        n = num_common(self.token_ids, prompt_token_ids[:-1])
+        pairs = zip(self.token_ids, prompt_token_ids[:-1], strict=False)
+        common = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+        n = min(len(self.token_ids), len(prompt_token_ids) - 1) if common is None else common
         return n if n >= LEAST_REUSED else 0
 
     def write(self, cache: KVCache, first_row: int, count: int) -> list[Tensor]:
@@ -117,12 +111,9 @@ class PromptReader:
         device = self._target.device
         if sequence.length == 0:
             sequence.stats.num_prompt_tokens = len(token_ids)
-            if sequence.num_kept:
-                self._go_back(sequence)
-            else:
-                self._features = self._take_over(sequence)
-                taken = torch.tensor(token_ids[: sequence.length], device=device)
-                self._let_draft_read(sequence, taken, self._features)
+            self._features = self._take_over(sequence)
+            taken = torch.tensor(token_ids[: sequence.length], device=device)
+            self._let_draft_read(sequence, taken, self._features)
         chunk = torch.tensor(
             token_ids[sequence.length : sequence.length + chunk_size], device=device
         )
@@ -131,25 +122,9 @@ class PromptReader:
         self._features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
         if sequence.length < len(token_ids):
             return None
-        if not sequence.num_kept:
-            self._last_prompt = LastPrompt(tuple(token_ids), sequence.region.start, self._features)
+        self._last_prompt = LastPrompt(tuple(token_ids), sequence.region.start, self._features)
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
-
-    def _go_back(self, sequence: Sequence) -> None:
-        """Begin behind what its rows hold already. What the prompt before it left there is no
-        prompt's any more.
-        """
-        num_kept = sequence.num_kept
-        request = sequence.request
-        last = self._last_prompt
-        if last is not None and last.first_row == sequence.region.start:
-            last.token_ids = last.token_ids[:num_kept]
-        self._features = []
-        sequence.length = sequence.stats.num_cached_tokens = num_kept
-        if self._drafter is not None and sequence.drafts:
-            sizes = len(request.prompt_token_ids), request.max_new_tokens
-            self._drafter.go_back(sequence.slot, request.prompt_token_ids[:num_kept], *sizes)
 
     def _take_over(self, sequence: Sequence) -> list[Tensor]:
         """Copy the start of a prompt that was read for the one before; return its features in

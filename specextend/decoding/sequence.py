@@ -123,8 +123,6 @@ class Sequence:
     first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those that the target has read."""
-    num_kept: int = 0
-    """Tokens of its prompt whose rows are there, those of the request whose place it takes."""
     root_token_id: int = -1
     """The last token the target chose; it stands at position `length`."""
     finish_reason: FinishReason | None = None

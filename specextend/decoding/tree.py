@@ -413,8 +413,8 @@ class Drafter(Protocol):
 
     For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb`
     of the first root; then, in rounds, `propose`, `read`, `select` if the cache policy says so, and
-    `absorb`; at the end `release`, or `go_back` for another prompt that begins like it. While a
-    slot pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
+    `absorb`; at the end `release`. While a slot pauses it calls `glance` and `read`, and absorbs
+    what was read meanwhile when it goes on.
     """
 
     hidden_layers: tuple[int, ...]
@@ -432,15 +432,6 @@ class Drafter(Protocol):
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
         them.
-        """
-
-    def go_back(
-        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
-    ) -> None:
-        """Begin another prompt of the slot, which has room for it, behind the first tokens of the
-        one before.
-
-        token_ids: those, fewer than both prompts begin with. Prefill goes on behind them.
         """
 
     def select(self, slot: int, positions: Tensor) -> None:

@@ -54,11 +54,6 @@ class DraftNetwork(Protocol):
     num_staging_rows: int
     """Working rows that prefill needs."""
 
-    def go_back(self, slot: int, token_ids: Tensor) -> None:
-        """Forget all behind the first tokens of a prompt, `token_ids`, whose next token is known,
-        too.
-        """
-
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the
         target.
@@ -244,15 +239,6 @@ class CausalDrafter(Drafter):
             before = before.where(before >= 0, token_ids[:1])
             self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
         self.network.prefill(slot, token_ids, hidden)
-
-    def go_back(
-        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
-    ) -> None:
-        """Begin another prompt of the slot behind the first tokens of the one before."""
-        kept = torch.tensor(token_ids, device=self._texts.device)
-        if self.network.reads_history:
-            self._texts[slot] = last_tokens(None, kept)[-HISTORY:]
-        self.network.go_back(slot, kept)
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending and on the host, and what

@@ -276,13 +276,12 @@ class EagleNetwork:
         the next chunk.
         """
         held = self.cache.of[slot]
-        before, waiting = held.pending or (None, None)
-        text = last_tokens(before, token_ids)
-        if waiting is None:
-            text = text[1:]
+        if held.pending is None:
+            text = last_tokens(None, token_ids)[1:]
             token_ids = token_ids[1:]
         else:
-            hidden = torch.cat([waiting, hidden])
+            text = last_tokens(held.pending[0], token_ids)
+            hidden = torch.cat([held.pending[1], hidden])
         held.pending = text[-HISTORY:], hidden[-1:].clone()
         if len(token_ids):
             embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
@@ -291,11 +290,6 @@ class EagleNetwork:
             projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
             keys, values = self._with_copies(projected, embedded)
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
-
-    def go_back(self, slot: int, token_ids: Tensor) -> None:
-        """Forget all behind the first tokens of a prompt; the token behind them keeps its row."""
-        held = self.cache.of[slot]
-        held.length, held.pending = len(token_ids), (last_tokens(None, token_ids)[-HISTORY:], None)
 
     def forward(
         self,

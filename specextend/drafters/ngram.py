@@ -334,15 +334,6 @@ class NgramDrafter(Drafter):
         if self._draft is not None:
             self._draft.prefill(slot, token_ids, hidden)
 
-    def go_back(
-        self, slot: int, token_ids: list[int], num_prompt_tokens: int, max_new_tokens: int
-    ) -> None:
-        """Begin another prompt of the slot behind the first tokens of the one before."""
-        self._slots[slot] = NgramState(num_prompt_tokens, max_new_tokens)
-        self._slots[slot].read(token_ids)
-        if self._draft is not None:
-            self._draft.go_back(slot, token_ids, num_prompt_tokens, max_new_tokens)
-
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S]; n-gram drafts see all."""
         if self._draft is not None:

@@ -68,14 +68,6 @@ class ModelNetwork:
         keep_next = min(position + num_new, self._window - 1)
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
 
-    def go_back(self, slot: int, token_ids: Tensor) -> None:
-        """Forget all behind the first tokens of a prompt; the window before the next chunk is put
-        in front again.
-        """
-        self.cache.of[slot].length = end = len(token_ids)
-        first = max(0, end - self._window + 1)
-        self.cache.select(slot, torch.arange(first, end), first)
-
     def forward(
         self,
         token_ids: Tensor,

@@ -22,7 +22,7 @@ from tests.job.conftest import (
 
 OUTLINE = {
     "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}."},
-    "output": {"column": "outline"},
+    "output": {"column": "outline", "sources": True},
     "decoding": {"temperature": 0.7, "stop": ["t1"]},
 }
 KIND = {
@@ -36,6 +36,9 @@ FIRST = {
 TASKS = {"outline": OUTLINE, "kind": KIND, "about": FIRST}
 OWN = {"outline": ["outline"], "kind": ["kind_as_text", "kind"], "about": ["about"]}
 """The columns of each."""
+TIMES = {f"{name}_s" for name in ("ttft", "decode", "total", "prefill", "draft_prefill", "draft", "verify", "other")}
+DIFFERING = {*TIMES, "retrieval_s", "output_tokens_per_s", "num_cached_tokens", "num_forwards"}
+"""What depends on what else is in the batch."""
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_answers_are_those_of_runs_of_their_own(changes, ask):
         for row, own in zip(together, rows(alone / "summaries"), strict=True):
             task = row["tasks"][number]
             assert {column: row[column] for column in OWN[name]} == {column: own[column] for column in OWN[name]}
-            same = ("finish_reason", "num_prompt_tokens", "num_output_tokens", "num_requests", "part_summaries")
+            same = task.keys() & own.keys() - DIFFERING
             assert {key: task[key] for key in same} == {key: own[key] for key in same}
             assert (task["name"], task["text"]) == (name, own[OWN[name][0]])
             if name == "kind":
@@ -105,8 +108,10 @@ def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
     for row in errors:
         assert row["error_class"] == "IncompleteAnswer"
         assert row["message"].startswith("task form: the answer ended")
-        [answered] = row["tasks"]
+        answered, failed = row["tasks"]
         assert (answered["name"], answered["num_output_tokens"] > 0) == ("outline", True)
+        assert row["outline"] == answered["text"], "the column of one task has no text of another"
+        assert failed["text"].startswith("{")
     ended, output = ask("out", "--set", "job.max_error_fraction=1", "--retry-errors=all", **tasks)
     assert {row["attempts"] for row in rows(output / "errors")} == {2}
 
@@ -116,10 +121,50 @@ def test_another_list_of_tasks_is_another_run(ask):
     assert ask("out", tasks=listed("outline", "kind"))[0].code == 0
     ended, output = ask("out", tasks=listed("outline", "kind", "about"))
     assert ended.code == 5
-    assert "tasks.about" in ended.stderr
+    assert "run a new task as a run of its own" in ended.stderr
+    assert "tasks: kind, outline there, outline, kind, about here" in ended.stderr
     ended, output = ask("plain")
     assert not any(name.startswith("tasks") for name in manifest_of(output)["identity"]["config"])
     assert "tasks" not in rows(output / "summaries")[0]
+
+
+def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):
+    """An export has every column, the page says whose text it shows, and a night does only what is new."""
+    tasks = {"tasks": listed("outline", "kind")}
+    first, output = ask("first", "--set", "input.limit=3", **tasks)
+    assert first.code == 0, first.stderr
+    page = (output / "report.html").read_text()
+    assert "with 2 texts each" in page
+    assert "those of the first of 2 tasks" in page
+    table = tmp_path / "all.jsonl"
+    assert specextend("export", str(output), "--to", str(table)).code == 0
+    exported = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [[row["doc_id"], row["outline"], row["kind"], len(row["tasks"])] for row in exported] == [
+        [row["doc_id"], row["outline"], row["kind"], 2] for row in rows(output / "summaries")
+    ]
+    refused = (
+        ["export", str(output), "--to", str(tmp_path / "batch.jsonl"), "--format", "openai"],
+        ["compare", str(output), str(output)],
+        ["audit", str(output)],
+    )
+    for arguments in refused:
+        ended = specextend(*arguments)
+        assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+        assert "takes a run of one task, and this one has several" in ended.stderr
+    ended, second = ask("second", "--set", f"input.except_done_in=[{output}]", **tasks)
+    assert ended.code == 0, ended.stderr
+    assert [row["doc_id"] for row in rows(second / "summaries")] == ["d"]
+
+
+def test_paths_of_a_task_are_relative_to_the_file_that_lists_it(tmp_path):
+    """A configuration must mean the same wherever it is started from."""
+    (tmp_path / "mine.yaml").write_text("output: {column: mine}")
+    (tmp_path / "form.json").write_text('{"type": "object", "properties": {"a": {"type": "string"}}}')
+    form = {"name": "form", "base": "mine.yaml", "output": {"column": "form", "schema": "form.json"}}
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(BASE | {"tasks": ["mine.yaml", form]}))
+    config = RunConfig.load(tmp_path / "all.yaml")
+    assert [each.output.column for each in config.each_task.values()] == ["mine", "form"]
+    assert '"a"' in config.each_task["form"].output.json_schema
 
 
 def manifest_of(output):
@@ -201,3 +246,4 @@ def test_what_is_set_on_the_command_line_counts_for_every_task():
     assert {each.decoding.max_new_tokens for each in config.each_task.values()} == {7}
     assert RunConfig.load([config], ["decoding.seed=0"]) == config
     assert RunConfig.from_values(config.model_dump(mode="json")) == config
+    assert RunConfig.load([BASE], ["tasks=[summary, keywords]"]).tasks.keys() == config.tasks.keys()
