@@ -93,8 +93,8 @@ def prepare(
         only = None if begun is None else begun["identity"]["files"]
         templates = [task.prompt.template for task in config.each_task.values()]
         source = open_source(config.input, config.output, only, templates)
-        check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
         config = config.model_copy(update={"input": source.options})
+        check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
@@ -123,11 +123,11 @@ def prepare(
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
+    openings = [task.prompts.opening for task in tasks]
     notes += tuple(
-        f"task {task.name} reads each document again: before it stands something else than for "
-        f"{tasks[0].name}"
-        for task in tasks[1:]
-        if task.prompts.opening != tasks[0].prompts.opening
+        f"task {task.name} reads each document again: its prompt begins otherwise than those before"
+        for place, task in enumerate(tasks)
+        if place and task.prompts.opening not in openings[:place]
     )
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_truncated)
 
