@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +31,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
+from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
@@ -77,6 +73,8 @@ _CONVERT = (
 )
 
 
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Types of weights; integers and 8-bit floats need scales that no config names."""
 VOCABULARY = "draft_token_ids"
 """Tensor of a reduced vocabulary: the token ids that a draft can propose."""
 
@@ -157,7 +155,7 @@ def find_folder(model: str, *, weights: bool) -> Path:
 
 def _fetch(model: str, patterns: list[str]) -> Path:
     name, revision = split_revision(model)
-    with _said(model), _quiet():
+    with _said(model), quiet():
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
@@ -315,6 +313,33 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         raise ModelError(f"{path} is not a whole safetensors file: {first_line(error)}") from None
 
 
+def check_tensors(
+    where: str,
+    found: Mapping[str, tuple[str, TensorInfo]],
+    required: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, tuple[str, ...]],
+) -> None:
+    """Raise ModelError unless the tensors found are the required ones, and optional ones, with
+    their shapes, as floats.
+
+    found: the name in a file, and what it is, by the name in the other arguments. dtypes: of those
+    that are no floats.
+    """
+    if missing := sorted(required.keys() - found.keys()):
+        raise ModelError(f"{where} lacks the tensor {missing[0]}")
+    shapes = {**optional, **required}
+    for known, (name, info) in sorted(found.items()):
+        if known not in shapes:
+            raise ModelError(f"{where} has the tensor {name}, which config.json does not describe")
+        if info.shape != shapes[known]:
+            raise ModelError(
+                f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}"
+            )
+        if info.dtype not in (served := dtypes.get(known, FLOATS)):
+            raise ModelError(f"{where}: {name} is {info.dtype}; served are {', '.join(served)}")
+
+
 def read_json(path: Path) -> Values:
     """Read a JSON object from a file. Raises ModelError if it is none."""
     try:
@@ -433,16 +458,11 @@ def _sha256(path: Path) -> bytes:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Show no progress bars and no warnings; errors are raised, not logged."""
+def quiet() -> Iterator[None]:
+    """Show no warnings, and from now on no progress bars; errors are raised, not logged."""
+    disable_progress_bars()
     with warnings.catch_warnings(action="ignore"):
-        are_shown = not are_progress_bars_disabled()
-        disable_progress_bars()
-        try:
-            yield
-        finally:
-            if are_shown:
-                enable_progress_bars()
+        yield
 
 
 @contextmanager

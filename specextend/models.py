@@ -5,7 +5,6 @@ their tokenizers.
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specextend.core import Values, counted, first_line, one_line, without_collections
+from specextend.core import Values, first_line, one_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -23,8 +22,10 @@ from specextend.model_files import (
     ModelError,
     TargetOptions,
     TensorInfo,
+    check_tensors,
     find_folder,
     new_folder,
+    quiet,
     read_folder,
     read_json,
     read_tensors,
@@ -40,6 +41,10 @@ with without_collections():  # a seventh of its seconds
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
+# its advice and its progress bars; errors are raised, not logged
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -53,8 +58,6 @@ ARCHITECTURES = {
 }
 MOST_LAYERS = 1000
 """Far more than any model has; of a mistake transformers would build each one."""
-FLOATS = ("BF16", "F16", "F32", "F64")
-"""Types of weights; integers and 8-bit floats need scales that no config names."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -208,7 +211,7 @@ def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
     config.transformers_weights = (
         INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
     )
-    with _quiet():
+    with quiet():
         loaded = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -236,7 +239,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     """
     folder = find_folder(model, weights=False)
     try:
-        with _quiet():
+        with quiet():
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, use_fast=True
             )
@@ -329,7 +332,7 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
 def _reading(what: str) -> Iterator[None]:
     """Turn whatever third parties raise on a broken file into a ModelError of one line."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except ModelError:
         raise
@@ -408,31 +411,23 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
 
 
 def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
-    """Raise ModelError unless the tensors found are those of the architecture, with the same
-    shapes, as floats.
+    """Raise ModelError unless the tensors found are those of the architecture, as `check_tensors`
+    does.
 
     A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
+    Names may be those of a bare decoder.
     """
-    expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
-    left = {name: info for name, info in found.items() if ".rotary_emb." not in f".{name}"}
-    for name, tensor in expected.items():
-        # of a bare decoder
-        info = left.pop(name, None) or left.pop(name.removeprefix("model."), None)
-        if info is None:
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            raise ModelError(f"{model} lacks the tensor {name}")
-        if info.shape != tuple(tensor.shape):
-            raise ModelError(
-                f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}"
-            )
-        if info.dtype not in FLOATS:
-            raise ModelError(f"{model}: {name} is {info.dtype}; served are {', '.join(FLOATS)}")
-    if left:
-        raise ModelError(
-            f"{model} has {counted(len(left), 'tensor')} that config.json does not describe, such "
-            f"as {min(left)}"
-        )
+    state: dict[str, torch.Tensor] = _without_weights(config).state_dict()
+    required = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    optional = {}
+    if config.tie_word_embeddings:
+        optional["lm_head.weight"] = required.pop("lm_head.weight")
+    named = {}
+    for name, info in found.items():
+        is_whole = name in state or f"model.{name}" in found
+        if ".rotary_emb." not in f".{name}":
+            named[name if is_whole else f"model.{name}"] = name, info
+    check_tensors(model, named, required, optional, {})
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -568,21 +563,3 @@ def _forget_quantization(model: PreTrainedModel) -> None:
     vars(model.config).pop("quantization_config", None)
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars and advice from third parties while a model loads; errors are raised,
-    not logged.
-    """
-    verbosity = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()

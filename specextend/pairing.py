@@ -23,10 +23,10 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import FLOATS, read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.model_files import ModelError, identify
+from specextend.model_files import FLOATS, ModelError, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,

@@ -73,19 +73,10 @@ def code_commit() -> str | None:
     folder = _PACKAGE.parent
     if not (folder / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

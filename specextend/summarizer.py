@@ -199,11 +199,8 @@ class DecodedRow:
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:
-    details = {
-        name: getattr(error, name)
-        for name in ("error_class", "message", "stage", "retryable", "summary")
-    }
-    return {"doc_id": doc_id, **details, "attempts": 1}
+    names = ("error_class", "message", "stage", "retryable", "summary")
+    return {"doc_id": doc_id, "attempts": 1} | {name: getattr(error, name) for name in names}
 
 
 # Documents and results as Arrow tables.
@@ -252,8 +249,12 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     and if `input.id_column` is not set.
     """
     documents = mended(documents)
-    if isinstance(documents, str):
-        return _of_texts([documents], options), _first
+    is_mapping = isinstance(documents, Mapping)
+    if isinstance(documents, str) or (
+        is_mapping and isinstance(documents.get(options.text_column), str | None)
+    ):
+        table, given_back = as_table([documents], options)
+        return table, lambda results: given_back(results)[0]
     if isinstance(documents, list) and all(
         each is None or isinstance(each, str) for each in documents
     ):
@@ -266,11 +267,7 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
         return documents, lambda table: table
     if isinstance(documents, list) and all(isinstance(each, Mapping) for each in documents):
         return pa.Table.from_pylist(documents), pa.Table.to_pylist
-    if isinstance(documents, Mapping) and isinstance(
-        documents.get(options.text_column), str | None
-    ):
-        return pa.Table.from_pylist([documents]), _first
-    if isinstance(documents, Mapping):
+    if is_mapping:
         return pa.table(dict(documents)), pa.Table.to_pydict
     if hasattr(documents, "__arrow_c_stream__"):
         return pa.table(documents), pa.Table.to_pandas if hasattr(
@@ -280,10 +277,6 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
         "documents must be texts, dictionaries, a table or a data frame, got "
         f"{type(documents).__name__}"
     )
-
-
-def _first(results: pa.Table) -> Values:
-    return results.to_pylist()[0]
 
 
 def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:

@@ -17,7 +17,7 @@ from tests.contract.test_configuration import refusal
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
         (
             "draft={kind: ngram, ngram: true, model: m}",
-            "draft.model and draft.ngram must not be set with draft.kind ngram",
+            "draft.model must not be set with draft.kind ngram",
         ),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),

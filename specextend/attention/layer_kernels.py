@@ -52,21 +52,27 @@ def add_norm_rows(
 
 
 @triton.jit
+def _load_halves(place, mask, half):
+    """Load the first halves of some heads from `place` on, and the second ones behind them."""
+    return tl.load(place, mask=mask, other=0.0), tl.load(place + half, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_halves(place, low, high, mask, half):
+    """Store what `_load_halves` loads."""
+    tl.store(place, low, mask=mask)
+    tl.store(place + half, high, mask=mask)
+
+
+@triton.jit
 def _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM: tl.constexpr, eps):
     """Normalise both halves of some heads [HEADS, HALF], queries and keys each by their weight."""
     scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
-    by_query = is_query[:, None]
-    query_low = tl.load(query_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    query_high = tl.load(query_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[
-        None, :
-    ]
-    key_low = tl.load(key_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    key_high = tl.load(key_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[
-        None, :
-    ]
-    return low * scale * tl.where(by_query, query_low, key_low), high * scale * tl.where(
-        by_query, query_high, key_high
-    )
+    query_low, query_high = _load_halves(query_weight + dims, in_half, DIM // 2)
+    key_low, key_high = _load_halves(key_weight + dims, in_half, DIM // 2)
+    low *= scale * tl.where(is_query, query_low, key_low).to(tl.float32)
+    high *= scale * tl.where(is_query, query_high, key_high).to(tl.float32)
+    return low, high
 
 
 @triton.jit
@@ -93,32 +99,34 @@ def rotate_rows(
 
     places = (token * (first_value + NUM_KEY_HEADS) + head)[:, None] * DIM + dims[None, :]
     exists = (head < first_value + NUM_KEY_HEADS)[:, None] & in_half[None, :]
-    stored_low = tl.load(qkv + places, mask=exists, other=0.0)
-    stored_high = tl.load(qkv + places + DIM // 2, mask=exists, other=0.0)
+    stored_low, stored_high = _load_halves(qkv + places, exists, DIM // 2)
     low = stored_low.to(tl.float32)
     high = stored_high.to(tl.float32)
     if HAS_NORMS:
-        low, high = _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM, eps)
-    angles = token * DIM + dims
-    cos_low = tl.load(cos + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    turned_low = (low * cos_low + high * sin_low).to(query.dtype.element_ty)
-    turned_high = (high * cos_high + low * sin_high).to(query.dtype.element_ty)
+        low, high = _normed(
+            low, high, query_weight, key_weight, is_query[:, None], dims[None, :],
+            in_half[None, :], DIM, eps,
+        )  # fmt: skip
+    angles = (token * DIM + dims)[None, :]
+    cos_low, cos_high = _load_halves(cos + angles, in_half[None, :], DIM // 2)
+    sin_low, sin_high = _load_halves(sin + angles, in_half[None, :], DIM // 2)
+    turned_low = low * cos_low.to(tl.float32) + high * sin_low.to(tl.float32)
+    turned_high = high * cos_high.to(tl.float32) + low * sin_high.to(tl.float32)
+    turned_low = turned_low.to(query.dtype.element_ty)
+    turned_high = turned_high.to(query.dtype.element_ty)
 
     row = tl.load(rows + token).to(tl.int64)
     out = query + (token * NUM_HEADS + head)[:, None] * DIM + dims[None, :]
-    tl.store(out, turned_low, mask=is_query[:, None] & in_half[None, :])
-    tl.store(out + DIM // 2, turned_high, mask=is_query[:, None] & in_half[None, :])
+    is_written = is_query[:, None] & in_half[None, :]
+    _store_halves(out, turned_low, turned_high, is_written, DIM // 2)
     key = keys + row * k_row + (head - NUM_HEADS).to(tl.int64)[:, None] * k_head + dims[None, :]
-    tl.store(key, turned_low, mask=is_key[:, None] & in_half[None, :])
-    tl.store(key + DIM // 2, turned_high, mask=is_key[:, None] & in_half[None, :])
+    is_written = is_key[:, None] & in_half[None, :]
+    _store_halves(key, turned_low, turned_high, is_written, DIM // 2)
     value = (
         values + row * v_row + (head - first_value).to(tl.int64)[:, None] * v_head + dims[None, :]
     )
-    tl.store(value, stored_low, mask=is_value[:, None] & in_half[None, :])
-    tl.store(value + DIM // 2, stored_high, mask=is_value[:, None] & in_half[None, :])
+    is_written = is_value[:, None] & in_half[None, :]
+    _store_halves(value, stored_low, stored_high, is_written, DIM // 2)
 
 
 @triton.jit

@@ -37,10 +37,6 @@ def _attend_slowly(
 ) -> tuple[Tensor, Tensor]:
     num_queries, num_heads, _ = q.shape
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
-    if span.lengths[b] == 0:
-        return torch.zeros_like(q), torch.full(
-            (num_queries, num_heads), float("-inf"), device=q.device
-        )
     group = num_heads // k.shape[0]
     keys = k[:, rows].float().repeat_interleave(group, dim=0)
     values = v[:, rows].float().repeat_interleave(group, dim=0)
@@ -48,7 +44,7 @@ def _attend_slowly(
     if span.causal:
         own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
         scores += additive(own, keys.shape[1], scores.dtype)
-    elif (bias := span.bias(b, scores.dtype, q.device)) is not None:
+    elif (bias := span.bias(b, scores)) is not None:
         scores += bias
     lse = scores.logsumexp(-1)
     out = torch.einsum("hts,hsd->thd", (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0), values)

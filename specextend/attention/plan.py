@@ -55,12 +55,6 @@ class KeySpan:
     """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones
     included. Excludes `mask`.
     """
-    window: int | None = None
-    """If given, `mask` is the band of a causal call: query t sees so many rows up to its own."""
-    needs_lse: bool = True
-    """False if the result is not merged with that of another span, so that a kernel need not
-    compute the LSE.
-    """
     on_device: tuple[Tensor, Tensor] | None = None
     """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64
     on the device; None: only the host knows them.
@@ -82,20 +76,18 @@ class KeySpan:
                 ).T.contiguous()
         return self.made["places"]
 
-    def bias(
-        self, b: int, dtype: torch.dtype, device: torch.device, *, tail: bool = False
-    ) -> Tensor | None:
-        """Return sequence b's mask as a bias [T, S] over all its rows, or over its `tail`, the rows
-        of the mask.
+    def bias(self, b: int, like: Tensor, *, tail: bool = False) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, S] of the type of `like` and on its device, over
+        all rows, or over their `tail`, the rows of the mask.
 
         None if there is no mask. Made once per forward and shared by all layers.
         """
         if self.mask is None:
             return None
-        key = tail, b, dtype
+        key = tail, b, like.dtype
         if key not in self.made:
             length = min(self.mask.shape[2], self.lengths[b]) if tail else self.lengths[b]
-            self.made[key] = additive(self.mask[b].to(device), length, dtype)
+            self.made[key] = additive(self.mask[b].to(like.device), length, like.dtype)
         return self.made[key]
 
 
@@ -112,8 +104,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor
 T, H] fp32.
 
 Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of
-exponentials, -inf where a span is empty; out is finite there. lse may be empty if the span says
-that it is not needed.
+exponentials, -inf where a span is empty; out is finite there.
 """
 
 
@@ -150,8 +141,6 @@ class AttentionPlan:
     """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
     them raises.
     """
-    made_rows: Tensor | None = None
-    """The new rows, once they are made from the lists."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
@@ -163,10 +152,8 @@ class AttentionPlan:
         """Return the cache rows [B, T] int64 that this forward writes."""
         if self.on_device is not None:
             return self.on_device[1]
-        if self.made_rows is None:  # once a forward: each layer asks
-            ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
-            self.made_rows = (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
-        return self.made_rows
+        ends = torch.tensor([self.starts, self.lengths]).sum(0)
+        return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
     def _split(self) -> tuple[KeySpan, ...]:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one
@@ -175,24 +162,12 @@ class AttentionPlan:
         if self.mask is None or self.tree == "dense":
             # the one query of a plain step sees every row
             causal = self.mask is None and self.num_new > 1
-            return (
-                KeySpan(
-                    self.starts,
-                    self.lengths,
-                    self.mask,
-                    causal,
-                    needs_lse=False,
-                    on_device=self.on_device,
-                ),
-            )
+            return (KeySpan(self.starts, self.lengths, self.mask, causal, self.on_device),)
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
-        tail = KeySpan(tails, [num_masked] * len(tails), mask=self.mask)
-        if not any(prefix):
-            tail.needs_lse = False
-            return (tail,)
-        return (KeySpan(self.starts, prefix), tail)
+        tail = KeySpan(tails, [num_masked] * len(tails), self.mask)
+        return (KeySpan(self.starts, prefix), tail) if any(prefix) else (tail,)
 
 
 def attend_plan(

@@ -30,17 +30,16 @@ _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
-def _each(kernel: _Kernel) -> Attend:
+def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
     """Make a kernel for one sequence into a backend, which calls it for each sequence that has
-    keys.
+    keys; once more for the prefix of causal rows, unless it takes that with them.
     """
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     ) -> tuple[Tensor, Tensor]:
         before = [length - q.shape[1] for length in span.lengths]
-        # prefix and own rows apart, because the kernel takes no causal prefix
-        if span.causal and any(before):
+        if span.causal and any(before) and not takes_prefix:
             own = [start + length for start, length in zip(span.starts, before, strict=True)]
             prefix = attend(q, k, v, KeySpan(span.starts, before), scale)
             chunk = attend(q, k, v, KeySpan(own, [q.shape[1]] * len(own), causal=True), scale)
@@ -49,7 +48,11 @@ def _each(kernel: _Kernel) -> Attend:
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
             query = q[b : b + 1]
-            results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
+            if length:
+                results.append(kernel(query, key, value, span, b, scale))
+            else:
+                nothing = torch.full(query.shape[:3], float("-inf"), device=q.device)
+                results.append((torch.zeros_like(query), nothing))
         out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
         return out, lse
 
@@ -57,15 +60,10 @@ def _each(kernel: _Kernel) -> Attend:
     return attend
 
 
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of attending with q [B, T, H, D] to no key."""
-    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
-
-
 def _by_head(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    bias = span.bias(b, q.dtype, q.device)  # the kernel wants the query's dtype
+    bias = span.bias(b, q)  # the kernel wants the query's dtype
     mask = None if bias is None else bias[None, None]
     out, lse = _cpu_flash(
         q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale
@@ -79,7 +77,7 @@ def _on_cuda(
     """Attend to masked rows and to those before them apart, because the flash kernel takes no
     mask.
     """
-    bias = span.bias(b, q.dtype, q.device, tail=True)
+    bias = span.bias(b, q, tail=True)
     if bias is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
     before = key.shape[2] - bias.shape[1]
@@ -112,19 +110,13 @@ def _attend_efficiently(
     """
     num_queries, num_heads = q.shape[1:3]
     key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
-    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
+    if bias is not None:  # in rows of a multiple of 16 elements
+        aligned = pad(bias, (0, -bias.shape[1] % 16))[:, : bias.shape[1]]
+        bias = aligned.expand(1, num_heads, -1, -1)
     out, lse, *_ = _efficient_cuda(
-        q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale
+        q.transpose(1, 2), key, value, bias, True, 0.0, causal, scale=scale
     )
     return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel
-    requires.
-    """
-    padding = -bias.shape[1] % 16
-    return pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
 
 
 attend_by_head = _each(_by_head)
@@ -199,27 +191,25 @@ def attend_with(kernel: FlashKernel, otherwise: Attend) -> Attend:
     does not take.
     """
 
+    def one(
+        q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = kernel(
+            q,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            softmax_scale=scale,
+            causal=span.causal,
+            return_softmax_lse=True,
+        )
+        return out, lse.transpose(1, 2)
+
+    each = _each(one, takes_prefix=True)
+
     def flash(
         q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if span.mask is not None or 0 in span.lengths or q.dtype == torch.float32:
-            return otherwise(q, k, v, span, scale)
-        results = []
-        for query, start, length in zip(q.split(1), span.starts, span.lengths, strict=True):
-            keys, values = (
-                stored[:, start : start + length].transpose(0, 1).unsqueeze(0) for stored in (k, v)
-            )
-            results.append(
-                kernel(
-                    query,
-                    keys,
-                    values,
-                    softmax_scale=scale,
-                    causal=span.causal,
-                    return_softmax_lse=True,
-                )[:2]
-            )
-        out, lse = results[0] if len(q) == 1 else map(torch.cat, zip(*results, strict=True))
-        return out, lse.transpose(1, 2)
+        takes = span.mask is None and q.dtype != torch.float32
+        return (each if takes else otherwise)(q, k, v, span, scale)
 
     return flash

@@ -104,6 +104,20 @@ def _hide(scores, words, is_row, block, tail, length, num_words, KEYS: tl.conste
     return tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
 
 
+@triton.jit
+def _added(scores, value, sums, total, top):
+    """Add a block of keys to the weighted sums of values, the sums of weights and the largest
+    scores.
+    """
+    higher = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
+    weights = tl.exp2(scores - finite[:, None])
+    shrink = tl.exp2(top - finite)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+    return sums, total, higher
+
+
 @triton.jit(
     do_not_specialize=[
         "starts",
@@ -163,16 +177,8 @@ def attend_splits(
         if block + KEYS > tail:
             words = visible + num_words * token
             scores = _hide(scores, words, is_row, block, tail, length, num_words, KEYS)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
-        weights = tl.exp2(scores - finite[:, None])
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(weights, 1)
         value = tl.load(v + keys[:, None] * v_row + dims[None, :], mask=exists[:, None], other=0.0)
-        sums = tl.dot(
-            weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee"
-        )
-        top = higher
+        sums, total, top = _added(scores, value, sums, total, top)
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
     tl.store(

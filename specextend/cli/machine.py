@@ -137,9 +137,10 @@ def _kernels(config: RunConfig) -> list[Values]:
 
 def _describe(found: Values) -> str:
     from specextend.cluster.dry_run import describe_memory
+    from specextend.report.sections import Section, to_text
 
     gpus = [f"{gpu['name']}, {gpu['memory_gib']:.1f} GiB" for gpu in found["gpus"]] or ["none"]
-    lines = [
+    lines: list[Section | str] = [
         f"processor: {found['processor']}, {found['cores']} cores, {found['memory_gib']:.1f} GiB",
         *(f"GPU: {gpu}" for gpu in gpus),
         *(
@@ -158,4 +159,4 @@ def _describe(found: Values) -> str:
     for trial in found.get("kernels", ()):
         said, times = trial["lines"]
         lines += [said, f"    ms: {times}"] if times else [said]
-    return "".join(f"{line}\n" for line in lines)
+    return to_text(lines)

@@ -5,6 +5,7 @@ else writes them.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
@@ -48,7 +49,9 @@ from specextend.data.source import Source
 from specextend.data.storage import is_away
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at what concerns all workers: deadlines, hangs, and who is wanted."""
+"""Seconds between two looks at what concerns all workers: deadlines, hangs, who is wanted, and how
+far the run is.
+"""
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
 MOST_NAMES = 10
@@ -122,17 +125,18 @@ class Driver:
             self.display.event("document_leased", **lease_facts(worker, lease))
             self.pool.run(worker, lease)
         self._collect(TICK_S)
-        if self._pace.is_due(self.clock()):  # now that it is known what the workers did meanwhile
+        is_due = self._pace.is_due(self.clock())
+        if is_due:  # now that it is known what the workers did meanwhile
             self._enforce(self.clock())
             self._staff(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
-        now = self.clock()
-        self.display.show(
-            self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading), now
-        )
+        if is_due or self.scheduler.is_done:
+            now = self.clock()
+            num_ready = self.roster.num_ready
+            self.display.show(self.ledger.snapshot(now, num_ready, self.roster.num_loading), now)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -280,17 +284,11 @@ class Driver:
             if message in self._kernels_said:
                 continue
             self._kernels_said.add(message)
-            facts: dict[str, Fact] = {
-                "worker": worker,
-                "kernel": kernel["name"],
-                "taken": kernel["taken"],
-            }
+            why = kernel["why"]
+            say = self.display.event
             if info.accelerators:
-                self.display.note(
-                    f"{message}, {kernel['why']}", "kernel", **facts, reason=kernel["why"]
-                )
-            else:
-                self.display.event("kernel", **facts, reason=kernel["why"])
+                say = partial(self.display.note, f"{message}, {why}")
+            say("kernel", worker=worker, kernel=kernel["name"], taken=kernel["taken"], reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
@@ -331,16 +329,11 @@ class Driver:
         was planned.
         """
         if self.record.worker_used(worker, used_gib):
-            facts: dict[str, Fact] = {
-                "worker": worker,
-                "planned_gib": self.record.planned_gib,
-                "used_gib": used_gib,
-            }
-            said = (
-                f"memory: planned {self.record.planned_gib:.1f} GiB, used {used_gib:.1f} GiB "
-                "at most"
+            planned_gib = self.record.planned_gib
+            said = f"memory: planned {planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
+            self.display.note(
+                said, "memory", worker=worker, planned_gib=planned_gib, used_gib=used_gib
             )
-            self.display.note(said, "memory", **facts)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at

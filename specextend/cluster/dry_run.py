@@ -10,7 +10,6 @@ written, and nothing is kept for a later start.
 import itertools
 import math
 import re
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +45,7 @@ from specextend.core import DocumentKey, Values, counted
 from specextend.data.commits import Retry
 from specextend.data.listing import describe_skipped
 from specextend.loading import load_engine
+from specextend.report.sections import Section, number, thousandths, to_text
 from specextend.stats import DecodingStats, ratio
 
 # Forecasts
@@ -271,9 +271,10 @@ def calibrate(
             outcomes = _decode(actor, sample, size, wait)
         finally:
             ray.kill(actor)
-    done = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Done)}
     costs = [
-        document_cost(outcome.stats, estimates[key].max_new_tokens) for key, outcome in done.items()
+        document_cost(outcome.stats, estimates[key].max_new_tokens)
+        for key, outcome in outcomes.items()
+        if isinstance(outcome, Done)
     ]
     rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
@@ -344,6 +345,14 @@ WIDTH = 80
 """Columns of a terminal, within which tables stay."""
 _OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
 """What becomes of documents over the prompt limit; under all other policies they are cut."""
+_REJECTED = {
+    "null text": "NullText",
+    "empty text": "EmptyText",
+    "text not UTF-8": "UndecodableText",
+    "max_new_tokens below 1": "BadMaxNewTokens",
+    "no room for a document": "PromptTooLong",
+}
+"""Checks whose rows become error rows of a class."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
@@ -435,28 +444,28 @@ def describe_dry_run(plan: Values) -> str:
     checks = [
         (
             each["check"],
-            "not read" if each["rows"] is None else f"{each['rows']:,}",
+            "not read" if each["rows"] is None else number(each["rows"]),
             each["outcome"],
         )
         for each in plan["audit"]
     ]
-    lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
+    lengths = [(name, number(count)) for name, count in plan["prompt_lengths"].items()]
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
     output_tokens = counted(plan["output_tokens_at_most"], "output token")
-    lines = [
-        *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
+    parts: list[Section | str] = [
+        *plan["selection"]["notes"],
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them "
         "rejected",
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
-        *_table(("input", "rows", "they are"), checks),
+        Section("", ("input", "rows", "they are"), checks, ("they are",)),
         f"about {prompt_tokens}, {output_tokens} at most",
-        *_table(("prompt tokens", "rows"), lengths),
+        Section("", ("prompt tokens", "rows"), lengths),
         *describe_memory(plan),
-        *(_wrap(plan["this_machine"]) if plan["this_machine"] else []),
+        *([plan["this_machine"]] if plan["this_machine"] else []),
         *_describe_time(plan),
     ]
-    return "\n".join(lines)
+    return to_text(parts, WIDTH)
 
 
 def _say_of_machine(prepared: Prepared) -> str | None:
@@ -525,18 +534,10 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """
     policy = prepared.config.prompt.length_policy
     counts = plan.rejected
-    text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
+    over = _OVER_LENGTH.get(policy, f"cut ({policy})")
     found: list[tuple[str, int | None, str]] = [
-        (check, counts[name], "error rows") for check, name in text.items()
-    ]
-    found += [
-        ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
-        ("no room for a document", counts["PromptTooLong"], "error rows"),
-        (
-            "over the prompt limit",
-            plan.num_over_length,
-            _OVER_LENGTH.get(policy, f"cut ({policy})"),
-        ),
+        *((check, counts[name], "error rows") for check, name in _REJECTED.items()),
+        ("over the prompt limit", plan.num_over_length, over),
     ]
     if counts["BadId"]:
         found.append(("null or repeated id", counts["BadId"], "error rows"))
@@ -549,35 +550,31 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
-def describe_memory(plan: Values) -> list[str]:
-    """Describe `memory_gib` and `cache` of a plan in lines."""
+def describe_memory(plan: Values) -> list[Section | str]:
+    """Describe `memory_gib` and `cache` of a plan in a table and a sentence."""
     sizes = plan["memory_gib"]
-    rows = [
-        (title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005
-    ]
-    lines = _table(
-        ("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")]
-    )
+    named = {title: sizes[name] for name, title in _MEMORY.items() if sizes[name] >= 0.0005}
+    named["together"] = sum(sizes.values())
+    rows = [(title, thousandths(size)) for title, size in named.items()]
+    parts: list[Section | str] = [Section("", ("memory of a worker", "GiB"), rows)]
     if cache := plan["cache"]:
         longest, mean = (cache[f"{name}_sequences_that_fit"] for name in ("longest", "mean"))
-        size = (
-            f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the "
-            "target's cache"
+        parts.append(
+            f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the target's "
+            f"cache: {longest:,} fit at once, and {mean:,} as long as the mean; "
+            f"decoding.max_batch_size is {cache['max_batch_size']}"
         )
-        fit = f"{longest:,} fit at once, and {mean:,} as long as the mean"
-        lines += _wrap(f"{size}: {fit}; decoding.max_batch_size is {cache['max_batch_size']}")
-    return lines
+    return parts
 
 
-def _describe_time(plan: Values) -> list[str]:
+def _describe_time(plan: Values) -> list[Section | str]:
     if plan["forecast"] is None:
         return ["time and cost: not measured; --calibrate N measures them on N documents"]
     forecast = Forecast(**plan["forecast"])
-    ends = [
-        datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)
-    ]
+    span = _span(forecast)
+    ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in span]
     rows = [
-        ("time", *map(describe_duration, _span(forecast))),
+        ("time", *map(describe_duration, span)),
         (f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)),
     ]
     if hourly := plan["documents_per_hour"]:
@@ -586,11 +583,7 @@ def _describe_time(plan: Values) -> list[str]:
         rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
         rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))
     head = (f"with {counted(forecast.workers, 'worker')}", "likely", "low", "high")
-    return [
-        *_table(head, rows, num_right=3),
-        *_describe_by(plan["by"]),
-        *_wrap(f"time: by {forecast.basis}"),
-    ]
+    return [Section("", head, rows), *_describe_by(plan["by"]), f"time: by {forecast.basis}"]
 
 
 def _describe_by(by: Values | None) -> list[str]:
@@ -598,10 +591,10 @@ def _describe_by(by: Values | None) -> list[str]:
         return []
     when = f"done by {_say_time(datetime.fromisoformat(by['time']))}"
     if by["workers"] is None:
-        return _wrap(
+        return [
             f"{when}: with no number of workers; what is left is too long for one document or its "
             "loading"
-        )
+        ]
     surely = (
         "no number is sure to"
         if by["workers_surely"] is None
@@ -616,16 +609,3 @@ def _span(forecast: Forecast) -> tuple[float, float, float]:
 
 def _say_time(when: datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M %Z}"
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], num_right: int = 1) -> list[str]:
-    """Lay out lines of columns; the `num_right` ones after the first are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    form = "  " + "  ".join(
-        f"{{:{'>' if 1 <= i <= num_right else '<'}{width}}}" for i, width in enumerate(widths)
-    )
-    return [form.format(*row).rstrip() for row in (head, *rows)]

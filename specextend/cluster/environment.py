@@ -93,7 +93,7 @@ def is_local() -> bool:
 
 def num_cores() -> int:
     """Count the CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 Node = tuple[float, float]

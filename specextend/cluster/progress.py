@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TextIO, cast
 
@@ -30,10 +30,6 @@ MAX_GAP_S = 10.0
 """Most seconds that count between two readings of the clock."""
 WINDOW_S = 600.0
 """Seconds of the past from which the rate is taken."""
-REMEMBER_EVERY_S = 1.0
-"""Seconds between two points of that past: hundreds of results a second would fill the driver's
-memory.
-"""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
 MIN_ENDED = 100
@@ -114,11 +110,9 @@ class Ledger:
         self._stats.add(work or DecodingStats())
         self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
         """Of this start's documents as estimated: what several tasks read once counts once."""
-        self._running: dict[str, dict[DocumentKey, int]] = {}
-        self._num_running = 0
-        self._prompt_under_way = self._output_under_way = self._allowed_under_way = 0
-        """Sums over the running documents that have begun to decode; the last one of
-        `max_new_tokens`.
+        self._running: dict[str, dict[DocumentKey, tuple[int, int, int]]] = {}
+        """By worker the documents in its engine. Of those that have begun to decode: the prompt
+        tokens, the most output tokens, and those so far.
         """
         self._history: deque[tuple[float, int, int]] = deque()
 
@@ -128,8 +122,7 @@ class Ledger:
         worker: in whose engine it was, if it was in one.
         """
         estimate = self._estimates[key]
-        if key in (running := self._running.get(worker, {})):
-            self._count({key: running.pop(key)}, -1)
+        self._running.get(worker, {}).pop(key, None)
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
@@ -144,18 +137,10 @@ class Ledger:
         """Note the open documents that are in a worker's engine now, with their output tokens so
         far.
         """
-        self._count(self._running.get(worker, {}), -1)
-        self._running[worker] = dict(outputs)
-        self._count(outputs, 1)
-
-    def _count(self, outputs: Mapping[DocumentKey, int], sign: int) -> None:
-        """Add running documents to the sums, or take them out again (-1)."""
-        self._num_running += sign * len(outputs)
-        for key, tokens in outputs.items():
-            if tokens:
-                self._prompt_under_way += sign * self._estimates[key].num_prompt_tokens
-                self._output_under_way += sign * tokens
-                self._allowed_under_way += sign * self._estimates[key].max_new_tokens
+        self._running[worker] = {
+            key: (*self._estimates[key], tokens) if tokens else (0, 0, 0)
+            for key, tokens in outputs.items()
+        }
 
     @property
     def output_cost(self) -> float:
@@ -166,30 +151,35 @@ class Ledger:
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
     def snapshot(self, now: float, num_workers: int, num_loading: int = 0) -> Snapshot:
-        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second,
-        for the rate.
+        """Return the figures at `now`, in seconds of any monotonic clock, and keep them for the
+        rate. Once a second is enough.
 
         num_workers, num_loading: workers that are ready, and those that load their models.
         """
         if not num_workers:
             self._history.clear()  # nothing is done while models load: that is no rate
-        prompt = self._prompt_done + self._prompt_under_way
-        output = self._stats.num_output_tokens + self._output_under_way
-        if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
-            self._history.append((now, prompt, output))
+        running = [each for documents in self._running.values() for each in documents.values()]
+        sums = [sum(each) for each in zip(*running, strict=True)] or [0, 0, 0]
+        read, allowed, written = sums
+        prompt = self._prompt_done + read
+        output = self._stats.num_output_tokens + written
+        self._history.append((now, prompt, output))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
         then, prompt_then, output_then = self._history[0]
         cost = self.output_cost
         elapsed = now - then
         done = prompt + cost * output
-        left = self._work_left(cost)
+        # on the assumption that outputs end as early, on average, as those so far
+        share = ratio(self._stats.num_output_tokens, self._output_allowed) or 1.0
+        output_left = share * self._output_left - min(written, share * allowed)
+        left = max(0.0, self._prompt_left - read + cost * output_left)
         rate = ratio(prompt - prompt_then + cost * (output - output_then), elapsed)
         return Snapshot(
             num_rows=self._num_rows,
             num_done=self._num_done,
             num_errors=self._num_errors,
-            num_running=self._num_running,
+            num_running=len(running),
             num_workers=num_workers,
             num_loading=num_loading,
             fraction=done / (done + left) if done + left else 1.0,
@@ -197,19 +187,6 @@ class Ledger:
             mean_acceptance_length=self._stats.mean_acceptance_length,
             eta_s=left / rate if rate and self._num_done else None,
         )
-
-    def _work_left(self, cost: float) -> float:
-        """Estimate the work left, on the assumption that outputs end as early, on average, as those
-        so far.
-        """
-        share = (
-            self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
-        )
-        prompt = self._prompt_left - self._prompt_under_way
-        output = share * self._output_left - min(
-            self._output_under_way, share * self._allowed_under_way
-        )
-        return max(0.0, prompt + cost * output)
 
 
 class ErrorGuard:
@@ -256,9 +233,8 @@ class ErrorGuard:
 
 
 def describe_duration(seconds: float) -> str:
-    """Describe a duration as `1:02:03`, rounded up to seconds."""
-    whole = math.ceil(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    """Describe a duration as `1:02:03` or `1 day, 2:03:04`, rounded up to seconds."""
+    return str(timedelta(seconds=math.ceil(seconds)))
 
 
 # Displays: a bar on a terminal, plain lines, or JSON

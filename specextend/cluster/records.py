@@ -250,14 +250,16 @@ def give_up(
     display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = ""
 ) -> Values:
     """Say that a document has failed, and return its error row."""
-    facts = key._asdict() | {
-        "document": failed.doc_id,
-        "worker": worker,
-        "attempt": attempts,
-        "stage": failed.stage,
-    }
-    message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
-    display.note(message, "document_failed", **facts, error_class=failed.error_class)
+    display.note(
+        f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}",
+        "document_failed",
+        **key._asdict(),
+        document=failed.doc_id,
+        worker=worker,
+        attempt=attempts,
+        stage=failed.stage,
+        error_class=failed.error_class,
+    )
     return {**key._asdict(), **failed._asdict(), "attempts": attempts}
 
 

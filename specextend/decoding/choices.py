@@ -12,6 +12,7 @@ Shapes: `N` tree nodes, the forced tokens before the root included, `V` vocabula
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
 from specextend.decoding.sequence import Sequence as Running
-from specextend.decoding.tree import tree_mask
+from specextend.decoding.tree import DraftTrees, TreeNode, tree_mask
 
 MOST_NODES = 96
 """Nodes of values in one forward. With forced tokens before them they are as many as every kernel
@@ -52,8 +53,9 @@ class ChoiceScorer:
         for choice in request.choices:
             texts = [text + each for each in choice.texts]
             paths = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            num_shared = _num_shared(paths)
             if max(map(len, paths)) > request.max_new_tokens:
-                return paths[0][: min(_num_shared(paths) or 1, request.max_new_tokens)], "length"
+                return paths[0][: min(num_shared or 1, request.max_new_tokens)], "length"
             log_probs = self._log_probs(sequence, paths) if len(paths) > 1 else [0.0]
             best = max(range(len(paths)), key=log_probs.__getitem__)  # the first of equals
             scored = zip(choice.values, log_probs, strict=True)
@@ -111,24 +113,18 @@ class ChoiceScorer:
         probabilities.
         """
         root = len(forced) - 1
-        token_ids = [*forced]
-        parents = [*range(-1, root)]
-        depths = [*range(root + 1)]
-        nodes: dict[tuple[int, int], int] = {}
+        nodes = [TreeNode(at - 1, token_id, at, 0.0) for at, token_id in enumerate(forced)]
+        known: dict[tuple[int, int], int] = {}
         asked: list[tuple[int, int, int]] = []  # tail, node, and the token behind it
         for tail, rest in enumerate(tails):
             node = root
             for depth, token_id in enumerate(rest, root + 1):
                 asked.append((tail, node - root, token_id))
-                if depth - root < len(rest) and (node, token_id) not in nodes:
-                    nodes[node, token_id] = len(token_ids)
-                    token_ids = [*token_ids, token_id]
-                    parents = [*parents, node]
-                    depths = [*depths, depth]
-                node = nodes.get((node, token_id), -1)
-        logits = self._logits(
-            sequence, *upload(torch.tensor([token_ids, parents, depths]), self._target.device)
-        )[root:]
+                if depth - root < len(rest) and (node, token_id) not in known:
+                    known[node, token_id] = len(nodes)
+                    nodes.append(TreeNode(node, token_id, depth, 0.0))
+                node = known.get((node, token_id), -1)
+        logits = self._logits(sequence, DraftTrees.pad([nodes], self._target.device))[root:]
         tail_of, node_of, token_of = upload(torch.tensor(asked).T.contiguous(), logits.device)
         norms = where_finite(logits.logsumexp(-1), logits, math.nan)
         log_probs = logits[node_of, token_of].double() - norms.double()[node_of]
@@ -136,16 +132,16 @@ class ChoiceScorer:
             0, tail_of.cpu(), log_probs.cpu()
         )
 
-    def _logits(
-        self, sequence: Running, token_ids: Tensor, parents: Tensor, depths: Tensor
-    ) -> Tensor:
-        """Run nodes [N] behind the sequence's rows; return logits [N, V] fp32."""
-        num_nodes = len(token_ids)
+    def _logits(self, sequence: Running, tree: DraftTrees) -> Tensor:
+        """Run N nodes behind the sequence's rows; return logits [N, V] fp32."""
         length = sequence.length
+        depths = tree.depths
         is_chain = bool((depths.diff() == 1).all())
-        mask = None if is_chain else tree_mask(parents.unsqueeze(0), int(depths.max()))
-        plan = AttentionPlan([sequence.region.start], [length + num_nodes], num_nodes, mask=mask)
-        hidden = self._target.forward(token_ids.unsqueeze(0), (length + depths).unsqueeze(0), plan)
+        mask = None if is_chain else tree_mask(tree.parents, int(depths.max()))
+        plan = AttentionPlan(
+            [sequence.region.start], [length + tree.num_nodes], tree.num_nodes, mask=mask
+        )
+        hidden = self._target.forward(tree.token_ids, length + depths, plan)
         sequence.stats.num_forwards += 1
         self._on_forward()
         return self._target.logits(hidden[0]).float()
@@ -153,9 +149,4 @@ class ChoiceScorer:
 
 def _num_shared(paths: Sequence[Path]) -> int:
     """Return how many tokens all paths begin with."""
-    first = min(paths)
-    last = max(paths)
-    pairs = enumerate(zip(first, last, strict=False))
-    return next(
-        (number for number, (one, other) in pairs if one != other), min(len(first), len(last))
-    )
+    return len(commonprefix(paths))  # noqa: RUF071  of lists it compares item by item

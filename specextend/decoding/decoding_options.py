@@ -203,22 +203,16 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("draft.model must be a Hub id or a local path, not an address")
-        if self.kind == "ngram":
-            self._check_no_model()
-        elif not self.model:
+        if self.kind != "ngram" and not self.model:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
+        for name, empty in (("model", "'\"\"'"), ("ngram", "false")):
+            if self.kind == "ngram" and getattr(self, name):
+                raise ValueError(
+                    f"draft.{name} must not be set with draft.kind ngram, which has no model: "
+                    f"leave it out, or --set draft.{name}={empty}"
+                )
 
     @property
     def has_ngrams(self) -> bool:
         """Return True if n-gram drafts are proposed, alone or merged."""
         return self.kind == "ngram" or self.ngram
-
-    def _check_no_model(self) -> None:
-        empty = {"model": "'\"\"'", "ngram": "false"}
-        if given := [name for name in empty if getattr(self, name)]:
-            settings = " ".join(f"--set draft.{name}={empty[name]}" for name in given)
-            names = " and ".join(f"draft.{name}" for name in given)
-            raise ValueError(
-                f"{names} must not be set with draft.kind {self.kind}, which has no model: leave "
-                f"out, or {settings}"
-            )

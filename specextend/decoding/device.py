@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import HostReadError
-from specextend.core import how_to_install
 
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
@@ -162,16 +161,6 @@ def multiplies_bf16(device: torch.device | None = None) -> bool:
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def warn_of_slow_bf16() -> None:
-    """Say what to do where nothing multiplies bf16 fast."""
-    _log.warning(
-        "this processor has no products of bfloat16, so prompts take ten times as long as they "
-        "could: %s, or set "
-        "target.dtype: float32",
-        how_to_install("cpu"),
-    )
-
-
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host
     does not wait.
@@ -282,15 +271,14 @@ class Graphs:
     device's allocator may not be trusted with another one.
     """
 
-    def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
+    def __init__(self, capture: Capture | None = None, num_eager_calls: int = CALLS_BEFORE_CAPTURE):
         """Take the way to capture; without one everything runs eagerly.
 
-        num_eager_calls: those with inputs of the same shapes before it; None:
-        `CALLS_BEFORE_CAPTURE`. They build the kernels, which a capture may not, so there must be
-        one.
+        num_eager_calls: those with inputs of the same shapes before it. They build the kernels,
+        which a capture may not, so there must be one.
         """
         self._capture = capture
-        self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
+        self._num_eager_calls = num_eager_calls
         self._num_calls: Counter[Key] = Counter()
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
         """The memory that a captured function reads, its replay, and what that writes; None: it

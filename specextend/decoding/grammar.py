@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of the library: all between the values is forced, and is what Python's `json` writes."""
+_ABSENT = -2
+"""Number of a node that the draft's tree lacks."""
 _FORCED = log(0.99)
 """Log probability of a token that is forced: the target may spell the same characters in other
 tokens.
@@ -127,25 +129,24 @@ class Grammar:
         """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to
         `num_levels`.
         """
-        children = _children([node.parent for node in tree])
+        children: dict[int, list[int]] = {}
+        for number, node in enumerate(tree):
+            children.setdefault(node.parent, []).append(number)
         kept = [tree[0]]
 
-        def grow(number: int, old: int | None) -> None:
+        def grow(number: int, old: int) -> None:
             """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is
             there.
             """
             node = kept[number]
             if node.depth >= num_levels:
                 return
-            offers: dict[int, tuple[int | None, float]] = {}
-            if old is not None:
-                drafted = [(child, tree[child]) for child in children.get(old, ())]
-                offers = {
-                    each.token_id: (child, each.log_prob - tree[old].log_prob)
-                    for child, each in drafted
-                }
+            offers = {
+                tree[child].token_id: (child, tree[child].log_prob - tree[old].log_prob)
+                for child in children.get(old, ())
+            }
             for token_id in self._forced():
-                offers[token_id] = offers[token_id][0] if token_id in offers else None, _FORCED
+                offers[token_id] = offers.get(token_id, (_ABSENT, 0))[0], _FORCED
             for token_id, (child, log_prob) in offers.items():
                 if (taken := self._enter(token_id)) is not None:
                     kept.append(
@@ -173,10 +174,3 @@ class Grammar:
         if self._matcher.is_stopped():
             return 0 if token_id in self._eos_token_ids else None
         return self._matcher.try_consume_tokens([token_id]) or None
-
-
-def _children(parents: Sequence[int]) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    return children

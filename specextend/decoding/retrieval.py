@@ -54,8 +54,8 @@ def mean_mass(
     """Return the mean [C] fp32 of `chunk_mass` over layers, one query and one set of keys for
     each.
     """
-    masses = [chunk_mass(*layer, chunk_size, scale) for layer in zip(queries, keys, strict=True)]
-    return masses[0] if len(masses) == 1 else torch.stack(masses).mean(0)
+    layers = zip(queries, keys, strict=True)
+    return torch.stack([chunk_mass(*layer, chunk_size, scale) for layer in layers]).mean(0)
 
 
 def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tensor:

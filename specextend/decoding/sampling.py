@@ -215,17 +215,12 @@ class NgramIndex:
         ends = [self.end]
         nodes = list[int]()
         repeating = list[int]()
-        # of each node: the tokens below the root, behind what
-        paths: list[list[tuple[tuple[int, ...], int]]] = [[]]
-        for node in range(len(token_ids)):
+        for node, path in enumerate(_paths(parents)):
             if node > 0:
-                parent = parents[node]
-                token_id = token_ids[node]
-                paths.append([*paths[parent], (ends[parent], token_id)])
-                ends.append(self.behind(ends[parent], token_id))
+                ends.append(self.behind(ends[parents[node]], token_ids[node]))
             if len(ends[node]) == self.size - 1:
                 found = [*self._followers.get(ends[node], ())]
-                found += [token_id for end, token_id in paths[node] if end == ends[node]]
+                found += [token_ids[each] for each in path if ends[parents[each]] == ends[node]]
                 nodes += [node] * len(found)
                 repeating += found
         return nodes, repeating
@@ -243,7 +238,6 @@ class Penalties:
         self._ngrams = (
             NgramIndex(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
         )
-        self._seen: set[int] = set()
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)
         self.extend(request.prompt_token_ids)
 
@@ -251,11 +245,9 @@ class Penalties:
         """Count tokens behind those counted so far."""
         if self._ngrams is not None:
             self._ngrams.extend(token_ids)
-        if self._penalty != 1 and (
-            new := list(dict.fromkeys(each for each in token_ids if each not in self._seen))
-        ):
-            self._seen.update(new)
-            self._seen_ids = torch.cat([self._seen_ids, self._seen_ids.new_tensor(new)])
+        if self._penalty != 1:
+            new = self._seen_ids.new_tensor([*{*token_ids}])
+            self._seen_ids = torch.cat([self._seen_ids, new])
 
     def apply(self, logits: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
         """Return the penalised logits [N, V] fp32 behind each node of a tree, whose root is the
@@ -269,8 +261,11 @@ class Penalties:
             scores.index_copy_(
                 1, self._seen_ids, self._penalised(scores.index_select(1, self._seen_ids))
             )
-            places = _as_index(self._new_in_paths(token_ids, parents), scores.device)
-            scores[places] = self._penalised(scores[places])
+            paths = _paths(parents)
+            nodes = [node for node, path in enumerate(paths) for _ in path]
+            on_paths = [token_ids[each] for path in paths for each in path]
+            places = _as_index((nodes, on_paths), scores.device)
+            scores[places] = self._penalised(logits[places].float())
         if self._ngrams is not None:
             scores[_as_index(self._ngrams.repeating(token_ids, parents), scores.device)] = float(
                 "-inf"
@@ -280,22 +275,20 @@ class Penalties:
     def _penalised(self, scores: Tensor) -> Tensor:
         return torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
 
-    def _new_in_paths(self, token_ids: Sequence[int], parents: Sequence[int]) -> Places:
-        """Return for each node the tokens of its path that have not been counted, each once."""
-        paths: list[dict[int, None]] = [{}]
-        for node in range(1, len(token_ids)):
-            token_id = token_ids[node]
-            path = paths[parents[node]]
-            paths.append(path if token_id in self._seen else path | {token_id: None})
-        nodes = [node for node, path in enumerate(paths) for _ in path]
-        return nodes, [token_id for path in paths for token_id in path]
-
 
 def penalties_of(request: Request, device: torch.device) -> Penalties | None:
     """Return the penalties of a request; None if it has none, so that it costs nothing."""
     sampling = request.sampling
     is_on = sampling.repetition_penalty != 1 or sampling.no_repeat_ngram_size > 0
     return Penalties(request, device) if is_on else None
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """List the nodes on the path to each node of a tree, itself included and the root not."""
+    paths: list[list[int]] = [[]]
+    for node in range(1, len(parents)):
+        paths.append([*paths[parents[node]], node])
+    return paths
 
 
 def _as_index(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
@@ -61,6 +61,12 @@ class DraftTrees:
     """[B] number of nodes, 1 to N"""
 
     @classmethod
+    def of(cls, tensors: Iterable[Tensor], sizes: list[int]) -> DraftTrees:
+        """Make them from what `tensors` returns."""
+        token_ids, parents, depths, log_probs = tensors
+        return cls(token_ids, parents, depths, log_probs, sizes)
+
+    @classmethod
     def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device) -> DraftTrees:
         """Make them from the nodes of each tree."""
         num_nodes = max(map(len, batch))
@@ -83,10 +89,8 @@ class DraftTrees:
             return self
         missing = 0, num_nodes - self.num_nodes
         pairs = zip(self.tensors, _PADDING, strict=True)
-        token_ids, parents, depths, log_probs = (
-            pad(each, missing, value=value) for each, value in pairs
-        )
-        return DraftTrees(token_ids, parents, depths, log_probs, self.sizes)
+        padded = (pad(each, missing, value=value) for each, value in pairs)
+        return DraftTrees.of(padded, self.sizes)
 
     def nodes(self) -> list[list[TreeNode]]:
         """Return the nodes of each tree, without padding."""
@@ -117,8 +121,7 @@ class DraftTrees:
     def __iter__(self) -> Iterator[DraftTrees]:
         """Yield each sequence's tree, [N] without padding."""
         for b, n in enumerate(self.sizes):
-            token_ids, parents, depths, log_probs = (each[b, :n] for each in self.tensors)
-            yield DraftTrees(token_ids, parents, depths, log_probs, [n])
+            yield DraftTrees.of((each[b, :n] for each in self.tensors), [n])
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
@@ -132,20 +135,14 @@ def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[in
     """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens
     of `token_ids`.
     """
-    uploaded = upload(torch.tensor([*places, *token_ids]), trees.token_ids.device)
-    index, roots = uploaded.split([len(places), len(token_ids)])
-
-    pairs = zip(trees.tensors, _PADDING, strict=True)
-    shape = (len(roots), trees.num_nodes)
-    token_ids_placed, parents, depths, log_probs = (
-        each.new_full(shape, value).index_copy_(0, index, each) for each, value in pairs
+    roots = roots_only(token_ids, trees.token_ids.device).padded(trees.num_nodes)
+    index = upload(torch.tensor(places), trees.token_ids.device)
+    pairs = zip(roots.tensors, trees.tensors, strict=True)
+    sizes = dict(zip(places, trees.sizes, strict=True))
+    return DraftTrees.of(
+        (every.index_copy(0, index, each) for every, each in pairs),
+        [sizes.get(place, 1) for place in range(len(token_ids))],
     )
-    token_ids_placed[:, 0] = roots
-    log_probs[:, 0] = 0
-    sizes = [1] * len(token_ids)
-    for place, size in zip(places, trees.sizes, strict=True):
-        sizes[place] = size
-    return DraftTrees(token_ids_placed, parents, depths, log_probs, sizes)
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
@@ -173,7 +170,7 @@ class _Level(NamedTuple):
     """Nodes of one depth, in any number n."""
 
     token_ids: Tensor  # [B, n]
-    indices: Tensor  # [B, n] of each one's parent among the nodes expanded before
+    indices: Tensor  # [B, n] of each one's parent among the nodes expanded before, or all
     log_probs: Tensor  # [B, n] of paths
 
     def at(self, order: Tensor) -> _Level:
@@ -181,68 +178,45 @@ class _Level(NamedTuple):
         return _Level(*(each.gather(1, order) for each in self))
 
 
-class _Candidates:
-    """All nodes found so far, the root first, level by level, so that a stable sort prefers the
-    shallower of equals.
+# All nodes found so far are a list of levels, the root first, so that a stable sort prefers the
+# shallower of equals.
+
+
+def _append(levels: list[_Level], level: _Level, order: Tensor | None) -> None:
+    """Append the children of the deepest level's nodes at places `order` [B, F]; None: of all."""
+    parents = level.indices if order is None else order.gather(1, level.indices)
+    first = sum(each.token_ids.shape[1] for each in levels[:-1])
+    levels.append(level._replace(indices=parents + first))
+
+
+def _live(levels: list[_Level], num_nodes: int) -> Tensor:
+    """Return the places [B, F] in the deepest level of those among the best nodes so far, likeliest
+    first.
     """
+    log_probs = torch.cat([each.log_probs for each in levels], 1)
+    best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
+    live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)
+    live = live[:, -levels[-1].token_ids.shape[1] :]
+    order = live.int().sort(dim=1, descending=True, stable=True).indices
+    return order[:, : int(live.sum(1).max())]
 
-    def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor):
-        """Take the roots' token ids [B] and log probabilities [B, 1], which are 0."""
-        self._token_ids = [root_token_ids.unsqueeze(1)]
-        self._log_probs = [root_log_probs]
-        self._parents = [torch.full_like(self._token_ids[0], -1)]
-        self._first = 0
-        self._num_nodes = 1
-        """Number of the deepest level's first node, and of all."""
 
-    def append(self, level: _Level, order: Tensor | None) -> None:
-        """Append the children of the deepest level's nodes at places `order` [B, F]; None: of
-        all.
-        """
-        parents = level.indices if order is None else order.gather(1, level.indices)
-        self._parents.append(parents + self._first)
-        self._token_ids.append(level.token_ids)
-        self._log_probs.append(level.log_probs)
-        self._first = self._num_nodes
-        self._num_nodes = self._num_nodes + level.token_ids.shape[1]
+def _expected_accepted(levels: list[_Level], num_nodes: int) -> Tensor:
+    """Return the accepted tokens [B] to expect of the best nodes: the sum of their path
+    probabilities.
+    """
+    log_probs = torch.cat([each.log_probs for each in levels[1:]], 1)
+    return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
-    def live(self, num_nodes: int) -> Tensor:
-        """Return the places [B, F] in the deepest level of those among the best nodes so far,
-        likeliest first.
-        """
-        log_probs = torch.cat(self._log_probs, 1)
-        best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
-        live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)[
-            :, self._first :
-        ]
-        order = live.int().sort(dim=1, descending=True, stable=True).indices
-        return order[:, : int(live.sum(1).max())]
 
-    def expected_accepted(self, num_nodes: int) -> Tensor:
-        """Return the accepted tokens [B] to expect of the best nodes: the sum of their path
-        probabilities.
-        """
-        log_probs = torch.cat(self._log_probs[1:], 1)
-        return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
-
-    def trees(self, num_nodes: int) -> DraftTrees:
-        """Make the trees of the root and the best nodes."""
-        batch = len(self._parents[0])
-        device = self._parents[0].device
-        levels = zip(
-            torch.arange(len(self._parents), device=device).split(1), self._parents, strict=True
-        )
-        depths = torch.cat([depth.expand(parents.shape[1]) for depth, parents in levels]).expand(
-            batch, -1
-        )
-        token_ids, parents, log_probs = (
-            torch.cat(each, 1) for each in (self._token_ids, self._parents, self._log_probs)
-        )
-        log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
-        return prune(
-            DraftTrees(token_ids, parents, depths, log_probs, [depths.shape[1]] * batch),
-            1 + num_nodes,
-        )
+def _best_of(levels: list[_Level], num_nodes: int) -> DraftTrees:
+    """Make the trees of the root and the best nodes."""
+    depths = [torch.full_like(each.indices, depth) for depth, each in enumerate(levels)]
+    token_ids, parents, log_probs = (torch.cat(each, 1) for each in zip(*levels, strict=True))
+    log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
+    batch, size = parents.shape
+    trees = DraftTrees(token_ids, parents, torch.cat(depths, 1), log_probs, [size] * batch)
+    return prune(trees, 1 + num_nodes)
 
 
 def _children(
@@ -288,16 +262,17 @@ def grow_trees(
     num_nodes = options.most_nodes if num_nodes is None else num_nodes
     root_log_probs = root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
     level = _children(root_logits.unsqueeze(1), root_log_probs, num_nodes, vocabulary)
-    pool = _Candidates(root_token_ids, root_log_probs)
+    roots = root_token_ids.unsqueeze(1)
+    pool = [_Level(roots, torch.full_like(roots, -1), root_log_probs)]
     order = None
-    pool.append(level, order)
+    _append(pool, level, order)
     mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
     if least_gain is not None:
         stopped = torch.zeros_like(root_log_probs, dtype=torch.bool)
-        expected = pool.expected_accepted(num_nodes)
+        expected = _expected_accepted(pool, num_nodes)
     for depth in range(1, options.depth):
         if least_gain is not None:
-            order = pool.live(num_nodes)
+            order = _live(pool, num_nodes)
             if order.shape[1] == 0:
                 break
             level = level.at(order)
@@ -307,14 +282,14 @@ def grow_trees(
             level.log_probs if least_gain is None else level.log_probs.masked_fill(stopped, -inf)
         )
         level = _children(logits, weights, num_nodes, vocabulary)
-        pool.append(level, order)
+        _append(pool, level, order)
         if least_gain is not None:
             before = expected
-            expected = pool.expected_accepted(num_nodes)
+            expected = _expected_accepted(pool, num_nodes)
             stopped |= (expected - before).unsqueeze(1) < least_gain
             if bool(stopped.all()):
                 break
-    return pool.trees(num_nodes)
+    return _best_of(pool, num_nodes)
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:

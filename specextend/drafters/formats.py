@@ -34,6 +34,7 @@ from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
     VOCABULARY,
     ModelError,
+    check_tensors,
     copy_weights,
     find_folder,
     new_folder,
@@ -45,7 +46,6 @@ from specextend.model_files import (
 
 WEIGHTS_FILE = "model.safetensors"
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
-FLOATS = ("BF16", "F16", "F32")
 _OURS = {"en.": "embedding_norm.", "hn.": "feature_norm."}
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")
 _RENAMED = {
@@ -306,16 +306,23 @@ def _read_own(folder: Path, raw: Values) -> HeadShape:
     config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
     head = config.head(folder, found)
-    _check_tensors(
+    return _checked(
         head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {}
     )
-    return head
 
 
 def _read_published(folder: Path, raw: Values) -> HeadShape:
     found = _find_tensors(folder, dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
     head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, found)
-    _check_tensors(head, head.required(), head.optional())
+    return _checked(head, head.required(), head.optional())
+
+
+def _checked(
+    head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
+) -> HeadShape:
+    found = {known: (name, info) for known, (_, name, info) in head.sources.items()}
+    where = f"EAGLE draft {head.folder} ({head.format})"
+    check_tensors(where, found, required, optional, _DTYPES)
     return head
 
 
@@ -392,31 +399,3 @@ def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str
     whole = "embed_tokens.weight" in names and any(name.startswith("layers.1.") for name in names)
     hint = "; this looks like a whole model: draft.kind model" if whole else ""
     raise ModelError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
-
-
-def _check_tensors(
-    head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
-) -> None:
-    shapes = optional | required
-    found = head.sources
-    spelled = {known: name for known, (_, name, _) in found.items()}
-    where = f"EAGLE draft {head.folder} ({head.format})"
-    if missing := sorted(set(required) - set(found)):
-        raise ModelError(f"{where} lacks {missing[0].replace('layer.', _layer_prefix(spelled), 1)}")
-    if unknown := sorted(set(found) - set(shapes)):
-        raise ModelError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
-    for known, (_, name, info) in sorted(found.items()):
-        if info.shape != shapes[known]:
-            raise ModelError(
-                f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}"
-            )
-        if info.dtype not in (supported := _DTYPES.get(known, FLOATS)):
-            raise ModelError(
-                f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}"
-            )
-
-
-def _layer_prefix(spelled: dict[str, str]) -> str:
-    """Return the prefix of this checkpoint's names for the tensors of its layer."""
-    known = next((known for known in spelled if known.startswith("layer.")), "layer.")
-    return spelled.get(known, known).removesuffix(known.removeprefix("layer."))

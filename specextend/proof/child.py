@@ -26,9 +26,8 @@ from specextend.decoding.device import (
     make_current,
     synchronise,
 )
-from specextend.decoding.measurements import count_work, load_limits, make_step
+from specextend.decoding.measurements import make_step
 from specextend.decoding.model import CachedModel
-from specextend.decoding.quantized import saved_bytes
 from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
 from specextend.proof.trials import (
@@ -222,30 +221,6 @@ def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
         "tree": (subject.batch, size, each),
         "draft": (subject.batch, subject.num_nodes, min(_DRAFT_LENGTH, each)),
     }
-
-
-def least_times(subject: Subject) -> Times:
-    """Return the least seconds that those forwards can take: memory is read once, or products run
-    at the best rate.
-    """
-    device = torch.device(subject.device)
-    dtype = getattr(torch, subject.dtype)
-    limits = load_limits(device, dtype)
-    model = random_model(
-        subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype
-    )
-    work = count_work(model, dtype)
-    least = {}
-    weights = work.layer_parameters * dtype.itemsize - saved_bytes(model, subject.quantize, dtype)
-    for name, (batch, num_new, length) in timed_shapes(subject).items():
-        num_pairs = batch * num_new * (length + num_new)
-        num_flop = (
-            2 * batch * num_new * work.layer_parameters + work.attention_flop_per_pair * num_pairs
-        )
-        num_bytes = weights + batch * (length + num_new) * work.kv_bytes_per_token
-        seconds = max(num_flop / limits.flop_per_s, num_bytes / limits.read_bytes_per_s)
-        least[name] = num_runs(subject, name) * seconds
-    return least
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 to another.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -37,9 +38,11 @@ class Kernels:
 
     def attend(self, device: torch.device) -> Attend:
         """Return the backend. Raises ValueError if it does not run on the device."""
+        prompts: Attend
+        steps: Attend
+        prompts, steps = (_named(each, load_backend, device) for each in (self.prompts, self.steps))
         if self.prompts == self.steps:
-            return _named(self.steps, device)
-        prompts, steps = (_named(name, device) for name in (self.prompts, self.steps))
+            return steps
 
         def chosen(
             q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
@@ -55,17 +58,12 @@ class Kernels:
         """Return what computes between a layer's products. Raises ValueError if it does not run on
         the device.
         """
-        found: LayerKernels = (
-            resolve_name(self.layers)
-            if ":" in self.layers
-            else load_layer_kernels(self.layers, device)
-        )
+        found: LayerKernels = _named(self.layers, load_layer_kernels, device)
         return found
 
 
-def _named(name: str, device: torch.device) -> Attend:
-    found: Attend = resolve_name(name) if ":" in name else load_backend(name, device)
-    return found
+def _named(name: str, load: Callable[[str, torch.device], Any], device: torch.device) -> Any:
+    return resolve_name(name) if ":" in name else load(name, device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from typing import Any
 
 import pyarrow as pa
 
@@ -42,9 +43,8 @@ def write_report(
     output: str,
     folder: Location | None = None,
     *,
-    ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
-    figures: RunFigures | None = None,
+    **given: Any,
 ) -> Values:
     """Write report.json and report.html into a run folder (a path or URI), each whole or not at
     all.
@@ -53,7 +53,7 @@ def write_report(
     Raises ValueError if the folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
-    report = build_report(output, location, ending=ending, checkpoint=checkpoint, figures=figures)
+    report = build_report(output, location, checkpoint=checkpoint, **given)
     pa.default_memory_pool().release_unused()  # the rows are counted: drawing needs memory, too
     page = to_html(report)
     checkpoint()
@@ -88,10 +88,10 @@ def build_report(
         ending if ending and ending.run_id == start.run_id else start
         for start in read_starts(location)
     ]
-    errors = figures.errors
+    documents = document_figures(figures)
     [counted] = figures.select("SELECT count(*) AS done FROM done")
     done = counted["done"]
-    failed = sum(error["rows"] for error in errors)
+    failed = sum(error["rows"] for error in documents["errors"])
     rows = manifest and num_input_rows(manifest)
     pending = None if rows is None else rows - done - failed
     report = {
@@ -105,13 +105,8 @@ def build_report(
         **clock_sections(records, figures, read_heartbeat(location)),
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
-        **document_figures(figures),
+        **documents,
         **figures.select(_RAISED, manifest and manifest["config"]["decoding"]["max_new_tokens"])[0],
-        "evidence": figures.evidence,
-        "sources": figures.sources,
-        "choices": figures.choices,
-        "errors": errors,
-        "texts": figures.texts,
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
     }

@@ -20,6 +20,7 @@ from specextend.report.sections import (
     number,
     percent,
     shortened,
+    shown,
     to_text,
 )
 from specextend.stats import ratio
@@ -38,11 +39,11 @@ _DIFFERENCES = f"""
 FIGURES: Figures = {
     **RUN,
     **WALL_CLOCK,
-    "prefill": ("time.shares.prefill", percent),
-    "verification": ("time.shares.verify", percent),
-    "texts cut at max_new_tokens": ("quality_flags.truncated", number),
-    "texts that end in a loop": ("quality_flags.repeated", number),
-    "empty texts": ("quality_flags.empty", number),
+    "prefill": "time.shares.prefill",
+    "verification": "time.shares.verify",
+    "texts cut at max_new_tokens": "quality_flags.truncated",
+    "texts that end in a loop": "quality_flags.repeated",
+    "empty texts": "quality_flags.empty",
 }
 """Figures of a report that are compared."""
 
@@ -62,8 +63,7 @@ def compare(output: str, other: str) -> Values:
     return {
         "outputs": [output, other],
         "figures": {
-            name: [look_up(report, path) for report in reports]
-            for name, (path, _) in FIGURES.items()
+            name: [look_up(report, path) for report in reports] for name, path in FIGURES.items()
         },
         "texts": _compare_texts(*folders),
         "configuration": {name: [here.get(name), there.get(name)] for name in names},
@@ -105,7 +105,11 @@ def _settings(folder: Location, report: ReadOnly) -> Values:
 def render_comparison(comparison: Values) -> str:
     """Render a comparison as tables for a terminal."""
     figures = [
-        (name, *map(FIGURES[name][1], values), number(None if None in values else ratio(*values)))
+        (
+            name,
+            *(shown(FIGURES[name], value) for value in values),
+            number(None if None in values else ratio(*values)),
+        )
         for name, values in comparison["figures"].items()
         if values != [None, None]
     ]
@@ -118,10 +122,8 @@ def render_comparison(comparison: Values) -> str:
         Section("What differs in how they were made", ("key", *sides), settings, sides),
     ]
     where = [f"{side}: {output}" for side, output in zip(sides, comparison["outputs"], strict=True)]
-    return to_text(
-        [section for section in sections if section.rows],
-        [*where, *_text_lines(comparison["texts"])],
-    )
+    tables = [section for section in sections if section.rows]
+    return to_text([*tables, *where, *_text_lines(comparison["texts"])])
 
 
 def _setting(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Figures of the documents of a run, and beside the limits of its devices."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +10,8 @@ import pyarrow as pa
 from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
-from specextend.data.schema import COMMIT_SCHEMA
-from specextend.decoding.measurements import MachineLimits, ModelWork
+from specextend.data.schema import SUMMARY_SCHEMA
+from specextend.decoding.measurements import ModelWork
 from specextend.report.result_rows import RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
@@ -45,21 +45,23 @@ _LIMITED = """
 """Work of the documents of each worker. What was copied from another prompt is none; the requests
 of a document in parts count as if they were equally long, which they are but for the last.
 """
-_KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
-_LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
+_WORK = [spec.name for spec in fields(ModelWork)]
+_LIMITS = {*_WORK, "read_bytes_per_s", "flop_per_s"}
+_UNREAD = {
+    "length_policy",
+    "part_summaries",
+    "reasoning",
+    "content_sha256",
+    "coverage",
+    "draft_acceptance_rate",
+    "output_tokens_per_s",
+}
+DONE_COLUMNS = tuple(name for name in SUMMARY_SCHEMA.names if name not in _UNREAD)
+"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds
+of bytes of each.
+"""
 _SUMMED_COLUMNS = (
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_output_tokens",
-    "num_dropped_tokens",
-    "num_spec_steps",
-    "num_plain_steps",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_fallbacks",
-    "num_hybrid_steps",
-    "num_retrievals",
-    "num_memory_retries",
+    *(name for name in DONE_COLUMNS if name.startswith("num_")),
     "decode_s",
     "total_s",
     *PHASES,
@@ -85,30 +87,10 @@ _SLOWEST = (
     "finish_reason",
     "queue_s",
 )
-_ONLY_READ = (
-    "acceptance_histogram",
-    "retrieval_coverage",
-    "retrieval_churn",
-    "started_at",
-    "num_forwards",
-    "num_requests",
-    "quality_flags",
-    "evidence",
-    "sources",
-    "choices",
-    "summary",
-    "max_new_tokens",
-)
-DONE_COLUMNS = tuple(
-    dict.fromkeys((*_SLOWEST, *_SUMMED_COLUMNS, *_OF_WORK, *_OF_TEXT, *_ONLY_READ))
-)
-"""Columns of a finished document that the report needs; what it keeps is a few texts, and hundreds
-of bytes of each.
-"""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
 _DONE_SCHEMA = pa.schema(
-    [*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
+    [*(SUMMARY_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, "string")]
 )
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
@@ -168,7 +150,8 @@ _SOURCES = """
 _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents,
     sum(probability_sum) AS probability_sum
-    FROM choices GROUP BY ALL ORDER BY min(rowid)
+    FROM choices GROUP BY field, value
+    ORDER BY min(min(rowid)) OVER (PARTITION BY field), 3 DESC, min(rowid)
 """
 _DEPTHS = """
     SELECT coalesce(list(steps ORDER BY depth), []) AS histogram,
@@ -229,48 +212,6 @@ class RunFigures:
         """
         self._insert()
         return self._database.select(query, *values)
-
-    def stream(self, query: str, *values: Any) -> Iterator[Values]:
-        """Yield what `select` returns; nothing else may be asked meanwhile."""
-        self._insert()
-        return self._database.stream(query, *values)
-
-    @property
-    def evidence(self) -> dict[str, Values]:
-        """Return by field of an answer: documents with a string there, the strings, and those that
-        documents hold.
-        """
-        return {row.pop("field"): row for row in self.select(_EVIDENCE)}
-
-    @property
-    def sources(self) -> Values:
-        """Return how many sentences were looked up, and of how many a passage was found."""
-        [row] = self.select(_SOURCES)
-        return row
-
-    @property
-    def choices(self) -> dict[str, dict[str, Values]]:
-        """Return by field that was scored and its likeliest value: documents, and the sum of its
-        probabilities.
-        """
-        found: dict[str, dict[str, Values]] = {}
-        for row in self.select(_CHOICES):
-            found.setdefault(row.pop("field"), {})[row.pop("value")] = row
-        return found
-
-    @property
-    def errors(self) -> list[Values]:
-        """Return the failed documents by class and stage, each with one example, the most frequent
-        first.
-        """
-        return self.select(_ERRORS)
-
-    @property
-    def texts(self) -> dict[str, list[Values]]:
-        """Return a few texts that were drawn at random, and a few others that have a flag."""
-        drawn = self.select("FROM texts ORDER BY md5(doc_id)")
-        flagged = [text for text in drawn[NUM_TEXTS:] if text["quality_flags"]]
-        return {"random": drawn[:NUM_TEXTS], "flagged": flagged[:NUM_TEXTS]}
 
     def _insert(self) -> None:
         """Add the rows that wait: a commit has few of them, and every statement costs the same."""
@@ -345,13 +286,24 @@ That is up to a power of two, and the bound belongs to its bucket. Columns witho
 
 
 def document_figures(figures: RunFigures) -> Values:
-    """Compute the sections of the report that follow from the finished documents alone."""
+    """Compute the sections of the report that follow from the rows alone.
+
+    `evidence` has by field of an answer the documents with a string there, the strings, and those
+    that documents hold; `choices` by field that was scored and its likeliest value, the most
+    frequent first, documents and the sum of its probabilities; `errors` classes and stages, the
+    most frequent first.
+    """
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]
     [depths] = figures.select(_DEPTHS)
     flagged = (
         f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
     )
+    choices: dict[str, dict[str, Values]] = {}
+    for row in figures.select(_CHOICES):
+        choices.setdefault(row.pop("field"), {})[row.pop("value")] = row
+    drawn = figures.select("FROM texts ORDER BY md5(doc_id)")
+    of_flags = [text for text in drawn[NUM_TEXTS:] if text["quality_flags"]]
     return whole | {
         "acceptance": whole["acceptance"] | depths,
         "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
@@ -361,6 +313,11 @@ def document_figures(figures: RunFigures) -> Values:
         "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
         "workers": _counts(figures, "worker"),
         "slowest": _slowest(figures),
+        "evidence": {row.pop("field"): row for row in figures.select(_EVIDENCE)},
+        "sources": figures.select(_SOURCES)[0],
+        "choices": choices,
+        "errors": figures.select(_ERRORS),
+        "texts": {"random": drawn[:NUM_TEXTS], "flagged": of_flags[:NUM_TEXTS]},
     }
 
 
@@ -413,19 +370,15 @@ def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None
     }
     sums: Counter[str] = Counter()
     for row in figures.select(_LIMITED, [*limits]):
-        known = limits[row.pop("worker")][1]
-        machine, work = (
-            kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS
-        )
+        known: Values = limits[row.pop("worker")][1]
+        work = ModelWork(**{name: known[name] for name in _WORK})
         flop = work.prefill_flop(row["num_read"], row["num_prompts"], row["num_pairs"])
         num_bytes = (
             row["num_forwards"] * work.weight_bytes + row["num_kept"] * work.kv_bytes_per_token
         )
-        limit_s = {
-            "prefill_limit_s": flop / machine.flop_per_s,
-            "verify_limit_s": num_bytes / machine.read_bytes_per_s,
-        }
-        sums.update(row | limit_s)
+        row["prefill_limit_s"] = flop / known["flop_per_s"]
+        row["verify_limit_s"] = num_bytes / known["read_bytes_per_s"]
+        sums.update(row)
     if not sums:
         return None
     devices = Counter(

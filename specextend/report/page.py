@@ -12,26 +12,24 @@ from specextend.data.run_folder import RELEASED, parse_time
 from specextend.report.sections import (
     KIND_NAMES,
     LEFT_OUT,
-    RUN,
-    WALL_CLOCK,
     Figures,
     duration,
     look_up,
-    number,
     sections,
+    shown,
 )
 
 TILES: Figures = {
-    "Documents done": ("rows.done", number),
-    "Failed": ("rows.errors", number),
-    "Left to do": ("rows.pending", number),
-    "Texts with a flag": ("flagged_texts", number),
-    "Documents an hour": WALL_CLOCK["documents an hour"],
-    "Output tokens a second": WALL_CLOCK["output tokens/s of the job"],
-    "Tokens per speculative step": RUN["mean acceptance length"],
-    "Steps that were speculative": RUN["steps that were speculative"],
-    "Cost of 1,000 documents": WALL_CLOCK["cost of 1,000 documents"],
-    "Worker hours": WALL_CLOCK["worker hours"],
+    "Documents done": "rows.done",
+    "Failed": "rows.errors",
+    "Left to do": "rows.pending",
+    "Texts with a flag": "flagged_texts",
+    "Documents an hour": "wall_clock.documents_per_hour",
+    "Output tokens a second": "wall_clock.output_tokens_per_s",
+    "Tokens per speculative step": "acceptance.mean_acceptance_length",
+    "Steps that were speculative": "acceptance.speculative_share",
+    "Cost of 1,000 documents": "wall_clock.cost.per_thousand_documents",
+    "Worker hours": "wall_clock.worker_hours",
 }
 """What the page shows first, in large figures; those without a value are left out."""
 STATES = {
@@ -77,7 +75,7 @@ def _render(report: ReadOnly) -> str:
         report=report,
         state=_state(report),
         starts=counted(len(report["starts"]), "start"),
-        tiles=[(name, path, show(look_up(report, path))) for name, (path, show) in TILES.items()],
+        tiles=[(name, path, shown(path, look_up(report, path))) for name, path in TILES.items()],
         sections=sections(report),
         left_out=LEFT_OUT,
         kind_names=KIND_NAMES,

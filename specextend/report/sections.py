@@ -3,6 +3,7 @@ print.
 """
 
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +108,20 @@ def moment(text: str | None) -> str:
 
 tenths = partial(number, digits=1)
 thousandths = partial(number, digits=3)
-Figures = Mapping[str, tuple[str, Callable[[Any], str]]]
-"""By the name that people read: where a figure is (keys, joined by dots), and how it is shown."""
+_UNITS: Mapping[str, Callable[[Any], str]] = {
+    r"^(flop|read_bytes)_per_s$": lambda rate: tenths(rate / 1e9),
+    r"per_(s|hour|busy_s)$|tree_size$|^memory_gib": tenths,
+    r"(_s|seconds)$": duration,
+    r"share|_rate$|coverage$|churn$": percent,
+    r"hours$|\.cost\.": amount,
+    "^(begin|last_sign)$": moment,
+    "^(mean|median)$": thousandths,
+    "^(commit|sha256)$": lambda name: shortened(name)[:12],
+    "message$": message,
+}
+"""How figures are shown, by the unit in their names."""
+Figures = Mapping[str, str]
+"""By the name that people read: where a figure is (keys, joined by dots)."""
 LEFT_OUT = {
     "not_matching": "by input.filter",
     "not_in_sample": "by input.sample",
@@ -118,132 +131,132 @@ LEFT_OUT = {
 }
 """What a run's selection left out, and why."""
 SELECTION: Figures = {
-    "rows of the whole input": ("selection.input", number),
-    **{f"left out {why}": (f"selection.{name}", number) for name, why in LEFT_OUT.items()},
-    "rows in that had changed": ("selection.changed", number),
-    "rows in that were new": ("selection.new", number),
+    "rows of the whole input": "selection.input",
+    **{f"left out {why}": f"selection.{name}" for name, why in LEFT_OUT.items()},
+    "rows in that had changed": "selection.changed",
+    "rows in that were new": "selection.new",
 }
 RUN: Figures = {
-    "rows in": ("rows.input", number),
-    "rows done": ("rows.done", number),
-    "rows failed": ("rows.errors", number),
-    "rows to do": ("rows.pending", number),
-    "rows that took several attempts": ("retries.documents", number),
-    "rows with a larger limit than decoding.max_new_tokens": ("raised_limits", number),
-    "times that a row began again for want of memory": ("retries.memory", number),
-    "prompt tokens": ("tokens.prompt", number),
-    "prompt tokens that were read for another prompt": ("tokens.cached", number),
-    "output tokens": ("tokens.output", number),
-    "dropped tokens": ("tokens.dropped", number),
-    "mean acceptance length": ("acceptance.mean_acceptance_length", number),
-    "draft acceptance rate": ("acceptance.draft_acceptance_rate", percent),
-    "draft tokens per speculative step": ("acceptance.mean_tree_size", tenths),
-    "speculative steps": ("acceptance.num_spec_steps", number),
-    "steps that were speculative": ("acceptance.speculative_share", percent),
-    "plain steps": ("acceptance.num_plain_steps", number),
-    "times that speculation was given up": ("acceptance.num_fallbacks", number),
-    "decode tokens/s": ("speed.decode_tokens_per_s", tenths),
-    "end-to-end tokens/s": ("speed.end_to_end_tokens_per_s", tenths),
-    "output tokens per second of a worker": ("speed.tokens_per_busy_s", tenths),
-    "retrieval coverage": ("retrieval.coverage", percent),
-    "retrieval churn": ("retrieval.churn", percent),
+    "rows in": "rows.input",
+    "rows done": "rows.done",
+    "rows failed": "rows.errors",
+    "rows to do": "rows.pending",
+    "rows that took several attempts": "retries.documents",
+    "rows with a larger limit than decoding.max_new_tokens": "raised_limits",
+    "times that a row began again for want of memory": "retries.memory",
+    "prompt tokens": "tokens.prompt",
+    "prompt tokens that were read for another prompt": "tokens.cached",
+    "output tokens": "tokens.output",
+    "dropped tokens": "tokens.dropped",
+    "mean acceptance length": "acceptance.mean_acceptance_length",
+    "draft acceptance rate": "acceptance.draft_acceptance_rate",
+    "draft tokens per speculative step": "acceptance.mean_tree_size",
+    "speculative steps": "acceptance.num_spec_steps",
+    "steps that were speculative": "acceptance.speculative_share",
+    "plain steps": "acceptance.num_plain_steps",
+    "times that speculation was given up": "acceptance.num_fallbacks",
+    "decode tokens/s": "speed.decode_tokens_per_s",
+    "end-to-end tokens/s": "speed.end_to_end_tokens_per_s",
+    "output tokens per second of a worker": "speed.tokens_per_busy_s",
+    "retrieval coverage": "retrieval.coverage",
+    "retrieval churn": "retrieval.churn",
 }
 WALL_CLOCK: Figures = {
-    "time of all starts": ("wall_clock.seconds", duration),
-    "documents an hour": ("wall_clock.documents_per_hour", tenths),
-    "prompt tokens/s of the job": ("wall_clock.prompt_tokens_per_s", tenths),
-    "output tokens/s of the job": ("wall_clock.output_tokens_per_s", tenths),
-    "worker hours": ("wall_clock.worker_hours", amount),
-    "GPU hours": ("wall_clock.gpu_hours", amount),
-    "cost": ("wall_clock.cost.total", amount),
-    "cost of 1,000 documents": ("wall_clock.cost.per_thousand_documents", amount),
-    "cost of 1,000,000 output tokens": ("wall_clock.cost.per_million_output_tokens", amount),
-    "last 1% of the documents": ("tail.last_percent_s", duration),
-    "last worker alone": ("tail.last_worker_alone_s", duration),
+    "time of all starts": "wall_clock.seconds",
+    "documents an hour": "wall_clock.documents_per_hour",
+    "prompt tokens/s of the job": "wall_clock.prompt_tokens_per_s",
+    "output tokens/s of the job": "wall_clock.output_tokens_per_s",
+    "worker hours": "wall_clock.worker_hours",
+    "GPU hours": "wall_clock.gpu_hours",
+    "cost": "wall_clock.cost.total",
+    "cost of 1,000 documents": "wall_clock.cost.per_thousand_documents",
+    "cost of 1,000,000 output tokens": "wall_clock.cost.per_million_output_tokens",
+    "last 1% of the documents": "tail.last_percent_s",
+    "last worker alone": "tail.last_worker_alone_s",
 }
 OUTCOME: Figures = {
-    "time of all starts": WALL_CLOCK["time of all starts"],
-    "documents an hour": WALL_CLOCK["documents an hour"],
-    "mean acceptance length": RUN["mean acceptance length"],
-    "decode tokens/s": RUN["decode tokens/s"],
+    "time of all starts": "wall_clock.seconds",
+    "documents an hour": "wall_clock.documents_per_hour",
+    "mean acceptance length": "acceptance.mean_acceptance_length",
+    "decode tokens/s": "speed.decode_tokens_per_s",
 }
 """What the end of a run shows."""
 AUDIT: Figures = {
-    "documents decoded again without a draft": ("audit.documents", number),
-    "of which failed": ("audit.failed", number),
-    "equal to the last token": ("audit.equal", number),
-    "different where two tokens nearly tied": ("audit.near_ties", number),
-    "different by more than rounding": ("audit.different", number),
-    "speed-up of decoding": ("audit.speedup.decode", number),
-    "speed-up end to end": ("audit.speedup.end_to_end", number),
-    "decoded together": ("audit.batch_size", number),
+    "documents decoded again without a draft": "audit.documents",
+    "of which failed": "audit.failed",
+    "equal to the last token": "audit.equal",
+    "different where two tokens nearly tied": "audit.near_ties",
+    "different by more than rounding": "audit.different",
+    "speed-up of decoding": "audit.speedup.decode",
+    "speed-up end to end": "audit.speedup.end_to_end",
+    "decoded together": "audit.batch_size",
 }
 LIMITS: Figures = {
-    "prefill, share of the matrix rate": ("limits.prefill_share", percent),
-    "verification, share of the memory bandwidth": ("limits.verify_share", percent),
-    "over documents": ("limits.documents", number),
+    "prefill, share of the matrix rate": "limits.prefill_share",
+    "verification, share of the memory bandwidth": "limits.verify_share",
+    "over documents": "limits.documents",
 }
 
 
 BUCKET: Figures = {
-    "prompt up to": ("bucket", str),
-    "documents": ("documents", number),
-    "acceptance length": ("mean_acceptance_length", number),
-    "decode tokens/s": ("decode_tokens_per_s", tenths),
-    "end-to-end tokens/s": ("end_to_end_tokens_per_s", tenths),
-    "prefill": ("time_shares.prefill", percent),
+    "prompt up to": "bucket",
+    "documents": "documents",
+    "acceptance length": "mean_acceptance_length",
+    "decode tokens/s": "decode_tokens_per_s",
+    "end-to-end tokens/s": "end_to_end_tokens_per_s",
+    "prefill": "time_shares.prefill",
 }
 SLOW: Figures = {
-    "document": ("doc_id", shortened),
-    "took": ("total_s", duration),
-    "prompt tokens": ("num_prompt_tokens", number),
-    "output tokens": ("num_output_tokens", number),
-    "prefill": ("prefill_s", duration),
-    "attempts": ("attempts", number),
-    "worker": ("worker", shortened),
+    "document": "doc_id",
+    "took": "total_s",
+    "prompt tokens": "num_prompt_tokens",
+    "output tokens": "num_output_tokens",
+    "prefill": "prefill_s",
+    "attempts": "attempts",
+    "worker": "worker",
 }
 START: Figures = {
-    "start": ("run_id", str),
-    "began": ("begin", moment),
-    "took": ("seconds", duration),
-    "exit": ("exit_code", number),
-    "last sign of life": ("last_sign", moment),
-    "documents": ("documents", number),
-    "an hour": ("documents_per_hour", tenths),
-    "died": ("workers.died", number),
-    "planned GiB": ("memory_gib.planned", tenths),
-    "used": ("memory_gib.used", tenths),
+    "start": "run_id",
+    "began": "begin",
+    "took": "seconds",
+    "exit": "exit_code",
+    "last sign of life": "last_sign",
+    "documents": "documents",
+    "an hour": "documents_per_hour",
+    "died": "workers.died",
+    "planned GiB": "memory_gib.planned",
+    "used": "memory_gib.used",
 }
 ERROR: Figures = {
-    "class": ("error_class", shortened),
-    "stage": ("stage", str),
-    "rows": ("rows", number),
-    "for example": ("doc_ids", listed_ids),
-    "message": ("example_message", message),
+    "class": "error_class",
+    "stage": "stage",
+    "rows": "rows",
+    "for example": "doc_ids",
+    "message": "example_message",
 }
 DEVICE: Figures = {
-    "device": ("device", shortened),
-    "workers": ("workers", number),
-    "GFLOP/s": ("flop_per_s", lambda rate: tenths(rate / 1e9)),
-    "GB/s": ("read_bytes_per_s", lambda rate: tenths(rate / 1e9)),
+    "device": "device",
+    "workers": "workers",
+    "GFLOP/s": "flop_per_s",
+    "GB/s": "read_bytes_per_s",
 }
 KERNEL: Figures = {
-    "kernel": ("name", str),
-    "taken": ("taken", lambda taken: "yes" if taken else "no"),
-    "workers": ("workers", number),
-    "why": ("why", str),
+    "kernel": "name",
+    "taken": "taken",
+    "workers": "workers",
+    "why": "why",
 }
 MODEL: Figures = {
-    "model": ("name", str),
-    "asked for": ("model", shortened),
-    "commit": ("commit", lambda commit: shortened(commit)[:12]),
-    "hash of its files": ("sha256", lambda sha256: shortened(sha256)[:12]),
+    "model": "name",
+    "asked for": "model",
+    "commit": "commit",
+    "hash of its files": "sha256",
 }
 MEASURED: Figures = {
-    "": ("about", str),
-    "documents": ("n", number),
-    "median": ("median", thousandths),
-    "mean": ("mean", thousandths),
+    "": "about",
+    "documents": "n",
+    "median": "median",
+    "mean": "mean",
 }
 MEASURES = {
     "copied_fraction": "share of runs of 8 words copied from the document",
@@ -251,6 +264,22 @@ MEASURES = {
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
 }
+
+
+def shown(path: str, value: Any) -> str:
+    """Format a figure by the unit in its name, or else by what it is; `-` for None."""
+    if value is None:
+        return "-"
+    if unit := next((unit for unit in _UNITS if re.search(unit, path)), None):
+        return _UNITS[unit](value)
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return listed_ids(value)
+        case str():
+            return shortened(value)
+    return number(value)
 
 
 def look_up(report: ReadOnly, path: str) -> Any:
@@ -301,8 +330,8 @@ def sections(report: ReadOnly) -> list[Section]:
 
 def _named(title: str, figures: Figures, report: ReadOnly, about: str = "") -> Section:
     """Make a table of names and figures, without those that have no value."""
-    values = [(name, look_up(report, path), show) for name, (path, show) in figures.items()]
-    rows = [(name, show(value)) for name, value, show in values if value is not None]
+    values = [(name, path, look_up(report, path)) for name, path in figures.items()]
+    rows = [(name, shown(path, value)) for name, path, value in values if value is not None]
     return Section(title, ("", "value"), rows, about=about)
 
 
@@ -310,7 +339,7 @@ def _listed(
     title: str, figures: Figures, entries: Iterable[ReadOnly], text_columns: Sequence[str] = ()
 ) -> Section:
     """Make a table with a row for each entry of a list."""
-    rows = [[show(look_up(entry, path)) for path, show in figures.values()] for entry in entries]
+    rows = [[shown(path, look_up(entry, path)) for path in figures.values()] for entry in entries]
     return Section(title, [*figures], rows, text_columns)
 
 
@@ -388,9 +417,7 @@ def _choices(report: ReadOnly) -> Section:
             percent(ratio(of["probability_sum"], of["documents"])),
         )
         for field, values in report["choices"].items()
-        for value, of in sorted(values.items(), key=lambda item: -item[1]["documents"])[
-            :_MOST_VALUES
-        ]
+        for value, of in [*values.items()][:_MOST_VALUES]
     ]
     about = (
         "The likeliest value of each field that was scored; the column choices has the log "
@@ -416,7 +443,7 @@ def _endings(report: ReadOnly) -> Section:
 
 def render(report: ReadOnly) -> str:
     """Render the report as tables for a terminal, then its findings."""
-    return to_text(sections(report), [advice["says"] for advice in report["advice"]])
+    return to_text([*sections(report), *(advice["says"] for advice in report["advice"])])
 
 
 def render_audit(found: ReadOnly) -> str:
@@ -428,7 +455,7 @@ def render_audit(found: ReadOnly) -> str:
         f"{each['doc_id']}: {each['outcome']}, {each['error'] or thousandths(each['gap'])}"
         for each in found["not_equal"]
     ]
-    return to_text([table], lines)
+    return to_text([table, *lines])
 
 
 def render_outcome(report: ReadOnly, width: int = 110) -> str:
@@ -445,10 +472,7 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
     ]
     if (more := len(advice) - MOST_FINDINGS) > 0:
         outcome.append(("", f"{counted(more, 'more finding')} in the report"))
-    grid = Table.grid(padding=(0, 2))
-    for name, value in outcome:
-        grid.add_row(printable(name), printable(value))
-    return _print([grid], width)
+    return to_text([Section("", ("", ""), outcome, [""])], width)
 
 
 def _failures(report: ReadOnly) -> str:
@@ -464,26 +488,26 @@ def _failures(report: ReadOnly) -> str:
     return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {example}"
 
 
-def to_text(tables: Iterable[Section], sentences: Iterable[str]) -> str:
-    """Render tables, then sentences, for a terminal, without colours."""
-    return _print([*map(_table, tables), *map(printable, sentences)])
+def to_text(parts: Iterable[Section | str], width: int = 110) -> str:
+    """Render tables and sentences for a terminal, without colours; a table without a title has no
+    lines.
+    """
+    text = io.StringIO()
+    console = Console(
+        file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
+    for part in parts:
+        console.print(printable(part) if isinstance(part, str) else _table(part))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def _table(section: Section) -> Table:
     table = Table(title=section.title, title_justify="left")
+    if not section.title:
+        table = Table(box=None, padding=(0, 0, 0, 2), show_header=any(section.header))
     for index, name in enumerate(section.header):
         is_text = index == 0 or name in section.text_columns
         table.add_column(name, justify="left" if is_text else "right")
     for row in section.rows:
         table.add_row(*map(printable, row))
     return table
-
-
-def _print(parts: Iterable[Table | str], width: int = 110) -> str:
-    text = io.StringIO()
-    console = Console(
-        file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False
-    )
-    for part in parts:
-        console.print(part)
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())

@@ -9,10 +9,8 @@ first worker of a seat is ready; `dead`: from the end of a worker to the moment 
 is ready. Times are seconds since the epoch.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
+from operator import attrgetter
 
 from specextend.core import ReadOnly, Values
 from specextend.data.run_folder import RELEASED, Heartbeat, Start, parse_time, time_text
@@ -21,7 +19,7 @@ from specextend.report.figures import RunFigures
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
 RESOLUTION = 400
-"""Parts of a start's time; documents that are shorter are drawn as one span."""
+"""Parts of a start's time; the documents of a worker that begin in one are drawn as one span."""
 MOST_STARTS = 6
 MOST_SEATS = 64
 """Starts and seats that the time line shows."""
@@ -215,15 +213,27 @@ took, and how long before the last document each worker that was there at the en
 own.
 """
 _LINES = """
-    SELECT coalesce(worker, works.name) AS worker, seat, asked - $3 AS asked_s,
-    begun - $3 AS begun_s,
-        ready - $3 AS ready_s, gone - $3 AS gone_s, reason, coalesce(documents, 0) AS documents,
-        coalesce(workers.name, works.name) AS name
+    WITH stretches AS (
+        SELECT worker AS name, min(began) - $3 AS since, max(ended) - $3 AS until,
+            count(*) AS documents
+        FROM work WHERE run_id = $2 AND ended IS NOT NULL
+        GROUP BY worker, floor((began - $3) / $4)
+    ), at_work AS (
+        SELECT name, list(row(since, until, documents) ORDER BY since) AS spans
+        FROM stretches GROUP BY name
+    )
+    SELECT coalesce(worker, name) AS worker, seat, asked - $3 AS asked_s,
+        begun - $3 AS begun_s, ready - $3 AS ready_s, gone - $3 AS gone_s, reason,
+        coalesce(documents, 0) AS documents, coalesce(spans, []) AS spans,
+        dense_rank() OVER (ORDER BY seat NULLS LAST, if(seat IS NULL, name, '')) AS place
     FROM (FROM workers WHERE place = $1) AS workers
-    FULL JOIN (FROM works WHERE run_id = $2) AS works ON workers.name = works.name
-    ORDER BY seat NULLS LAST, asked, number, works.name
+    FULL JOIN (FROM works WHERE run_id = $2) AS works USING (name)
+    LEFT JOIN at_work USING (name)
+    ORDER BY seat NULLS LAST, asked, number, name
 """
-"""The workers of a start; of one that was killed only its rows may know."""
+"""The workers of a start; of one that was killed only its rows may know. Spans are begin, end and
+number of the documents that began in the same part of the start's time.
+"""
 PARTS = 40
 """Parts of a start's time, for each of which the documents that ended are counted."""
 _ENDED = f"""
@@ -232,10 +242,6 @@ _ENDED = f"""
         FROM work WHERE run_id = ? AND ended IS NOT NULL
     ) USING (part) GROUP BY part ORDER BY part
 """
-_TIMES = (
-    "SELECT worker, began, ended FROM work WHERE run_id = ? AND ended IS NOT NULL ORDER BY "
-    "worker, began"
-)
 
 
 def clock_sections(
@@ -315,43 +321,14 @@ def _timeline(start: ReadOnly, exit_code: int | None, figures: RunFigures) -> Va
     seconds = start["seconds"]
     if begin is None or not seconds:
         return None
-    listed = figures.stream(_TIMES, run_id)
-    spans = {
-        worker: _spans(times, begin, seconds)
-        for worker, times in groupby(listed, itemgetter("worker"))
-    }
-    lines = figures.select(_LINES, start["place"], run_id, begin)
-    seats: defaultdict[int | str, list[Values]] = defaultdict(list)
-    for line in lines:
-        line["spans"] = spans.get(line.pop("name"), [])
-        seats[line["worker"] if line["seat"] is None else line["seat"]].append(line)
-    shown = list(seats.values())[:MOST_SEATS]
+    lines = figures.select(_LINES, start["place"], run_id, begin, seconds / RESOLUTION)
+    places = [line.pop("place") for line in lines]
     ended = figures.select(_ENDED, begin, seconds, run_id)
     return {
         "run_id": run_id,
         "seconds": seconds,
         "exit_code": exit_code,
         "ended": [part["documents"] for part in ended],
-        "seats_left_out": len(seats) - len(shown),
-        "workers": [line for seat in shown for line in seat],
+        "seats_left_out": max(0, max(places, default=0) - MOST_SEATS),
+        "workers": [line for line, place in zip(lines, places, strict=True) if place <= MOST_SEATS],
     }
-
-
-def _spans(
-    times: Iterable[ReadOnly], begin: float, seconds: float
-) -> list[tuple[float, float, int]]:
-    """Return (begin, end, documents) of the times at work; documents too short to be seen apart
-    share a span.
-    """
-    least = seconds / RESOLUTION
-    spans: list[tuple[float, float, int]] = []
-    for time in times:
-        since = time["began"] - begin
-        until = time["ended"] - begin
-        if spans:
-            first, last, count = spans[-1]
-            if since < last or (since - last <= least and last - first < least):
-                spans[-1] = (first, max(last, until), count + 1)
-                continue
-        spans.append((since, until, 1))
-    return spans

@@ -26,6 +26,7 @@ from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.data.storage import resolve, write_bytes
 from specextend.decoding.decoding_options import DraftOptions
+from specextend.decoding.model import CachedModel
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.loading import load_cached_target
 from specextend.model_files import VOCABULARY
@@ -36,12 +37,12 @@ from specextend.training.eagle_head import TRAINING, Task, frozen_weights, train
 from specextend.training.recording import (
     Answer,
     PromptMaker,
-    Recorder,
     Show,
     Text,
     TrainOptions,
     add_answers,
     read_answers,
+    record,
     tokens_per_step,
     with_draft,
 )
@@ -252,7 +253,7 @@ class _Rounds:
             len(each.prompt_token_ids) + len(each.output_token_ids) for each in answers.values()
         )
         target, lm_head = load_cached_target(self._config, num_rows, Kernels())
-        paths = self._record(Recorder(target, self._vocabulary), answers)
+        paths = self._record(target, answers)
         shape = target.model.config
         weights = frozen_weights(target.model, lm_head)
         del target, lm_head
@@ -282,14 +283,14 @@ class _Rounds:
             found = read_answers(folder)
         return {number: found[number] for number in range(count)}
 
-    def _record(self, recorder: Recorder, answers: dict[int, Answer]) -> list[Path]:
+    def _record(self, target: CachedModel, answers: dict[int, Answer]) -> list[Path]:
         """Record answers with the target, and return the paths. Existing recordings are kept."""
         folder = self._work / "recordings"
         paths = []
         for number, answer in answers.items():
             paths.append(folder / f"answer-{number:06}.safetensors")
             if not paths[-1].exists():
-                recorder.record(answer).save(paths[-1])
+                record(target, self._vocabulary, answer).save(paths[-1])
                 self._show("recordings", len(paths), len(answers))
         return paths
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from specextend.data.storage import atomic_output, resolve
@@ -46,8 +46,6 @@ CHECKPOINT_S = 120.0
 """Seconds between two checkpoints."""
 WARM_UP = 0.03
 """Share of the steps in which the learning rate rises."""
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW remembers of a parameter."""
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
 PROMPT_SLOTS = 256
@@ -93,35 +91,27 @@ def frozen_weights(model: Any, lm_head: Tensor) -> list[Tensor]:
 # The head
 
 
-class EagleHead(nn.Module):
+class EagleHead:
     """A trainable head in fp32; embedding and LM head are the target's and stay frozen."""
-
-    embedding: Tensor
-    target_rows: Tensor
-    vocabulary: Tensor
-    _inv_freq: Tensor
 
     def __init__(
         self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor
     ):
-        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens,
-        C].
+        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C],
+        on whose device the head is trained.
         """
-        super().__init__()
+        device = lm_head.device
         self.config = config
-        self._tensors = nn.ParameterDict(
-            {
-                name.replace(".", "/"): nn.Parameter(weight.float())
-                for name, weight in weights.items()
-                if name != VOCABULARY
-            }
-        )
-        vocabulary = weights[VOCABULARY].to(lm_head.device)
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.register_buffer("embedding", embedding.float(), persistent=False)
-        self.register_buffer("target_rows", lm_head[vocabulary], persistent=False)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.register_buffer("_inv_freq", config.rope_theta**-exponents, persistent=False)
+        self.weights = {
+            name: weight.to(device, torch.float32, copy=True).requires_grad_()
+            for name, weight in weights.items()
+            if name != VOCABULARY
+        }
+        """The trained tensors by the names of the format."""
+        self._embedding = embedding.float()
+        self.target_rows = lm_head.detach()[weights[VOCABULARY].to(device)]
+        exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+        self._inv_freq = config.rope_theta**-exponents
 
     def keys_values(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Compute the keys and values [n, K, D] of slots; the copy heads come last."""
@@ -152,43 +142,6 @@ class EagleHead(nn.Module):
             query = torch.cat(
                 [query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2
             )
-        return self._norm("norm", self._finish(residual, query, keys, values, visible))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, V] from outputs [n, C]."""
-        return linear(hidden, self.target_rows.to(hidden.dtype))
-
-    def _inputs(self, slots: Slots) -> Tensor:
-        return self._linear(
-            "fc", torch.cat([self._embed(slots.token_ids), self._norm("hn", slots.hidden)], -1)
-        )
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return self._norm("en", self.embedding[token_ids])
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the trained tensors by the names of the format."""
-        return {name.replace("/", "."): weight.detach() for name, weight in self._tensors.items()}
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear map: x [..., in] to [..., out]."""
-        return linear(x, self._of(name))
-
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear map and split its output into heads: x [..., in] to [..., heads, D]."""
-        return self._linear(name, x).unflatten(-1, (-1, self.config.head_dim))
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Apply an RMS norm in fp32."""
-        eps = self.config.layer_norm_eps if name.startswith("layer.") else self.config.head_norm_eps
-        return rms_norm(x.float(), (x.shape[-1],), self._of(name), eps)
-
-    def _finish(
-        self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor
-    ) -> Tensor:
-        """Add attention of query [n, H, D] where `visible` [n, m] is true, then the MLP, to
-        residual [n, C].
-        """
         q, k, v = (x.transpose(0, 1)[None].to(residual.dtype) for x in (query, keys, values))
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=visible[None, None], enable_gqa=True
@@ -200,10 +153,32 @@ class EagleHead(nn.Module):
         gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear(
             "layer.mlp.up_proj", normed
         )
-        return residual + self._linear("layer.mlp.down_proj", gated)
+        return self._norm("norm", residual + self._linear("layer.mlp.down_proj", gated))
 
-    def _of(self, name: str) -> Tensor:
-        return self._tensors[f"{name}.weight".replace(".", "/")]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [n, V] from outputs [n, C]."""
+        return linear(hidden, self.target_rows.to(hidden.dtype))
+
+    def _inputs(self, slots: Slots) -> Tensor:
+        return self._linear(
+            "fc", torch.cat([self._embed(slots.token_ids), self._norm("hn", slots.hidden)], -1)
+        )
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return self._norm("en", self._embedding[token_ids])
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear map: x [..., in] to [..., out]."""
+        return linear(x, self.weights[f"{name}.weight"])
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear map and split its output into heads: x [..., in] to [..., heads, D]."""
+        return self._linear(name, x).unflatten(-1, (-1, self.config.head_dim))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Apply an RMS norm in fp32."""
+        eps = self.config.layer_norm_eps if name.startswith("layer.") else self.config.head_norm_eps
+        return rms_norm(x.float(), (x.shape[-1],), self.weights[f"{name}.weight"], eps)
 
 
 def _with_copy_heads(
@@ -369,14 +344,10 @@ def train_eagle(task: Task) -> None:
     else:
         config = EagleConfig.model_validate(read_json(task.start / "config.json"))
         weights = load_file(task.start / WEIGHTS_FILE)
-    head = EagleHead(config, weights, task.embedding, task.lm_head).to(task.lm_head.device)
-
-    def loss(path: Path, generator: torch.Generator) -> Tensor:
-        return head_loss(head, lay_out(Recording.load(path)), generator)
-
-    fit(head, loss, task)
+    head = EagleHead(config, weights, task.embedding, task.lm_head)
+    _fit(head, task)
     dtype = getattr(torch, config.dtype)
-    tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
+    tensors = {name: x.detach().to(dtype).cpu().contiguous() for name, x in head.weights.items()}
     save_file({**tensors, VOCABULARY: task.vocabulary}, task.folder / WEIGHTS_FILE)
     config.save(task.folder)
 
@@ -402,17 +373,15 @@ def _new_config(task: Task) -> EagleConfig:
     )
 
 
-def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: Task) -> None:
+def _fit(head: EagleHead, task: Task) -> None:
     """Train a head on the task's recordings for `num_epochs`, from the checkpoint on if there is
     one.
-
-    loss: computes the loss of a recording, with a generator seeded for the step.
     """
     options = task.options
     examples = task.recordings
     checkpoint = task.folder / TRAINING / CHECKPOINT
-    parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
+    weights = head.weights.values()
+    optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, betas=(0.9, 0.95))
     random = Random(options.seed)
     num_steps = options.num_epochs * len(examples)
     order = [
@@ -420,24 +389,25 @@ def fit(head: nn.Module, loss: Callable[[Path, torch.Generator], Tensor], task: 
     ]
     saved_at = time.monotonic()
     losses: deque[float] = deque(maxlen=max(1, len(examples) // 4))
-    for step in range(_load(checkpoint, parameters, optimizer), num_steps):
-        found = loss(order[step], torch.Generator().manual_seed(options.seed + step))
-        _optimizer_step(optimizer, found, options.learning_rate * _rate(step, num_steps))
-        losses.append(float(found.detach()))
+    for step in range(_load(checkpoint, head, optimizer), num_steps):
+        generator = torch.Generator().manual_seed(options.seed + step)
+        loss = head_loss(head, lay_out(Recording.load(order[step])), generator)
+        optimizer.param_groups[0]["lr"] = options.learning_rate * _rate(step, num_steps)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
         task.show("training", step + 1, num_steps, f", loss {sum(losses) / len(losses):.4f}")
         if step + 1 == num_steps or time.monotonic() - saved_at > CHECKPOINT_S:
-            _save(checkpoint, step + 1, parameters, optimizer)
+            tensors = {
+                f"{kind}/{name}": tensor.detach()
+                for name, weight in head.weights.items()
+                for kind, tensor in ({"weight": weight} | optimizer.state[weight]).items()
+            }
+            with atomic_output(resolve(str(checkpoint))) as temporary:
+                save_file(tensors, temporary)
             saved_at = time.monotonic()
-
-
-def _optimizer_step(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
-    """Take one optimizer step on a loss, at a learning rate."""
-    [group] = optimizer.param_groups
-    group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
-    optimizer.step()
 
 
 def _rate(step: int, num_steps: int) -> float:
@@ -451,30 +421,15 @@ def _rate(step: int, num_steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _save(
-    path: Path, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    """Write the weights and the optimizer's moments after `step` steps, whole or not at all."""
-    tensors = {"step": torch.tensor(step)}
-    for name, parameter in parameters.items():
-        tensors[f"weight/{name}"] = parameter.detach()
-        tensors |= {f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
-    with atomic_output(resolve(str(path))) as temporary:
-        save_file(tensors, temporary)
-
-
-def _load(
-    path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> int:
-    """Load what `_save` wrote, and return the number of steps; 0 if there is no checkpoint."""
+def _load(path: Path, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from a checkpoint, and return the number of its steps; 0 if there is none."""
     if not path.exists():
         return 0
-    tensors = load_file(path)
-    for name, parameter in parameters.items():
-        parameter.data.copy_(tensors[f"weight/{name}"])
-        moments = {moment: tensors[f"{moment}/{name}"] for moment in _MOMENTS}
-        device = parameter.device
-        optimizer.state[parameter] = {
-            m: x if m == "step" else x.to(device) for m, x in moments.items()
-        }
-    return int(tensors["step"])
+    for key, tensor in load_file(path).items():
+        kind, name = key.split("/")
+        weight = head.weights[name]
+        if kind == "weight":
+            weight.data.copy_(tensor)
+        else:
+            optimizer.state[weight][kind] = tensor if kind == "step" else tensor.to(weight.device)
+    return int(optimizer.state[weight]["step"])

@@ -180,34 +180,28 @@ class Recording(NamedTuple):
         return Recording(**load_file(path))
 
 
-class Recorder:
-    """Records answers with a target whose cache has rows for the longest of them, with its
-    prompt.
+@torch.inference_mode()
+def record(target: CachedModel, vocabulary: Tensor, answer: Answer) -> Recording:
+    """Record a prompt and the answer behind it, with a target whose cache has rows for both, and
+    the token ids [V] that the draft proposes.
     """
-
-    def __init__(self, target: CachedModel, vocabulary: Tensor):
-        """Take the target, and the token ids [V] that the draft proposes."""
-        self._target, self._vocabulary = target, vocabulary.to(target.device)
-
-    @torch.inference_mode()
-    def record(self, answer: Answer) -> Recording:
-        """Record a prompt and the answer behind it."""
-        tokens = torch.tensor(answer.prompt_token_ids + answer.output_token_ids)
-        places = torch.arange(len(tokens))
-        device = self._target.device
-        hidden = []
-        shares = []
-        for positions in places.split(traits_of(device).prefill_chunk):
-            plan = AttentionPlan([0], [int(positions[-1]) + 1], len(positions))
-            chunk = tokens[positions][None].to(device)
-            hidden.append(self._target.forward(chunk, positions[None].to(device), plan)[0])
-        states = torch.cat(hidden)
-        for each in states.split(256):
-            logits = self._target.logits(each).float()
-            shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
-        return Recording(
-            tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids)
-        )
+    tokens = torch.tensor(answer.prompt_token_ids + answer.output_token_ids)
+    places = torch.arange(len(tokens))
+    device = target.device
+    vocabulary = vocabulary.to(device)
+    hidden = []
+    shares = []
+    for positions in places.split(traits_of(device).prefill_chunk):
+        plan = AttentionPlan([0], [int(positions[-1]) + 1], len(positions))
+        chunk = tokens[positions][None].to(device)
+        hidden.append(target.forward(chunk, positions[None].to(device), plan)[0])
+    states = torch.cat(hidden)
+    for each in states.split(256):
+        logits = target.logits(each).float()
+        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
+    return Recording(
+        tokens, states.cpu(), torch.cat(shares).cpu(), places >= len(answer.prompt_token_ids)
+    )
 
 
 # The target's own answers, and how many tokens a step a draft brings

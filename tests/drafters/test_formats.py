@@ -102,7 +102,7 @@ def test_the_two_keys_of_layers_count_as_their_readers_do(write):
             "has RoPE type 'longrope'; served are default, linear",
         ),
         ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
-        ({"target_hidden_size": 32}, "(EAGLE-3) lacks embed_tokens.weight"),
+        ({"target_hidden_size": 32}, "(EAGLE-3) lacks the tensor embed_tokens.weight"),
     ],
 )
 def test_a_config_that_is_not_served_says_why(values, message, write, target):
@@ -118,15 +118,23 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
         (
             "eagle3",
             {"fc__weight": torch.zeros(48, 144).to(torch.float8_e4m3fn)},
-            "fc.weight is F8_E4M3; supported are BF16",
+            "fc.weight is F8_E4M3; served are BF16",
         ),
-        ("eagle3", {"medusa__weight": torch.zeros(2)}, "(EAGLE-3) has the unknown tensor medusa.weight"),
+        (
+            "eagle3",
+            {"medusa__weight": torch.zeros(2)},
+            "(EAGLE-3) has the tensor medusa.weight, which config.json does not describe",
+        ),
         ("eagle3", {"model__fc__weight": torch.zeros(48, 144)}, "twice, also as"),
         ("ours", {"draft_token_ids": torch.tensor([3, 2, 1])}, "draft_token_ids must be ascending ids from 0 to 119"),
         ("ours", {"draft_token_ids": torch.tensor([1, 2, 120])}, "draft_token_ids must be ascending ids from 0 to 119"),
-        ("ours", {"fc__bias": torch.zeros(48)}, "(specextend-eagle) has the unknown tensor fc.bias"),
+        (
+            "ours",
+            {"fc__bias": torch.zeros(48)},
+            "(specextend-eagle) has the tensor fc.bias, which config.json does not describe",
+        ),
         ("eagle1", {"fc__weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
-        ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks fc.bias"),
+        ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks the tensor fc.bias"),
     ],
 )
 def test_tensors_that_the_format_does_not_have_are_refused(variant, change, message, write, target):

@@ -38,7 +38,7 @@ def test_weights_of_another_shape_are_refused_by_their_header(hub, write_model, 
     folder = write_model()
     edit_json(folder / "config.json", intermediate_size=64)
     hub.push(NAME, folder)
-    with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
+    with pytest.raises(ModelError, match=r"mlp.* is \[32, 48\], config.json says \[32, 64\]"):
         load_target(TargetOptions(model=NAME))
 
 

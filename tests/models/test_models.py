@@ -228,9 +228,15 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "1 tensor that config.json does not describe"),
-        ({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32), "z": torch.ones(1)}, "such as model.layers.2.mlp"),
-        ({"norm.weight": torch.ones(32)}, "such as norm.weight"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
+            "self_attn.q_proj.bias, which config.json does not describe",
+        ),
+        (
+            {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32), "z": torch.ones(1)},
+            "has the tensor model.layers.2.mlp",
+        ),
+        ({"norm.weight": torch.ones(32)}, "has the tensor norm.weight"),
         ({NORM: None}, "lacks the tensor model.norm.weight"),
         ({NORM: torch.ones(32, dtype=torch.int8)}, "model.norm.weight is I8; served are BF16, F16, F32, F64"),
     ],

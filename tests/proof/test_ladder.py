@@ -93,7 +93,7 @@ def test_a_rung_that_is_right_and_faster_is_taken(subject):
     assert [trial.is_wrong for trial in proof.trials] == [False, True, False, False]
     assert proof.trials[1].why == "RuntimeError: no kernel image is available"
     assert proof.trials[2].why == "it needs nothing"
-    assert all(proof.trials[0].ms[name] > 0 and proof.trials[0].floor_ms[name] > 0 for name in ("plain", "tree"))
+    assert all(proof.trials[0].ms[name] > 0 and proof.trials[0].base_ms[name] > 0 for name in ("plain", "tree"))
 
 
 @pytest.mark.slow

@@ -390,13 +390,13 @@ def product(
 
 
 @emitted()
-def hide_outside(b, element, scores, first, last):
-    """Set the scores before `first`, and those from `last` on, to -inf."""
-    firsts, lasts = (vir.splat(b, b.trunc(limit, vir.I32)) for limit in (first, last))
+def hide_from(b, element, scores, first):
+    """Set the scores from `first` on to -inf."""
+    limits = vir.splat(b, b.trunc(first, vir.I32))
     for place in range(0, BLOCK, LANES):
         where = address(b, scores, 4 * place)
         places = vir.units(range(place, place + LANES))
-        visible = b.and_(b.icmp_signed(">=", places, firsts), b.icmp_signed("<", places, lasts))
+        visible = b.icmp_signed("<", places, limits)
         store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
 
 
@@ -442,7 +442,8 @@ def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
             emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
         store(b, new, state)
     shift = b.fneg(b.fmul(finite(b, load(b, state)), factor))
-    weights = [vir.exp2(b, vir.fma(b, value, factor, shift)) for value in values]
+    coefficients = vir.EXP2 if units_of(element) == 1 else vir.SHORT_EXP2
+    weights = [vir.exp2(b, vir.fma(b, value, factor, shift), coefficients) for value in values]
     sums = address(b, state, VECTOR_BYTES)
     store(b, b.fadd(load(b, sums), joined(b, weights, add)), sums)
     return weights
@@ -468,11 +469,13 @@ def weigh(
             address(b, states, b.mul(row, state_bytes)),
         )
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
-        for i, value in enumerate(
-            emit_weighing(b, element, source, state, num_vectors, factor, margin)
-        ):
-            where = address(b, target, i * VECTOR_BYTES // units_of(element))
-            store(b, vir.to_bf16(b, value) if pairs else value, where, 2 if pairs else 4)
+        values = emit_weighing(b, element, source, state, num_vectors, factor, margin)
+        if pairs:
+            values = [
+                vir.pair_of_bf16(b, *two) for two in zip(values[::2], values[1::2], strict=True)
+            ]
+        for i, value in enumerate(values):
+            store(b, value, address(b, target, i * VECTOR_BYTES))
 
     vir.repeat(b, num_rows, [], body)
     if is_tiled(element):  # whose product adds to the rows behind them

@@ -70,11 +70,10 @@ def attend_compiled(
     assert serves(q.shape[3], q.dtype)
     assert q.dtype == k.dtype == v.dtype
     out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:3] if span.needs_lse else 0, dtype=torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32)
     call = np.zeros(1, items.RECORD)
     kept = _describe(call, q, k, v, out, span, scale)
-    if span.needs_lse:
-        _point(call, lse=lse)
+    _point(call, lse=lse)
     _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
     del kept
     return out, lse
@@ -110,7 +109,7 @@ def _describe(
     _point(calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace)
     fields = {
         "q_token": token * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
-        "causal": span.causal or span.window is not None, "window": span.window or longest,
+        "causal": span.causal,
         "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k),
         "group": group,
         "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
@@ -120,7 +119,7 @@ def _describe(
     for name, value in fields.items():
         calls[name] = value
     kept = [workspace, counters, places]
-    if span.mask is not None and span.window is None:
+    if span.mask is not None:
         kept.append(span.mask.contiguous())
         _point(calls, mask=kept[-1])
         calls["mask_width"] = span.mask.shape[2]
@@ -403,7 +402,7 @@ class Head:
         own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
         mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
         starts, visible = places.T.tolist()
-        span = KeySpan(starts, [length + most_rows for length in visible], mask, needs_lse=False)
+        span = KeySpan(starts, [length + most_rows for length in visible], mask)
         self._run(call, (phases.LOGITS, phases.NUM_KINDS), batch, outputs, kept, span, stored)
         count = int(own["num_pooled"])
         return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]

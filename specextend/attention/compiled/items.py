@@ -54,8 +54,6 @@ class KernelCall(NamedTuple):
     mask_width: int
     """M; 0 without a mask."""
     causal: int
-    window: int
-    """Keys that a causal row sees, its own included."""
     num_sequences: int
     num_queries: int
     num_key_heads: int
@@ -188,14 +186,11 @@ def hide(element, call, item, scores, block, row, num_rows, seen):
     """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the
     block.
     """
-    before = num_visible(call, item, row + num_rows - 1) - call.window - block
-    if before <= 0 and min(seen, num_visible(call, item, row) - block) == BLOCK:
+    if min(seen, num_visible(call, item, row) - block) == BLOCK:
         return
     for i in range(num_rows):
         visible = num_visible(call, item, row + i) - block
-        blocks.hide_outside(
-            element, scores + i * BLOCK * 4, max(0, visible - call.window), min(seen, visible)
-        )
+        blocks.hide_from(element, scores + i * BLOCK * 4, min(seen, visible))
 
 
 @numba.njit
@@ -309,7 +304,7 @@ def attend_split(element, call, item, scratch, states, first, last):
                 ahead = BLOCK + row // tile_rows * share
                 blocks.fetch(element, keys + ahead * call.row, call.row, share, lines)
                 blocks.fetch(element, values + ahead * call.row, call.row, share, lines)
-            if seen > 0 and num_visible(call, item, row) - call.window < block + BLOCK:
+            if seen > 0:
                 attend_tile(element, call, item, scratch, states, block, row, num_rows, seen)
             row += num_rows
 

@@ -40,6 +40,8 @@ VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdi
 
 EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073375, 0.00967151296, 0.00132647266)
 """Coefficients of 2^x on [-0.5, 0.5]: exact at 0, relative error 1e-7 elsewhere."""
+SHORT_EXP2 = (1.0, 0.69328292, 0.24221063, 0.05500869)
+"""The same with 1e-4, for what is rounded to bf16, whose error is 2e-3."""
 
 
 class BFloat(ir.Type):
@@ -190,6 +192,13 @@ def to_bf16(b, x):
     return b.trunc(b.lshr(finite, units([16] * LANES)), halves)
 
 
+def pair_of_bf16(b, low, high):
+    """Round two vectors to 32 lanes of bf16 (avx512_bf16)."""
+    kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * LANES), [FLOATS, FLOATS])
+    rounded = declared(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    return b.bitcast(b.call(rounded, [high, low]), ir.VectorType(I16, 2 * LANES))
+
+
 def larger(b, x, y):
     """Return the larger of each two lanes, and y where one is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
@@ -205,23 +214,26 @@ def across(b, x, join: Callable[[Value, Value, Value], Value]):
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-def exp2(b, x):
-    """Return 2^x for x <= 0 with a relative error of 2e-7; 0 below -127, NaN for NaN."""
+def exp2(b, x, coefficients=EXP2):
+    """Return 2^x for x <= 0 with a relative error of 2e-7, or that of other `coefficients`; 0 below
+    -127, NaN for NaN.
+    """
     if HAS_SCALES:
         rest = rest_of(b, x)
-        return scaled(b, power_of_rest(b, rest), b.fsub(x, rest))
+        return scaled(b, power_of_rest(b, rest, coefficients), b.fsub(x, rest))
     x = larger(b, floats(-127.0), x)
     # rounds to an integer, whose low bits are then the exponent of the result
     shift = floats(1.5 * 2**23 + 127)
     shifted = b.fadd(x, shift)
     power = b.bitcast(b.shl(b.bitcast(shifted, UNITS), units([23] * LANES)), FLOATS)
-    return b.fmul(power_of_rest(b, b.fsub(x, b.fsub(shifted, shift))), power)
+    rest = b.fsub(x, b.fsub(shifted, shift))
+    return b.fmul(power_of_rest(b, rest, coefficients), power)
 
 
-def power_of_rest(b, x):
+def power_of_rest(b, x, coefficients):
     """Return 2^x on [-0.5, 0.5]."""
-    result = floats(EXP2[-1])
-    for coefficient in EXP2[-2::-1]:
+    result = floats(coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
         result = fma(b, result, x, floats(coefficient))
     return result
 
