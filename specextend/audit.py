@@ -15,7 +15,7 @@ from typing import Any
 from specextend.cluster.checks import Prepared, prepare
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Values
-from specextend.data.fingerprint import differences, read_manifest
+from specextend.data.fingerprint import check_one_task, differences, read_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.data.storage import resolve
@@ -88,6 +88,7 @@ def _prepare(output: str) -> Prepared:
     if recorded is None:
         raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")
     values = recorded["config"]
+    check_one_task(recorded, f"{output}: an audit")
     prepared = prepare(
         RunConfig.from_values(values | {"output": values["output"] | {"path": output}})
     )

@@ -147,6 +147,10 @@ class RunConfig(BaseModel):
     quality: QualityOptions = Field(default_factory=QualityOptions)
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
+    tasks: dict[str, Values] = Field(default_factory=dict)
+    """Of a run that asks several things of each document: by name, the keys of each in which tasks
+    may differ. Those above are the first one's.
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -175,6 +179,25 @@ class RunConfig(BaseModel):
         """Return the levels of the deepest tree that the draft may propose."""
         has_ngrams = self.draft is not None and self.draft.has_ngrams
         return max(self.tree.depth, self.tree.ngram_depth) if has_ngrams else self.tree.depth
+
+    @property
+    def each_task(self) -> dict[str, RunConfig]:
+        """Return by name, for each task, the configuration of a run that has no other; "" is the
+        only one.
+        """
+        if not self.tasks:
+            return {"": self}
+        whole = self.model_dump(mode="json", exclude={"tasks"})
+        return {
+            name: self.from_values(whole | {key: whole[key] | own[key] for key in own})
+            for name, own in self.tasks.items()
+        }
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Return the largest `decoding.max_new_tokens` of a task."""
+        own = [keys["decoding"]["max_new_tokens"] for keys in self.tasks.values()]
+        return max(own, default=self.decoding.max_new_tokens)
 
     def max_tokens(self, context_length: int) -> int:
         """Return the most prompt and output tokens of one request: the tree behind them must fit
@@ -208,6 +231,20 @@ class RunConfig(BaseModel):
         if isinstance(config, RunConfig) and not overrides:
             return config
         values, origins = merge(config, overrides)
+        if asked := _asked(values.pop("tasks", None)):
+            given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
+            others = [each for each in overrides if not each.strip().startswith("tasks")]
+            return _joined(
+                {
+                    name: cls.load(
+                        [*given, {"tasks": None}, task],
+                        others,
+                        allow_relative=allow_relative,
+                        run_date=run_date,
+                    )
+                    for name, task in asked.items()
+                }
+            )
         known = {
             "run_date": (run_date or date.today()).isoformat(),
             "models": models_folder(),
@@ -234,8 +271,10 @@ class RunConfig(BaseModel):
             ) from None
 
 
-OneConfig = RunConfig | ReadOnly | str | Path
-"""A configuration, its values, a YAML file, or the name of a shipped one."""
+OneConfig = RunConfig | ReadOnly | str | Path | tuple[ReadOnly | str, str]
+"""A configuration, its values, a YAML file, or the name of a shipped one; or one of these with the
+folder that its paths are relative to.
+"""
 Configs = OneConfig | Sequence[OneConfig]
 """One, or several of which a later one wins key by key."""
 
@@ -263,6 +302,8 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
         _drop_demo(values, origin, merged, origins)
         _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
         for section, options in values.items():
+            if section == "tasks":
+                options = _placed(options, origin.folder)
             merged[section] = (
                 _keys(merged, section) | options if isinstance(options, dict) else options
             )
@@ -312,20 +353,22 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
     if isinstance(config, RunConfig):
         yield config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
         return
+    config, folder = config if isinstance(config, tuple) else (config, "")
     if isinstance(config, Mapping):
-        origin = Origin("values", os.getcwd())
+        origin = Origin("values", os.path.abspath(folder))
         values = json.loads(_as_json(dict(config)))
     else:
-        path = find_config(config).resolve()
+        file = find_config(config, folder)
+        path = file.resolve()
         if path in above:
             raise ConfigError(
                 f"base: {config} leads back to itself; take it out of one of the files"
             )
         above = (*above, path)
         is_shipped = path.is_relative_to(CONFIGS.resolve())
-        folder = os.getcwd() if is_shipped else os.path.abspath(find_config(config).parent)
+        folder = os.getcwd() if is_shipped else os.path.abspath(file.parent)
         origin = Origin(str(config), folder, is_shipped)
-        values = read_yaml(find_config(config))
+        values = read_yaml(file)
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -333,10 +376,83 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
             f"base must name a configuration, or several in a list, got {shown(bases)}"
         )
     for base in bases:
-        yield from _read(
-            base if base in shipped_configs() else os.path.join(origin.folder, base), above
-        )
+        yield from _read((base, origin.folder), above)
     yield values, origin
+
+
+OF_TASKS = {
+    "prompt": {"instruction", "examples", "system", "length_policy"},
+    "parts": {"tokens", "instruction", "merge_instruction"},
+    "output": {"column", "schema", "evidence", "sources"},
+    "decoding": {
+        *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
+        *("repetition_penalty", "no_repeat_ngram_size"),
+    },
+}
+"""What tasks of one run may differ in."""
+
+
+def _placed(tasks: Any, folder: str) -> Any:
+    """Return a list of tasks, each with the folder that its paths are relative to."""
+    if isinstance(tasks, dict):
+        tasks = [
+            keys | {"name": name} if isinstance(keys, dict) else keys
+            for name, keys in tasks.items()
+        ]
+    return [(task, folder) for task in tasks] if isinstance(tasks, list) else tasks
+
+
+def _asked(tasks: Any) -> dict[str, OneConfig]:
+    """Return by name what each of several tasks adds to the configuration. Raises ConfigError."""
+    found: dict[str, OneConfig] = {}
+    if not isinstance(tasks, list | None):
+        tasks = [tasks]
+    for each in tasks or ():
+        task, folder = each if isinstance(each, tuple) else (each, "")
+        keys = dict(task) if isinstance(task, dict) else {"name": Path(str(task)).stem}
+        name = keys.pop("name", None)
+        if not isinstance(task, str | dict) or not isinstance(name, str) or not name:
+            raise ConfigError(
+                "tasks must be a list of names of tasks, or of mappings with a `name`, got "
+                f"{shown(task)}"
+            )
+        if name in found:
+            raise ConfigError(f"tasks has {name} twice; give one of them another name")
+        if wrong := sorted(keys.keys() - OF_TASKS.keys() - {"base"}):
+            raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
+        found[name] = keys if isinstance(task, dict) else task, folder
+    return found
+
+
+def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
+    """Make the configuration of a run with several tasks of those of runs with one. Raises
+    ConfigError.
+    """
+    name_of_first, first = next(iter(each.items()))
+    if len(each) < 2:
+        return first
+    if first.input.instruction_column is not None:
+        raise ConfigError(
+            "tasks: input.instruction_column gives a row one instruction; leave out one of both"
+        )
+    columns = [config.output.column for config in each.values()]
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise ConfigError(
+            f"tasks: two write the column {twice[0]}; give one of them another output.column"
+        )
+    shared = first.model_dump(mode="json", exclude=OF_TASKS)
+    for name, config in each.items():
+        for section, own in config.model_dump(mode="json", exclude=OF_TASKS).items():
+            before = shared[section] or {}
+            if wrong := [key for key in own or () if before.get(key, ...) != own[key]]:
+                raise ConfigError(
+                    f"tasks: {name} has another {section}.{wrong[0]} than {name_of_first}, but "
+                    "tasks of a run share it: set it beside `tasks`"
+                )
+    tasks = {
+        name: config.model_dump(mode="json", include=OF_TASKS) for name, config in each.items()
+    }
+    return first.model_copy(update={"tasks": tasks})
 
 
 def _apply(values: Values, override: str) -> tuple[str, str]:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from specextend.data.answers import choices_of, has_rules, merge_answers, whole_
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.quality import assess
+from specextend.data.quality import Quality, assess
 from specextend.data.rows import Row
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_out_of_memory
@@ -57,6 +57,10 @@ class Summary:
     """What the model wrote while it thought, if it is of a kind that does; it is no part of the
     text.
     """
+    tasks: tuple[tuple[Task, Summary | DocumentError], ...] = ()
+    """Those of all tasks if there are several; all else is the first one's, with the counts of
+    all.
+    """
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a
@@ -65,7 +69,7 @@ class Summary:
         Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s`
         for writing.
         """
-        if self.part_rows is None:
+        if self.part_rows is None and not self.tasks:
             return self
         stats = self.completion.stats
         reading = stats.prefill_s + stats.draft_prefill_s
@@ -104,6 +108,92 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     return Summary(whole, prompt, reasoning=reasoning)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is asked of each document."""
+
+    name: str
+    """Empty if it is the only one."""
+    config: RunConfig
+    prompts: Prompts
+
+
+def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
+    """Return the tasks of a run. limit: tokens of prompt and output. Raises ValueError for a bad
+    template.
+    """
+    return [
+        Task(name, each, Prompts(tokenizer, each.prompt, limit, each.parts))
+        for name, each in config.each_task.items()
+    ]
+
+
+def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
+    """Yield the requests for all tasks of a document, as `summarize` does for one.
+
+    An engine that decodes them one after another reads what their prompts begin with once. A task
+    that fails does not end the others. Raises DocumentError at the end if one has failed, with what
+    the others have answered.
+    """
+    if len(tasks) == 1:
+        return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
+    rows = [row, *(replace(row, instruction=other) for other in row.others)]
+    under_way = [
+        summarize(task.config, task.prompts, rows[number], f"{name}:{number}")
+        for number, task in enumerate(tasks)
+    ]
+    states = [_state(rounds, None) for rounds in under_way]
+    while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
+        found = iter((yield step))
+        for number, state in enumerate(states):
+            if isinstance(state, tuple):
+                states[number] = _state(under_way[number], [*islice(found, len(state))])
+    ended = [state for state in states if not isinstance(state, tuple)]
+    return _together(row, tuple(zip(tasks, ended, strict=True)))
+
+
+def _state(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | DocumentError:
+    """Return what `advance` does, or the error of a document that failed."""
+    try:
+        return advance(rounds, outcomes)
+    except DocumentError as error:
+        return error
+
+
+def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ...]) -> Summary:
+    """Return the summary of a document of several tasks. Raises DocumentError if one has failed."""
+    summaries = [each for _, each in answered if isinstance(each, Summary)]
+    failed = {task.name: each for task, each in answered if isinstance(each, DocumentError)}
+    if failed:
+        first = next(iter(failed.values()))
+        message = "; ".join(f"task {name}: {error.message}" for name, error in failed.items())
+        retryable = any(error.retryable for error in failed.values())
+        error = DocumentError(first.error_class, message, first.stage, retryable)
+        error.tasks = _task_rows(row, answered)
+        error.summary = error.tasks[0]["text"]
+        raise error
+    stats = DecodingStats()
+    for summary in summaries:
+        stats.add(summary.completion.stats)
+    whole = replace(summaries[0].completion, stats=stats)
+    return replace(summaries[0], completion=whole, tasks=answered)
+
+
+def _task_rows(row: Row, answered: Iterable[tuple[Task, Summary | DocumentError]]) -> list[Values]:
+    """Return what the column `tasks` has: of each task what the row of a run of its own would
+    have, of one that failed what it wrote.
+    """
+    found: list[Values] = []
+    for task, state in answered:
+        made: Values
+        if isinstance(state, Summary):
+            made = finished_row(task.config, row, state)
+        else:
+            made = {"summary": state.summary}
+        found.append({**made, "name": task.name, "text": made["summary"]})
+    return found
+
+
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
     """Send outcomes to a document's rounds, None at first; return the next round or, after the
     last, the summary.
@@ -120,29 +210,38 @@ def finished_row(
     row: Row,
     summary: Summary,
     *,
-    received: float,
-    ended: float,
-    worker: str,
-    attempts: int,
+    received: float = 0.0,
+    ended: float = 0.0,
+    worker: str = "",
+    attempts: int = 0,
 ) -> Values:
     """Assess a summary, which may take 0.1 s, and make the row of its document.
 
     received, ended: when the document was asked for, and when its last request was done, by
-    `time.monotonic`.
+    `time.monotonic`. One of several tasks has none of these.
     """
     completion = summary.completion
     prompt = summary.prompt
-    text = row.document.text
-    dropped = prompt.num_dropped_tokens
-    fields = config.output.evidence_for
-    left_out = prompt.left_out if config.output.sources else None
     total_s = completion.stats.total_s
-    return result_row(
+    tasks = _task_rows(row, summary.tasks)
+    if tasks:
+        quality = Quality(**{name: tasks[0][name] for name in Quality._fields})
+    else:
+        quality = assess(
+            completion,
+            row.document.text,
+            prompt.num_dropped_tokens,
+            row.reference,
+            config.quality,
+            config.output.evidence_for,
+            prompt.left_out if config.output.sources else None,
+        )
+    made = result_row(
         row.document.key,
         row.document.doc_id,
         completion,
         prompt,
-        assess(completion, text, dropped, row.reference, config.quality, fields, left_out),
+        quality,
         part_summaries=summary.part_rows,
         num_requests=summary.num_requests,
         reasoning=summary.reasoning,
@@ -153,6 +252,29 @@ def finished_row(
         worker=worker,
         attempts=attempts,
     )
+    return made | (_of_all(tasks) if tasks else {})
+
+
+def _of_all(tasks: list[Values]) -> Values:
+    """Return the columns that the row of a document has of all its tasks. Its counts are theirs
+    already; of the rest it has the first one's.
+    """
+    joined = {
+        name: [each for task in tasks for each in task[name] or ()]
+        for name in ("quality_flags", "evidence", "choices")
+    }
+    reasons = [task["finish_reason"] for task in tasks]
+    return {
+        "finish_reason": next((reason for reason in reasons if reason != "stop"), "stop"),
+        "max_new_tokens": None,
+        "num_dropped_tokens": sum(task["num_dropped_tokens"] for task in tasks),
+        "num_requests": sum(task["num_requests"] for task in tasks),
+        "coverage": min(task["coverage"] for task in tasks),
+        "quality_flags": [*dict.fromkeys(joined["quality_flags"])],
+        "evidence": joined["evidence"] or None,
+        "choices": joined["choices"] or None,
+        "tasks": tasks,
+    }
 
 
 def check_requests(config: RunConfig, prompts: Prompts) -> None:

@@ -262,7 +262,7 @@ def longest_request(config: RunConfig, facts: ModelFacts) -> int:
     longest = config.max_tokens(facts.context_length)
     if config.prompt.max_prompt_tokens is None:
         return longest
-    return min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
+    return min(longest, config.prompt.max_prompt_tokens + config.most_new_tokens)
 
 
 def with_batch_size(

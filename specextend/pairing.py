@@ -166,7 +166,7 @@ def draft_rows(
     # each may need any number
     if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:
         return num_full, num_full + options.batch_size * aligned(trees + staged)
-    seen = cache.top_k_chunks * cache.chunk_size + options.max_new_tokens + 2 * levels + 1
+    seen = cache.top_k_chunks * cache.chunk_size + config.most_new_tokens + 2 * levels + 1
     return num_full, options.batch_size * aligned(max(staged, seen + trees))
 
 

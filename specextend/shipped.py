@@ -30,9 +30,11 @@ def shipped_configs() -> dict[str, Path]:
     }
 
 
-def find_config(config: str | Path) -> Path:
-    """Return the file of a shipped configuration's name; anything else is a path already."""
-    return shipped_configs().get(str(config), Path(config))
+def find_config(config: str | Path, folder: str = "") -> Path:
+    """Return the file of a shipped configuration's name; anything else is a path, relative to
+    `folder`.
+    """
+    return shipped_configs().get(str(config), Path(folder, config))
 
 
 def models_folder() -> Path:

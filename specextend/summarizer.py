@@ -62,6 +62,11 @@ class Summarizer:
         options that choose rows, which no batch can follow.
         """
         config = RunConfig.load(config)
+        if config.tasks:
+            raise ValueError(
+                "a Summarizer answers one task; make one for each, or use specextend.run for "
+                "`tasks`"
+            )
         check_batch_options(config.input, config.output)
         self._config = config
         self._decoder = RowDecoder(config, factory(config))
@@ -75,7 +80,7 @@ class Summarizer:
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
-        found = read_batch(batch, RowReader(self._config.input, self._config.prompt.template))
+        found = read_batch(batch, RowReader(self._config.input, (self._config.prompt.template,)))
         decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
         results = [
             _failed(row.doc_id, row)

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from specextend.cli.command import OUTPUT, SET, config_option, in_one_line, show, takes, write_json
+from specextend.cli.command import (
+    OUTPUT,
+    SET,
+    ConfigFile,
+    config_option,
+    in_one_line,
+    show,
+    takes,
+    write_json,
+)
 from specextend.core import Values, first_line, printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -38,6 +47,7 @@ class Arguments:
     config: tuple[str, ...]
     output: str | None
     settings: tuple[str, ...]
+    task: tuple[str, ...] = ()
     input: str | None = None
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
@@ -66,8 +76,10 @@ class Arguments:
 
         allow_relative = not is_submitted(os.environ)
         try:
+            tasks: list[Any] = [{"tasks": [*self.task]}] if self.task else []
+            config = [*self.config, *tasks]
             return RunConfig.load(
-                self.config, self.overrides, allow_relative=allow_relative, run_date=self.run_date
+                config, self.overrides, allow_relative=allow_relative, run_date=self.run_date
             )
         except ConfigError as error:
             raise RefusedError(str(error)) from error
@@ -86,6 +98,13 @@ def _several(context: click.Context, parameter: click.Parameter, value: int | No
 
 
 _WHERE = takes(
+    click.option(
+        "--task",
+        type=ConfigFile(),
+        multiple=True,
+        metavar="NAME|FILE",
+        help="one of several tasks for each document, which is read once for all",
+    ),
     click.option("--input", metavar="PATH", help="in place of input.path"),
     click.option("--output", metavar="PATH", help="in place of output.path"),
     SET,

@@ -46,17 +46,20 @@ def config() -> None:
 @in_one_line
 def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
     """Print every value that a run would use, as YAML, each with its source."""
-    from specextend.config import RunConfig, merge
+    from specextend.config import OF_TASKS, RunConfig, merge
 
     loaded, (given, origins) = RunConfig.load(config, settings), merge(config, settings)
     for section, values in loaded.model_dump(mode="json").items():
-        if values is None:
-            show(f"{section}: null  # default")
+        if section == "tasks" or values is None:
+            note = "" if values else "  # default"
+            show(f"{section}: {json.dumps(values, ensure_ascii=False)}{note}")
             continue
         show(f"{section}:")
         of_section = given.get(section) or {}
         for key, value in values.items():
             source = origins[f"{section}.{key}"].name if key in of_section else "default"
+            if loaded.tasks and key in OF_TASKS.get(section, ()):
+                source = "the first of the tasks"
             show(f"  {key}: {json.dumps(value, ensure_ascii=False)}  # {printable(source)}")
     return 0
 
@@ -88,6 +91,15 @@ def described_schema(config: type[RunConfig]) -> Values:
         "or a file."
     )
     found["properties"]["base"] = {"type": ["string", "array"], "description": base}
+    tasks = (
+        "Several things to ask of each document: names of tasks, or mappings with a `name` "
+        "and keys of their own."
+    )
+    found["properties"]["tasks"] = {
+        "type": "array",
+        "items": {"type": ["string", "object"]},
+        "description": tasks,
+    }
     for owner in found["$defs"].values():
         for key in owner["properties"].values():
             key["description"] = " ".join(key.get("description", "").split())

@@ -76,10 +76,12 @@ def train(
     from specextend.training.recording import TrainOptions
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
+    if loaded.tasks:
+        raise ValueError("a draft is trained on one task: give it by --config")
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
     figures = distil(
-        loaded, open_source(documents, template=loaded.prompt.template), given, output, _Shown()
+        loaded, open_source(documents, templates=[loaded.prompt.template]), given, output, _Shown()
     )
     written = json.dumps(figures, indent=1)
     (output / "training.json").write_text(written + "\n")

@@ -12,6 +12,7 @@ from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
+from specextend.data.check import check_task_columns
 from specextend.data.commits import (
     DamagedCommitError,
     Progress,
@@ -25,12 +26,13 @@ from specextend.data.inputs import DocumentError, InputError, InputUnreachableEr
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
 from specextend.data.run_folder import Counts, check_kinds, read_success
+from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, is_passing, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import check_requests
+from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
@@ -51,14 +53,20 @@ class Prepared:
     output: Location
     source: Source
     facts: ModelFacts
-    prompts: Prompts
+    tasks: list[Task]
+    """At least one."""
     manifest: Values
     """The one in the output folder if it holds this run already."""
     models: Models
     notes: tuple[str, ...]
-    """Lines for the user about the models' revisions."""
+    """Lines for the user about the models' revisions, and about tasks that read documents again."""
     retry_truncated: int | None = None
     """The limit of this start, at which it does those texts again that were cut at a lower one."""
+
+    @property
+    def prompts(self) -> Prompts:
+        """Return the prompts of the first task."""
+        return self.tasks[0].prompts
 
 
 def prepare(
@@ -83,8 +91,10 @@ def prepare(
     with _refusals():
         begun = _begun_selection(config, recorded)
         only = None if begun is None else begun["identity"]["files"]
-        source = open_source(config.input, config.output, only, config.prompt.template)
+        templates = [task.prompt.template for task in config.each_task.values()]
+        source = open_source(config.input, config.output, only, templates)
         config = config.model_copy(update={"input": source.options})
+        check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
@@ -94,16 +104,10 @@ def prepare(
             f"prompt.template_options.{CLOCK}"
         )
         config = config.model_copy(update={"prompt": with_time(config.prompt, tokenizer, known)})
-        prompts = Prompts(
-            tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts
-        )
-        _check_run(config, prompts)
+        tasks = tasks_of(config, tokenizer, config.max_tokens(facts.context_length))
         _check_cache(config, facts)
-        if config.output.json_schema is not None:
-            Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(
-                config.output.json_schema
-            )
-            _check_room_for_an_answer(config, tokenizer)
+        for task in tasks:
+            _check_task(task, tokenizer, facts)
         values = config.model_dump(mode="json")
         hashes = pair_hashes(config.target, draft)
         values["decoding"]["max_new_tokens"] = limit
@@ -119,15 +123,32 @@ def prepare(
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    return Prepared(
-        config, output, source, facts, prompts, manifest, models, notes, retry_truncated
+    openings = [task.prompts.opening for task in tasks]
+    notes += tuple(
+        f"task {task.name} reads each document again: its prompt begins otherwise than those before"
+        for place, task in enumerate(tasks)
+        if place and task.prompts.opening not in openings[:place]
     )
+    return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_truncated)
+
+
+def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
+    """Raise ValueError for a task that no document could pass."""
+    try:
+        _check_run(task.config, task.prompts)
+        if (schema := task.config.output.json_schema) is not None:
+            Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(schema)
+            _check_room_for_an_answer(task.config, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"task {task.name}: {error}" if task.name else str(error)) from error
 
 
 def _with_limit(config: RunConfig, limit: int) -> RunConfig:
     """Return the configuration of a retry. A text stays where more tokens would leave less of its
     document.
     """
+    if config.tasks:
+        raise RefusedError("--retry-truncated: each of several tasks has a limit of its own")
     if config.input.has_limits:
         raise RefusedError(
             "--retry-truncated: the rows have limits of their own; raise those in a run of its own"
@@ -279,6 +300,10 @@ def check_same_run(prepared: Prepared) -> bool:
             if is_input
             else "give another output.path, or restore what differs:"
         )
+        there, here = ([*each["config"].get("tasks", {})] for each in (recorded, prepared.manifest))
+        if {*there} != {*here}:
+            said = "run a new task as a run of its own, with another output.path; or restore"
+            lines = [f"tasks: {', '.join(there) or 'one'} there, {', '.join(here) or 'one'} here"]
         raise OtherRunError(
             "\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines])
         )

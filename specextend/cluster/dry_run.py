@@ -385,13 +385,9 @@ def dry_run(
         progress, keys = open_rows(prepared, retry_errors)
     with input_errors():
         decoding = prepared.config.decoding
+        sizes = decoding.max_new_tokens, decoding.seed
         plan = make_plan(
-            prepared.source,
-            prepared.prompts,
-            keys,
-            decoding.max_new_tokens,
-            decoding.seed,
-            lambda: None,
+            prepared.source, prepared.prompts, keys, *sizes, lambda: None, prepared.tasks[1:]
         )
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)

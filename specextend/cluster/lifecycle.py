@@ -281,6 +281,7 @@ class _LockedRun:
             decoding.max_new_tokens,
             decoding.seed,
             self.interrupt.check,
+            prepared.tasks[1:],
         )
         self.display.note(
             f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "

@@ -162,6 +162,8 @@ class Failed(NamedTuple):
     """Hash of the row, by which later runs know it; None if the document was not read."""
     summary: str | None = None
     """What was written, if it is to be kept."""
+    tasks: list[Values] | None = None
+    """What the tasks have answered that did not fail, if there are several."""
 
 
 def failed_row(error: DocumentError, row: Row | None) -> Failed:
@@ -171,15 +173,8 @@ def failed_row(error: DocumentError, row: Row | None) -> Failed:
         if row is None
         else (row.document.doc_id, row.content_sha256)
     )
-    return Failed(
-        doc_id,
-        error.error_class,
-        error.message,
-        error.stage,
-        error.retryable,
-        content,
-        error.summary,
-    )
+    facts = error.error_class, error.message, error.stage, error.retryable
+    return Failed(doc_id, *facts, content, error.summary, error.tasks)
 
 
 class Suspected(NamedTuple):

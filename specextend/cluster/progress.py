@@ -108,6 +108,8 @@ class Ledger:
         self._output_allowed = num_done * self._output_left / max(1, len(estimates))
         self._stats = DecodingStats()
         self._stats.add(work or DecodingStats())
+        self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
+        """Of this start's documents as estimated: what several tasks read once counts once."""
         self._running: dict[str, dict[DocumentKey, tuple[int, int, int]]] = {}
         """By worker the documents in its engine. Of those that have begun to decode: the prompt
         tokens, the most output tokens, and those so far.
@@ -127,6 +129,7 @@ class Ledger:
             self._num_errors += 1
             return
         self._num_done += 1
+        self._prompt_done += estimate.num_prompt_tokens
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
 
@@ -143,7 +146,7 @@ class Ledger:
     def output_cost(self) -> float:
         """Return w: seconds of an output token over seconds of a prompt token."""
         stats = self._stats
-        prefill = ratio(stats.prefill_s + stats.draft_prefill_s, stats.num_prompt_tokens)
+        prefill = ratio(stats.prefill_s + stats.draft_prefill_s, self._prompt_done)
         decode = ratio(stats.step_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
@@ -158,7 +161,7 @@ class Ledger:
         running = [each for documents in self._running.values() for each in documents.values()]
         sums = [sum(each) for each in zip(*running, strict=True)] or [0, 0, 0]
         read, allowed, written = sums
-        prompt = self._stats.num_prompt_tokens + read
+        prompt = self._prompt_done + read
         output = self._stats.num_output_tokens + written
         self._history.append((now, prompt, output))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:

@@ -31,7 +31,6 @@ from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
-from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error, peak_bytes
@@ -39,10 +38,12 @@ from specextend.decoding.engine import BatchError, Engine
 from specextend.document_requests import (
     Inbox,
     Summary,
+    Task,
     advance,
+    answer,
     as_document_error,
     finished_row,
-    summarize,
+    tasks_of,
 )
 from specextend.loading import GIB
 from specextend.pairing import check_files
@@ -72,7 +73,7 @@ class Worker:
     """
 
     _engine: Engine
-    _prompts: Prompts
+    _tasks: list[Task]
     _limits: dict[str, float] | None
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
@@ -117,9 +118,7 @@ class Worker:
             torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
-        self._prompts = Prompts(
-            self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts
-        )
+        self._tasks = tasks_of(config, self._engine.tokenizer, self._engine.max_tokens)
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
@@ -170,7 +169,7 @@ class Worker:
     async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary | Suspected:
         """Decode the requests of a document, round by round."""
         loop = asyncio.get_running_loop()
-        rounds = summarize(self._config, self._prompts, row, lease_id)
+        rounds = answer(self._tasks, row, lease_id)
         began = math.inf
         outcomes: list[Completion | DocumentError] | None = None
         while True:
@@ -187,7 +186,6 @@ class Worker:
                     return outcome
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
-                    self._decoded[lease_id] += outcome.stats.num_output_tokens
                 outcomes.append(outcome)
 
     async def _decode(self, request: Request) -> RequestOutcome:
@@ -255,6 +253,9 @@ class Worker:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
+            if isinstance(outcome, Completion):
+                lease_id = request_id.partition(":")[0]
+                self._decoded[lease_id] += outcome.stats.num_output_tokens
 
 
 def _exit_on_device_error(error: BaseException) -> None:

@@ -5,8 +5,9 @@ that a worker takes.
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from specextend.core import Checkpoint, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
-from specextend.document_requests import PartPrompts
+from specextend.document_requests import PartPrompts, Task
 from specextend.loading import (
     GIB,
     longest_request,
@@ -71,11 +72,12 @@ def make_plan(
     max_new_tokens: int,
     seed: int,
     checkpoint: Checkpoint,
+    others: Sequence[Task] = (),
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called
-    for every row; may raise.
+    for every row; may raise. others: further tasks.
     """
     lengths = array("q")
     refused = array("q")
@@ -101,18 +103,43 @@ def make_plan(
         num_rows += 1
         lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 4), prompts, per_byte)
+    estimates, num_over_length = _estimate(
+        np.asarray(lengths).reshape(-1, 4), prompts, per_byte, others
+    )
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
-def _estimate(lengths: Ints, prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
-    """Estimate template and document, cut or in parts as the policy says.
+def _estimate(
+    lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]
+) -> tuple[Estimates, int]:
+    """Estimate the tokens of all tasks together; of prompts that begin alike the document is read
+    once.
 
     lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
     estimates, and how many rows have to be cut.
     """
     files, rows, num_bytes, limits = lengths.T
-    uncut = prompts.num_template_tokens + np.round(num_bytes * per_byte).astype(np.int64)
+    documents = np.round(num_bytes * per_byte).astype(np.int64)
+    read, outputs, is_long = _request_tokens(documents, limits, prompts)
+    openings = {prompts.opening}
+    for task in others:
+        if not task.config.input.has_limits:
+            limits = np.full_like(limits, task.config.decoding.max_new_tokens)
+        own, most, _ = _request_tokens(documents, limits, task.prompts)
+        outputs += most
+        if task.prompts.opening in openings:
+            own = np.maximum(own - documents, np.minimum(own, task.prompts.num_template_tokens))
+        read += own
+        openings.add(task.prompts.opening)
+    rows = rows.copy()  # a view would keep all four columns
+    return Estimates(files, rows, read, outputs), int(np.sum(is_long))
+
+
+def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[Ints, Ints, Any]:
+    """Return the prompt and output tokens of documents [N], cut or in parts as the policy says, and
+    which are too long for one prompt.
+    """
+    uncut = prompts.num_template_tokens + documents
     most = prompts.limit - limits
     longest = prompts.options.max_prompt_tokens
     if longest is not None:
@@ -121,10 +148,9 @@ def _estimate(lengths: Ints, prompts: Prompts, per_byte: float) -> tuple[Estimat
     kept = np.clip(uncut, 0, np.maximum(most, 0))
     outputs = limits.copy()
     if prompts.options.length_policy == "parts":
-        documents = uncut[is_long] - prompts.num_template_tokens
-        kept[is_long], outputs[is_long] = PartPrompts(prompts).work(documents, limits[is_long])
-    rows = rows.copy()  # a view would keep all four columns
-    return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
+        work = PartPrompts(prompts).work(documents[is_long], limits[is_long])
+        kept[is_long], outputs[is_long] = work
+    return kept, outputs, is_long
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
@@ -183,11 +209,11 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:
-    """Return the tokens of each document that will be decoded, prompt and output; in parts, those
-    of one request.
+    """Return the tokens of each document that will be decoded, prompt and output; of several
+    requests, those of one.
     """
     totals = plan.estimates.totals()
-    if config.prompt.length_policy != "parts":
+    if config.prompt.length_policy != "parts" and not config.tasks:
         return totals
     has_own_limits = config.input.has_limits
     longest = (

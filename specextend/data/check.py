@@ -47,7 +47,7 @@ from specextend.data.parquet import (
     write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
-from specextend.data.schema import COMMIT_SCHEMA, summary_fields
+from specextend.data.schema import COMMIT_SCHEMA, TextColumns, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
@@ -172,9 +172,9 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
     passthrough = options.passthrough
-    taken = {*COMMIT_SCHEMA.names} - {"summary"}
+    taken = {*COMMIT_SCHEMA.names} - {"summary", "tasks"}
     in_lower_case = {name.lower() for name in (*taken, output.column)}
-    ours = {field.name for field in summary_fields(output.column, output.json_schema)}
+    ours = {field.name for field in summary_fields(TextColumns(output.column, output.json_schema))}
     clashes = {
         "output.schema and output.column both name {}; rename the field": {output.column}
         & {*fields},
@@ -192,6 +192,21 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     for what, names in clashes.items():
         if names:
             raise InputError(what.format(", ".join(sorted(names))))
+
+
+def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> None:
+    """Raise InputError if two tasks of a run, or one and a passthrough column, would make columns
+    of one name.
+    """
+    names = [field.name.lower() for field in summary_fields(columns)] if columns.others else []
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(
+            f"tasks: the column {twice[0]} would be made twice; set output.column of a task, or "
+            "rename a field of its "
+            "output.schema"
+        )
+    if passed := [name for name in passthrough if name.lower() in names]:
+        raise InputError(f"input.passthrough and tasks both name {passed[0]}; rename one of them")
 
 
 def check_columns(
@@ -252,7 +267,7 @@ def check_columns(
             raise InputError(
                 f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}"
             )
-    for column, *path in () if reader.template is None else reader.template.fields:
+    for column, *path in (path for template in reader.templates for path in template.fields):
         _check_fields(
             f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path
         )

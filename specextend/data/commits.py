@@ -28,7 +28,7 @@ _WHOLE_BYTES = 1 << 20
 """A commit up to this size is read in one request, also if few of its columns are wanted."""
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that name the row of a result, and whether it is done: then the last is null."""
-_WORK_COLUMNS = ("num_prompt_tokens", "num_output_tokens", *PHASES)
+_WORK_COLUMNS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", *PHASES)
 """The columns that tell how much work is done, and what a token of each kind costs."""
 _NAME_OF = b"specextend.commit"
 
@@ -149,7 +149,7 @@ much.
 """
 _MOST_ROWS = 1 << 32
 """No input file has so many rows."""
-_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names}
+_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN = 0
 FAILED = 1
 DONE = 2

@@ -201,7 +201,7 @@ class _Ending:
         self._there = {
             folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)
         }
-        self._text_column, self._answers = output_columns(output)
+        self._columns = output_columns(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
@@ -238,7 +238,7 @@ class _Ending:
 
         def tables() -> Iterator[pa.Table]:
             for table in stretch.tables:
-                failed.append(_error_rows(table))
+                failed.append(self._error_rows(table))
                 yield table
 
         schema = self._summaries_schema(number)
@@ -282,7 +282,7 @@ class _Ending:
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
-            table = pa.table(summary_columns(rows, self._answers) + columns, schema=schema)
+            table = pa.table(summary_columns(rows, self._columns) + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy())
 
     def _errors_of(
@@ -299,7 +299,9 @@ class _Ending:
             self._checkpoint()
             chosen = mask[:num_rows]
             mask = mask[num_rows:]
-            rows = pa.concat_tables([ERROR_SCHEMA.empty_table(), *results.take(int(chosen.sum()))])
+            rows = pa.concat_tables(
+                [error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))]
+            )
             own = (
                 rows_where(pa.table(columns, schema=pa.schema(fields)), chosen).columns
                 if fields
@@ -307,16 +309,25 @@ class _Ending:
             )
             yield pa.table(rows.columns + own, schema=schema)
 
+    def _error_rows(self, table: pa.Table) -> pa.Table:
+        """Return the error rows of a table of results, with the columns of their schema but those
+        passed through.
+        """
+        rows = table.filter(table["error_class"].is_valid())
+        keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
+        names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
+        schema = error_schema([], self._columns)
+        return (
+            rows.append_column("key", keys).select(names).rename_columns(schema.names).cast(schema)
+        )
+
     def _summaries_schema(self, number: int) -> pa.Schema:
-        fields = [
-            *summary_fields(self._text_column, self._answers),
-            *self._source.passthrough_fields,
-        ]
+        fields = [*summary_fields(self._columns), *self._source.passthrough_fields]
         return _with_digest(pa.schema(fields), self._commits.done(number))
 
     def _errors_schema(self, number: int) -> pa.Schema:
         return _with_digest(
-            error_schema(self._source.passthrough_fields, self._text_column),
+            error_schema(self._source.passthrough_fields, self._columns),
             self._commits.failed(number),
         )
 
@@ -336,13 +347,6 @@ class _Ending:
         except DAMAGED:  # if its store is away, writing it again says so
             return False
         return is_whole and (found.metadata or {}).get(_DIGEST) == schema.metadata[_DIGEST]
-
-
-def _error_rows(table: pa.Table) -> pa.Table:
-    """Return the error rows of a table of results, with the columns of ERROR_SCHEMA."""
-    rows = table.filter(table["error_class"].is_valid())
-    keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
-    return rows.append_column("key", keys).select(ERROR_SCHEMA.names).cast(ERROR_SCHEMA)
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:

@@ -11,6 +11,7 @@ from typing import Any
 from specextend.core import ReadOnly, Values, counted, printable
 from specextend.data.prompts import CLOCK
 from specextend.data.run_folder import Start, manifest_file, parse_manifest
+from specextend.data.schema import TextColumns, text_columns
 from specextend.data.source import Source
 from specextend.data.storage import Location, exists, read_parsed, write_bytes
 
@@ -94,12 +95,17 @@ def fingerprint(identity: ReadOnly) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def output_columns(output: Location) -> tuple[str, str | None]:
-    """Return the name of the column with a run's texts, and their schema. Raises ValueError for a
-    bad manifest.
+def output_columns(output: Location) -> TextColumns:
+    """Return the columns with a run's texts, and their schemas. Raises ValueError for a bad
+    manifest.
     """
-    section = (read_manifest(output) or {"config": {}})["config"].get("output", {})
-    return section.get("column", "summary"), section.get("schema")
+    return text_columns((read_manifest(output) or {"config": {}})["config"])
+
+
+def check_one_task(manifest: ReadOnly | None, what: str) -> None:
+    """Raise ValueError for a run of several tasks."""
+    if manifest is not None and manifest["config"].get("tasks"):
+        raise ValueError(f"{what} takes a run of one task, and this one has several")
 
 
 def read_manifest(output: Location) -> Values | None:

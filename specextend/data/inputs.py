@@ -83,6 +83,8 @@ class DocumentError(Exception):
     content_sha256: str | None = None
     summary: str | None = None
     """What was written, of an answer that broke off (`IncompleteAnswer`)."""
+    tasks: list[Values] | None = None
+    """What the other tasks of a run with several have answered."""
 
     def __str__(self) -> str:
         return f"{self.error_class}: {self.message}"

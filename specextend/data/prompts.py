@@ -253,6 +253,11 @@ class Prompts:
             room = min(room - 1, room * limit // size)
         raise _no_room(limit, max_new_tokens, limit)
 
+    @property
+    def opening(self) -> tuple[str, tuple[Example, ...], str]:
+        """Return what stands before the document."""
+        return self.options.system, self.options.examples, self._around[0]
+
     def told_apart(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str, str | None]:
         """Return the answer in a model's output, and what it wrote before while it thought; None if
         it does not think.

@@ -36,23 +36,27 @@ class Row:
     """The row's own instruction, or the run's with the row's values in it; None: the run's applies
     as it is.
     """
+    others: tuple[Around | None, ...] = ()
+    """The same for each further task."""
     sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams in which the row differs from the run."""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes rows of values of columns, of which texts are bytes. template: the run's
-    instruction.
+    """Makes rows of values of columns, of which texts are bytes. templates: the instructions of the
+    run's tasks.
     """
 
     options: InputOptions
-    template: Instruction | None = None
+    templates: tuple[Instruction, ...] = ()
 
     @property
     def template_columns(self) -> tuple[str, ...]:
-        """Return the columns that the run's instruction names."""
-        return () if self.template is None else self.template.columns
+        """Return the columns that the run's instructions name."""
+        return tuple(
+            _named(*(column for template in self.templates for column in template.columns))
+        )
 
     @property
     def content_columns(self) -> list[str]:
@@ -77,20 +81,15 @@ class RowReader:
             text = decode_text(values[options.text_column])
             own = own_options(values[options.options_column] if options.options_column else None)
             max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", self.limit(values)))
-            instruction = self._instruction(values)
+            instruction, *others = self._instructions(values)
         except DocumentError as error:
             error.doc_id, error.content_sha256 = doc_id, self.content(values)
             raise
         reference = values[options.reference_column] if options.reference_column else None
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
-        return Row(
-            Document(key, doc_id, text),
-            max_new_tokens,
-            summary,
-            self.content(values),
-            instruction,
-            own,
-        )
+        document = Document(key, doc_id, text)
+        content = self.content(values)
+        return Row(document, max_new_tokens, summary, content, instruction, tuple(others), own)
 
     def content(self, values: ReadOnly) -> str:
         """Hash what a row says about its summary: its text, and its own limit, instruction and
@@ -120,9 +119,9 @@ class RowReader:
         column = self.options.max_new_tokens_column
         return values[column] if column else None
 
-    def _instruction(self, values: ReadOnly) -> Around | None:
-        """Return the row's own instruction, or the run's with its values. Raises DocumentError if
-        it is not UTF-8.
+    def _instructions(self, values: ReadOnly) -> list[Around | None]:
+        """Return the row's own instruction, or each of the run's with its values. Raises
+        DocumentError if not UTF-8.
         """
         data = values[self.options.instruction_column] if self.options.instruction_column else None
         try:
@@ -132,12 +131,8 @@ class RowReader:
                 "BadInstruction", f"the instruction is not UTF-8: {error.reason}"
             ) from error
         if text.strip():
-            return around_document(text)
-        return (
-            self.template.around(values)
-            if self.template is not None and self.template.columns
-            else None
-        )
+            return [around_document(text)]
+        return [each.around(values) if each.columns else None for each in self.templates] or [None]
 
 
 def own_options(values: ReadOnly | None) -> Values:

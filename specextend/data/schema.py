@@ -1,7 +1,8 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -97,6 +98,18 @@ SUMMARY_SCHEMA = pa.schema(
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
 
+_OF_DOCUMENT = {"doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s"}
+TASKS = pa.list_(
+    pa.struct(
+        [
+            *_columns("string", "name", "text"),
+            *(each for each in SUMMARY_SCHEMA if each.name not in {*_OF_DOCUMENT, "summary"}),
+        ]
+    )
+)
+"""What came of each task of a document, in a run of several: the columns of a run of its own."""
+_TEXTS = pa.list_(pa.struct(_columns("string", "name", "text")))
+
 ERROR_SCHEMA = pa.schema(
     [
         ("key", pa.struct([("file", "int32"), ("row", "int64")])),
@@ -114,6 +127,7 @@ COMMIT_SCHEMA = pa.schema(
         ("row", "int64"),
         *SUMMARY_SCHEMA,
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
+        ("tasks", TASKS),
     ]
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null
@@ -178,11 +192,37 @@ def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
         return pa.Table.from_pylist(mended(rows), schema=schema)
 
 
-def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
+class TextColumns(NamedTuple):
+    """The columns for what the model wrote: of each task one with the texts, and those of its
+    answers.
+    """
+
+    text: str = "summary"
+    answers: str | None = None
+    """Their JSON Schema."""
+    others: tuple[tuple[str, str, str | None], ...] = ()
+    """Names of further tasks, with the same."""
+
+
+_USUAL = TextColumns()
+
+
+def text_columns(config: ReadOnly) -> TextColumns:
+    """Return the columns of a run with this configuration, as JSON values."""
+    of_first: Mapping[str, Any] = config.get("output", {})
+    text = of_first.get("column", "summary")
+    named = [(name, own["output"]) for name, own in config.get("tasks", {}).items()]
+    others = [(name, own["column"], own["schema"]) for name, own in named if own["column"] != text]
+    return TextColumns(text, of_first.get("schema"), tuple(others))
+
+
+def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
     """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets
     a `_` behind it.
     """
-    ours = pa.schema(_named(ERROR_SCHEMA, text_column))
+    ours = pa.schema(
+        [*_named(ERROR_SCHEMA, columns.text), *([("tasks", TASKS)] if columns.others else [])]
+    )
     return pa.schema(
         [
             *ours,
@@ -191,19 +231,32 @@ def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") 
     )
 
 
-def summary_fields(text_column: str = "summary", answers: str | None = None) -> list[pa.Field]:
+def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
     """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
     `output.schema`.
     """
-    return [*_named(SUMMARY_SCHEMA, text_column), *answer_fields(answers)]
+    fields = [*_named(SUMMARY_SCHEMA, columns.text), *answer_fields(columns.answers)]
+    for _, text, answers in columns.others:
+        fields += [pa.field(text, pa.string()), *answer_fields(answers)]
+    return [*fields, pa.field("tasks", TASKS)] if columns.others else fields
 
 
-def summary_columns(rows: pa.Table, answers: str | None) -> list[pa.ChunkedArray | pa.Array]:
-    """Return the values of `summary_fields` in rows with the columns of SUMMARY_SCHEMA."""
-    return [
+def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
+    """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
+    found = [
         *(rows[name] for name in SUMMARY_SCHEMA.names),
-        *answer_columns(answers, rows["summary"]),
+        *answer_columns(columns.answers, rows["summary"]),
     ]
+    if not columns.others:
+        return found
+    texts = [
+        {each["name"]: each["text"] for each in tasks or ()}
+        for tasks in rows["tasks"].cast(_TEXTS).to_pylist()
+    ]
+    for name, _, answers in columns.others:
+        written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
+        found += [written, *answer_columns(answers, written)]
+    return [*found, rows["tasks"]]
 
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:

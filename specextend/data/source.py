@@ -417,21 +417,21 @@ def open_source(
     options: InputOptions,
     output: OutputOptions | None = None,
     only: Collection[str] | None = None,
-    template: Instruction | None = None,
+    templates: Iterable[Instruction] = (),
 ) -> Source:
     """List and check the input; reads footers only. Selects no rows and checks no ids:
     `select_rows` does.
 
     A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be
     writable and apart from the input. only: relative paths of the files that are wanted; others are
-    left out. template: the run's instruction.
+    left out. templates: the instructions of the run's tasks.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
     listing = list_input(options.path)
     if options.id_column is None:
         options = replace(options, id_column=id_column_of(listing.relative_paths))
-    reader = RowReader(options, template)
+    reader = RowReader(options, tuple(templates))
     if output is not None:
         folder = check_apart(listing, output.path)
         try:

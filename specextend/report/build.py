@@ -153,6 +153,7 @@ def _run(manifest: Values) -> Values:
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}
+    named |= {"tasks": config["tasks"]} if config.get("tasks") else {}
     columns = {
         name: value
         for name, value in config.get("input", {}).items()

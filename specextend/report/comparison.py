@@ -7,7 +7,7 @@ from typing import Any
 
 from specextend.core import ReadOnly, Values, counted
 from specextend.data.database import Database
-from specextend.data.fingerprint import flattened, read_manifest
+from specextend.data.fingerprint import check_one_task, flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
 from specextend.report.result_rows import read_rows
@@ -74,6 +74,7 @@ def _compare_texts(here: Location, there: Location) -> Values:
     """Compare the texts of equal ids, character by character, by their hashes."""
     database = Database()
     for name, folder in (("ours", here), ("theirs", there)):
+        check_one_task(read_manifest(folder), f"{folder.path}: a comparison of texts")
         database.select(f"CREATE TABLE {name} (doc_id TEXT, hash TEXT)")
         for is_done, rows in read_rows(folder, ("doc_id", "summary"), ()):
             if is_done:

@@ -142,8 +142,8 @@ def follow(
             f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder"
         )
     remove_temporary_files(folder)
-    text, schema_of_answers = output_columns(output)
-    full = pa.schema(summary_fields(text, schema_of_answers))
+    named = output_columns(output)
+    full = pa.schema(summary_fields(named))
     settled = Settled()
     seen = set[str]()
     schema = _narrowed(full, columns)
@@ -167,7 +167,7 @@ def follow(
                 )
             answers = commit.take(done)
             if len(answers) and name not in written:
-                table = pa.table(summary_columns(answers, schema_of_answers), schema=full)
+                table = pa.table(summary_columns(answers, named), schema=full)
                 file = folder.child(name.removesuffix("parquet") + kind)
                 _write(file, kind, schema, [table.select(schema.names)], is_safe)
         seen |= sizes.keys()

@@ -11,7 +11,12 @@ import pyarrow.parquet as pq
 from specextend.core import Values
 from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
 from specextend.data.database import Database
-from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
+from specextend.data.fingerprint import (
+    check_one_task,
+    num_input_rows,
+    output_columns,
+    read_manifest,
+)
 from specextend.data.parquet import Damaged, damaged_as, halved, read_stream
 from specextend.data.run_folder import errors_folder, list_results, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
@@ -100,7 +105,7 @@ def read_rows(
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
         if num_input_rows(manifest):
             raise ValueError(f"{output.path} holds a run of which nothing is done yet")
-    text, _ = output_columns(output)
+    text = output_columns(output).text
     for is_done, file, columns in files:
         yield from ((is_done, table) for table in _read_file(file, columns, text))
 
@@ -163,6 +168,7 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     folder holds no run.
     """
     manifest = read_manifest(output)
+    check_one_task(manifest, f"{output.path}: --format openai")
     database = Database()
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
     database.select("CREATE TABLE run AS SELECT ? AS model", model)

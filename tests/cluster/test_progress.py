@@ -83,6 +83,17 @@ def test_a_resume_goes_on_where_the_run_was():
     assert book.snapshot(11.0, 1).eta_s == pytest.approx(10.0)
 
 
+def test_what_several_tasks_read_once_is_one_reading():
+    """The counts of a row are sums over its tasks: taken for work, they let the end seem three times as near."""
+    three = stats(3000, 100, prefill_s=1.0, verify_s=1.0)
+    three.num_cached_tokens = 2000
+    book = ledger((1000, 100), (1000, 100), num_done=1, work=three)
+    assert book.snapshot(0.0, 1).fraction == pytest.approx(1 / 3)
+    book.finish(key(0), three)
+    now = book.snapshot(2.0, 1)
+    assert (now.fraction, now.eta_s) == pytest.approx((2 / 3, 2.0))
+
+
 def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
     seconds = [1000.0]

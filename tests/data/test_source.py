@@ -106,7 +106,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
     path = write("a.parquet", {"text": ["x", "y"], "meta": [{"land": "fr", "at": {"page": 1}}, None]})
 
     def ask(instruction):
-        return open_source(InputOptions(path=str(path)), template=Instruction("prompt.instruction", instruction))
+        return open_source(InputOptions(path=str(path)), templates=[Instruction("prompt.instruction", instruction)])
 
     missing = {"meta.lnd": "'lnd'; it has land, at; did you mean land?", "meta['at'].p": "'p'; it has page"}
     for wrong, said in missing.items():

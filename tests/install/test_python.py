@@ -115,13 +115,14 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     """From two files to a table, in their order, with the tiny pair in place of the large one."""
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert (len(notebook["cells"]), [cell for cell in notebook["cells"] if cell.get("outputs")]) == (10, [])
+    assert (len(notebook["cells"]), [cell for cell in notebook["cells"] if cell.get("outputs")]) == (13, [])
     code = "\n".join(cells).replace('"smollm2"', '"tiny-random"')
     code = code.replace("few = {", 'few = {"input.id_column": None, ')  # the tiny pair names that of the demo
     ended = script(tmp_path, f"{code}\nprint(pq.read_table(result.summaries)['doc_id'].to_pylist())")
     assert ended.returncode == 0, ended.stderr
     assert "2 documents in out/quickstart/documents" in ended.stdout
     assert "['clinic.txt', 'harbour.md']" in ended.stdout
+    assert "passage" in ended.stdout, "the table of the answers of several tasks"
 
 
 def test_a_ray_that_was_imported_too_early_is_said(tmp_path):

@@ -1,0 +1,252 @@
+"""Several tasks of one run: each document is read once, and each answer is that of a run of its own."""
+
+import json
+from functools import partial
+
+import pytest
+import yaml
+
+from specextend import RunConfig, Summarizer
+from tests.contract.conftest import settings
+from tests.job.conftest import (
+    AT_ONCE_S,
+    CONFIG,
+    LONGEST_S,
+    dying_command,
+    in_process,
+    long_texts,
+    rows,
+    specextend,
+    write_corpus,
+)
+
+OUTLINE = {
+    "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}."},
+    "output": {"column": "outline", "sources": True},
+    "decoding": {"temperature": 0.7, "stop": ["t1"]},
+}
+KIND = {
+    "prompt": {"instruction": "{{ document }}\n\nWhat is it?"},
+    "output": {"column": "kind_as_text", "schema": {"kind": "law | report | speech"}},
+}
+FIRST = {
+    "prompt": {"instruction": "What is it about?\n\n{{ document }}", "system": "Be brief."},
+    "output": {"column": "about"},
+}
+TASKS = {"outline": OUTLINE, "kind": KIND, "about": FIRST}
+OWN = {"outline": ["outline"], "kind": ["kind_as_text", "kind"], "about": ["about"]}
+"""The columns of each."""
+DIFFERING = {"num_cached_tokens", "num_forwards"}
+"""What depends on what else is in the batch."""
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    readers = [f"reader {number}" for number in range(4)]
+    texts = [f"Section {number}. " * (40 + 60 * number) for number in range(4)]
+    return write_corpus(tmp_path / "in.parquet", texts, reader=readers, doc_id=list("abcd"))
+
+
+@pytest.fixture
+def ask(kept_kernels, local_ray, corpus, tmp_path):
+    """Run tasks over the corpus: by the list of one configuration, or one as the configuration itself."""
+
+    def run(name, *arguments, **values):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(values))
+        output = tmp_path / name
+        given = ["--config", str(CONFIG), "--config", str(file), "--input", str(corpus), "--output", str(output)]
+        return in_process("summarize.py", *given, *arguments), output
+
+    return run
+
+
+def listed(*names):
+    return [{"name": name, **TASKS[name]} for name in names]
+
+
+@pytest.mark.parametrize("changes", [{}, {"prompt": {"length_policy": "parts", "max_prompt_tokens": 400}}])
+def test_answers_are_those_of_runs_of_their_own(changes, ask):
+    """Whether a document fits into a prompt or is read in parts; texts, scored labels and sampled ones."""
+    few = settings(decoding={"max_new_tokens": 20})
+    ended, output = ask("together", *few, tasks=listed(*TASKS), **changes)
+    assert ended.code == 0, ended.stderr
+    assert "task about reads each document again" in ended.stderr
+    together = rows(output / "summaries")
+    for number, name in enumerate(TASKS):
+        merged = TASKS[name] | {"prompt": changes.get("prompt", {}) | TASKS[name]["prompt"]}
+        alone_ended, alone = ask(name, *few, **merged)
+        assert alone_ended.code == 0, alone_ended.stderr
+        for row, own in zip(together, rows(alone / "summaries"), strict=True):
+            task = row["tasks"][number]
+            assert {column: row[column] for column in OWN[name]} == {column: own[column] for column in OWN[name]}
+            same = {key for key in task.keys() & own.keys() - DIFFERING if not key.endswith("_s")}
+            assert {key: task[key] for key in same} == {key: own[key] for key in same}
+            assert (task["name"], task["text"]) == (name, own[OWN[name][0]])
+            if name == "kind":
+                assert row["choices"] == own["choices"]
+    for row in together:
+        for count in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_requests"):
+            assert row[count] == sum(task[count] for task in row["tasks"])
+        assert row["num_cached_tokens"] > row["num_prompt_tokens"] / 4, "the second task has read nothing but its end"
+
+
+def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
+    """And a retry does the document again."""
+    broken = {
+        "name": "form",
+        "prompt": {"instruction": "{{ document }}\n\nFill in."},
+        "output": {"column": "form", "schema": {"agency": {"type": "string", "minLength": 20}}},
+        "decoding": {"max_new_tokens": 30, "stop_repetition": True},
+    }
+    tasks = {"tasks": [*listed("outline"), broken]}
+    ended, output = ask("out", "--set", "job.max_error_fraction=1", **tasks)
+    assert ended.code == 0, ended.stderr
+    errors = rows(output / "errors")
+    assert errors, "random text rarely ends a string"
+    for row in errors:
+        assert row["error_class"] == "IncompleteAnswer"
+        assert row["message"].startswith("task form: the answer ended")
+        answered, failed = row["tasks"]
+        assert (answered["name"], answered["num_output_tokens"] > 0) == ("outline", True)
+        assert row["outline"] == answered["text"], "the column of one task has no text of another"
+        assert failed["text"].startswith("{")
+    ended, output = ask("out", "--set", "job.max_error_fraction=1", "--retry-errors=all", **tasks)
+    assert {row["attempts"] for row in rows(output / "errors")} == {2}
+
+
+def test_another_list_of_tasks_is_another_run(ask):
+    """Its rows would not have the same columns. Without tasks a run is what it was before there were any."""
+    assert ask("out", tasks=listed("outline", "kind"))[0].code == 0
+    ended, output = ask("out", tasks=listed("outline", "kind", "about"))
+    assert ended.code == 5
+    assert "run a new task as a run of its own" in ended.stderr
+    assert "tasks: kind, outline there, outline, kind, about here" in ended.stderr
+    ended, output = ask("plain")
+    assert not any(name.startswith("tasks") for name in manifest_of(output)["identity"]["config"])
+    assert "tasks" not in rows(output / "summaries")[0]
+
+
+def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):
+    """An export has every column, the page says whose text it shows, and a night does only what is new."""
+    tasks = {"tasks": listed("outline", "kind")}
+    first, output = ask("first", "--set", "input.limit=3", **tasks)
+    assert first.code == 0, first.stderr
+    page = (output / "report.html").read_text()
+    assert "with 2 texts each" in page
+    assert "those of the first of 2 tasks" in page
+    table = tmp_path / "all.jsonl"
+    assert specextend("export", str(output), "--to", str(table)).code == 0
+    exported = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [[row["doc_id"], row["outline"], row["kind"], len(row["tasks"])] for row in exported] == [
+        [row["doc_id"], row["outline"], row["kind"], 2] for row in rows(output / "summaries")
+    ]
+    refused = (
+        ["export", str(output), "--to", str(tmp_path / "batch.jsonl"), "--format", "openai"],
+        ["compare", str(output), str(output)],
+        ["audit", str(output)],
+    )
+    for arguments in refused:
+        ended = specextend(*arguments)
+        assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+        assert "takes a run of one task, and this one has several" in ended.stderr
+    ended, _ = ask("first", "--set", "input.limit=3", "--retry-truncated=64", **tasks)
+    assert (ended.code, "each of several tasks has a limit of its own" in ended.stderr) == (2, True)
+    ended, second = ask("second", "--set", f"input.except_done_in=[{output}]", **tasks)
+    assert ended.code == 0, ended.stderr
+    assert [row["doc_id"] for row in rows(second / "summaries")] == ["d"]
+
+
+def test_paths_of_a_task_are_relative_to_the_file_that_lists_it(tmp_path):
+    """A configuration must mean the same wherever it is started from."""
+    (tmp_path / "mine.yaml").write_text("output: {column: mine}")
+    (tmp_path / "form.json").write_text('{"type": "object", "properties": {"a": {"type": "string"}}}')
+    form = {"name": "form", "base": "mine.yaml", "output": {"column": "form", "schema": "form.json"}}
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(BASE | {"tasks": ["mine.yaml", form]}))
+    config = RunConfig.load(tmp_path / "all.yaml")
+    assert [each.output.column for each in config.each_task.values()] == ["mine", "form"]
+    assert '"a"' in config.each_task["form"].output.json_schema
+
+
+def manifest_of(output):
+    return json.loads((output / "_run" / "manifest.json").read_text())
+
+
+def test_a_plan_counts_what_is_read_once(corpus, tmp_path, local_ray):
+    """By names of tasks that come with the package, on the command line."""
+    known = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+
+    def planned(*arguments):
+        ended = specextend("plan", *known, *arguments, "--json", str(tmp_path / "plan.json"))
+        assert ended.code == 0, ended.stderr
+        return json.loads((tmp_path / "plan.json").read_text())
+
+    one, both = planned("--config", "summary"), planned("--task", "summary", "--task", "translation")
+    assert one["prompt_tokens"] < both["prompt_tokens"] < 1.3 * one["prompt_tokens"]
+    assert both["output_tokens_at_most"] == 4 * (256 + 2048)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
+    """Every document has all of its answers, those of an undisturbed run."""
+    corpus = write_corpus(tmp_path / "in.parquet", long_texts(12), reader=["you"] * 12)
+    file = tmp_path / "tasks.yaml"
+    file.write_text(yaml.safe_dump({"tasks": listed("outline", "kind")}))
+    arguments = ["--config", str(file), "--input", str(corpus), "--set", "input.id_column=null"]
+    arguments += ["--set", f"job.commit_every_s={AT_ONCE_S}", "--set", "decoding.max_new_tokens=24"]
+    killed, whole = (str(tmp_path / name) for name in ("killed", "whole"))
+    process = start(*arguments, "--output", killed, command=partial(dying_command, "SIGKILL", 1))
+    process.wait(timeout=LONGEST_S)
+    for output in (killed, whole):
+        assert start(*arguments, "--output", output).wait(timeout=LONGEST_S) == 0
+    columns = ("doc_id", "outline", "kind")
+    both = [
+        [[row[name] for name in columns] for row in rows(tmp_path / name / "summaries")] for name in ("killed", "whole")
+    ]
+    assert both[0] == both[1]
+    assert len(both[0]) == 12
+
+
+BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "a"}, "draft": {"kind": "ngram"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ["facts", "question"]}, "two write the column answer"),
+        ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),
+        ({"tasks": ["summary", {"name": "x", "target": {"model": "b"}}]}, "x has target; a task has prompt"),
+        (
+            {"tasks": ["summary", {"name": "x", "output": {"column": "x"}, "decoding": {"cache_gib": 9}}]},
+            "x has another decoding.cache_gib",
+        ),
+        (
+            {"tasks": ["summary", "keywords"], "input": {"path": "in", "instruction_column": "ask"}},
+            "gives a row one instruction",
+        ),
+    ],
+)
+def test_what_tasks_cannot_be_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        RunConfig.load([BASE | changes])
+    assert "\n" not in str(refused.value)
+
+
+def test_columns_of_tasks_that_collide_are_refused_before_anything_is_read(corpus, tmp_path):
+    other = {"name": "x", "output": {"column": "kind"}}
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": [*listed("kind"), other]}))
+    known = ["--config", str(CONFIG), "--config", str(tmp_path / "tasks.yaml"), "--input", str(corpus)]
+    ended = specextend("plan", *known, "--output", str(tmp_path / "out"))
+    assert (ended.code, len(ended.stderr.splitlines())) == (2, 1)
+    assert "the column kind would be made twice" in ended.stderr
+
+
+def test_what_is_set_on_the_command_line_counts_for_every_task():
+    """And a configuration that was loaded is the same when it is loaded again."""
+    config = RunConfig.load([BASE, {"tasks": ["summary", "keywords"]}], ["decoding.max_new_tokens=7"])
+    assert {each.decoding.max_new_tokens for each in config.each_task.values()} == {7}
+    assert RunConfig.load([config], ["decoding.seed=0"]) == config
+    assert RunConfig.from_values(config.model_dump(mode="json")) == config
+    with pytest.raises(ValueError, match="a Summarizer answers one task"):
+        Summarizer(config)
+    assert RunConfig.load([BASE], ["tasks=[summary, keywords]"]).tasks.keys() == config.tasks.keys()
