@@ -6,7 +6,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 12
+MLP = 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
 Tensors = dict[str, Tensor]
 
@@ -82,7 +85,8 @@ def save(folder, config, tensors):
 def write_eagle1(folder, model):
     """SafeAILab's EAGLE-1 and EAGLE-2: a copy of the target's embedding, `fc` with a bias, no input or last norm."""
     torch.manual_seed(0)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    hidden = model.config.hidden_size
+    vocab_size = model.config.vocab_size
     tensors = {
         "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
         "fc.weight": matrix(hidden, 2 * hidden),
@@ -96,7 +100,8 @@ def write_eagle1(folder, model):
 def write_eagle1_biased(folder, model):
     """One for a Qwen2 target: biases of q, k and v, stretched RoPE; its own LM head and embedding."""
     torch.manual_seed(1)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    hidden = model.config.hidden_size
+    vocab_size = model.config.vocab_size
     tensors = {
         "embed_tokens.weight": matrix(vocab_size, hidden),
         "lm_head.weight": matrix(vocab_size, hidden),
@@ -110,7 +115,8 @@ def write_eagle1_biased(folder, model):
 def write_eagle3(folder, model):
     """SafeAILab's EAGLE-3 as SGLang reads it: `midlayer`, an LM head for a part of the vocabulary, no embedding."""
     torch.manual_seed(2)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    hidden = model.config.hidden_size
+    vocab_size = model.config.vocab_size
     tensors = eagle3_tensors("midlayer.", hidden, hidden, vocab_size // 2)
     rope = {
         "rope_theta": 500000.0,
@@ -133,7 +139,8 @@ def write_eagle3(folder, model):
 def write_eagle3_narrow(folder, model):
     """A head narrower than its target, with an embedding of its own and the whole vocabulary; norms of q and k."""
     torch.manual_seed(3)
-    hidden, vocab_size = 32, model.config.vocab_size
+    hidden = 32
+    vocab_size = model.config.vocab_size
     tensors = {
         **eagle3_tensors("layers.0.", hidden, model.config.hidden_size, vocab_size),
         "embed_tokens.weight": matrix(vocab_size, hidden),
@@ -152,7 +159,8 @@ def write_eagle3_narrow(folder, model):
 def write_speculators_eagle3(folder, model):
     """`speculators`' eagle3: the layer's config apart, layers counted by what enters them, the residual normed."""
     torch.manual_seed(4)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    hidden = model.config.hidden_size
+    vocab_size = model.config.vocab_size
     tensors = {
         **eagle3_tensors("layers.0.", hidden, hidden, vocab_size // 3),
         **vocabulary_maps(vocab_size, vocab_size // 3),
@@ -179,7 +187,8 @@ def write_speculators_eagle3(folder, model):
 def write_speculators_eagle(folder, model):
     """`speculators`' eagle with all its options: norms of embedding, layer and output, and a bias of the fusion."""
     torch.manual_seed(5)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    hidden = model.config.hidden_size
+    vocab_size = model.config.vocab_size
     tensors = {
         "embedding_layernorm.weight": norm(hidden),
         "fusion_fc.weight": matrix(hidden, 2 * hidden),

@@ -66,7 +66,8 @@ def plain(pair):
 @pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
 def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair, plain):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
-    capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}
+    capture = Counting()
+    changes = {"cache__policy": policy, "decoding__max_batch_size": batch}
     captured = captured_engine(pair, draft, Graphs(capture), **changes)
     captured.decode_share = device.GPU.decode_share
     assert tokens_of(captured, temperature) == plain(temperature)
@@ -96,14 +97,16 @@ def test_a_step_that_cannot_be_captured_ends_all_captures(pair, plain, caplog):
 
     graphs = Graphs(failing)
     assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
-    assert (len(tries), graphs.enabled) == (1, False)
+    assert len(tries) == 1
+    assert graphs.enabled is False
     [said] = [each.message for each in caplog.records if "without graphs" in each.message]
     assert "operation not permitted" in said
 
 
 def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
     """The first graph that did not fit ended all others, and a small draft's step is mostly its host."""
-    capture, failed = Counting(), []
+    capture = Counting()
+    failed = []
 
     def without_memory_at_first(name, function):
         if name not in failed:
@@ -126,7 +129,8 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
     other trees.
     """
     changes = {"cache__policy": "full", "tree__threshold": 0.0, "tree__nodes": nodes, "tree__depth": depth}
-    capture, trees = Counting(), {}
+    capture = Counting()
+    trees = {}
     for graphs in (Graphs(capture), Graphs()):
         engine = captured_engine(pair, "good", graphs, **changes)
         trees[graphs.enabled] = noting_trees(engine)
@@ -144,7 +148,8 @@ def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(dr
     Replays attended to the rows of the capture, so a draft proposed what nobody accepts: text stayed right, and slow.
     """
     changes = {"tree__threshold": 0.0, "decoding__max_batch_size": 3, "prompts": prompts}
-    captured, trees = Counting(), []
+    captured = Counting()
+    trees = []
     for capture in (captured, run_again):
         engine = captured_engine(pair, draft, Graphs(capture), **changes)
         trees.append(noting_trees(engine))
@@ -175,7 +180,8 @@ def run_again(name, function):
 
 def noting_trees(engine):
     """The tokens and depths of each tree that a draft proposes from now on, in no order of their own."""
-    trees, propose = [], engine.drafter.propose
+    trees = []
+    propose = engine.drafter.propose
 
     def proposing(slots, *num_nodes):
         proposed = propose(slots, *num_nodes)

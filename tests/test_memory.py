@@ -41,7 +41,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def caches(monkeypatch):
     """Every cache that is made from now on."""
-    made: list[KVCache] = []
+    made = []
     build = KVCache.__init__
 
     def build_and_note(cache, *shape):
@@ -135,7 +135,8 @@ def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatc
         check_memory(shared, facts, gpu)
 
 
-MEAN, LONGEST = 900, 2000
+MEAN = 900
+LONGEST = 2000
 """Tokens of documents: of one as long as the mean, and of the longest."""
 
 

@@ -46,7 +46,8 @@ def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
     `kind` is `tree`; `level` and `last level`, whose queries are the last of more masked rows than some sequences have,
     with bits of rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
     """
-    batch, num_key_heads = len(prefixes), heads[1]
+    batch = len(prefixes)
+    num_key_heads = heads[1]
     num_masked = {"tree": num_queries, "level": num_queries + 40, "last level": 450, "none": 0}[kind]
     mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 512)
     lengths = prefixes if kind == "none" else [prefix + num_queries for prefix in prefixes]

@@ -34,7 +34,8 @@ def assert_is_the_reference(case, dtype):
     call = tree_call(*shape, dtype)
     out, lse = attend_tree(*call, num_splits)
     expected_out, expected_lse = attend_tree_slowly(*call)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)

@@ -29,7 +29,8 @@ PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 def slow_attention(q, k, v, span, scale):
     """The definition, a query and a head at a time, in fp64."""
-    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
     group = q.shape[2] // k.shape[0]
     for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
         rows = [span.starts[b] + s for s in range(span.lengths[b]) if sees(span, b, t, s, q.shape[1])]

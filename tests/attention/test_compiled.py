@@ -90,7 +90,8 @@ def test_a_result_does_not_depend_on_the_call(dtype, restored_threads):
 @pytest.mark.parametrize("prefix", [0, 1, 60, 64, 509, 1000])
 def test_a_node_of_a_tree_attends_as_its_token_would_alone(prefix, dtype, restored_threads):
     """The same bits: its keys are added in the order and in the places that they have once the path is committed."""
-    num_nodes, mask = 40, random_trees(1, 40)
+    num_nodes = 40
+    mask = random_trees(1, 40)
     q, k, v = (x.to(dtype) for x in tensors(1, num_nodes, (9, 3), prefix + num_nodes))
     torch.set_num_threads(1 + prefix % 2)
     out, lse = attend_compiled(q, k, v, KeySpan([0], [prefix + num_nodes], mask), SCALE)

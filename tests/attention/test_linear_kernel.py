@@ -45,7 +45,8 @@ def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks
     x, weight, scales, bias = tensors(num_rows, num_inputs, num_blocks * BLOCK, dtype)
     exact = x.double() @ weight.double().T * scales + bias
     found = product(x, lay_out(weight), scales, bias)
-    assert (found.shape, found.dtype) == (exact.shape, torch.bfloat16)
+    assert found.shape == exact.shape
+    assert found.dtype == torch.bfloat16
     size = 1 if dtype == torch.bfloat16 else 40
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * num_inputs * size)
 

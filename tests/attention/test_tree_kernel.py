@@ -70,7 +70,8 @@ def test_on_a_cpu_the_backend_is_refused():
 
 
 def compile_splits(dtype, head_dim, num_rows, capability):
-    element, tiles = f"*{TYPES[dtype]}", choose_tiles(head_dim, num_rows, dtype)
+    element = f"*{TYPES[dtype]}"
+    tiles = choose_tiles(head_dim, num_rows, dtype)
     types = dict.fromkeys(("q", "k", "v"), element) | dict.fromkeys(("part_out", "part_lse"), "*fp32")
     types |= dict.fromkeys(("starts", "lengths", "visible"), "*i64") | {"log2_scale": "fp32"}
     constants = {"GROUP": 4, "HEAD_DIM": head_dim, "ROWS": tiles.rows, "KEYS": tiles.keys}

@@ -1,7 +1,6 @@
 """The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
@@ -46,7 +45,7 @@ class Ended:
             pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
         self.output, self.screen = folder / "output", Screen()
         prepared = prepare(self.config())
-        self.fingerprint: str = prepared.manifest["fingerprint"]
+        self.fingerprint = prepared.manifest["fingerprint"]
         write_manifest(prepared.output, prepared.manifest)
         keys = [DocumentKey(file, row) for file in range(2) for row in range(NUM_ROWS)]
         self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
@@ -154,7 +153,7 @@ def edited(manifest, *path, to):
     return manifest
 
 
-SHAPES: dict[str, Callable[[dict], object]] = {
+SHAPES = {
     "a list": lambda manifest: [manifest],
     "files as a list": lambda manifest: edited(manifest, "identity", "files", to=["0.parquet"]),
     "rows as text": lambda manifest: edited(manifest, "identity", "files", "0.parquet", to={"rows": "3"}),

@@ -97,7 +97,8 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
 
     What ended in an error row is forgiven, and what is done is forgotten.
     """
-    config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
+    config = Job(tmp_path, ["x"], {}).config()
+    output = resolve(str(tmp_path / "output"))
     once = Tried(1, frozenset({GPU}))
     StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), once))
     StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({OTHER}))})

@@ -44,9 +44,11 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
     assert row["error_class"] is None, row["message"]
     parts = [json.loads(part["text"]) for part in row["part_summaries"]]
     assert row["num_requests"] == len(parts) > 2
-    kinds, pages = [part["kind"] for part in parts], [page for part in parts for page in part["pages"]]
+    kinds = [part["kind"] for part in parts]
+    pages = [page for part in parts for page in part["pages"]]
     assert kinds.count(row["kind"]) == max(map(kinds.count, kinds))
-    assert (row["closed"], row["pages"]) == (parts[0]["closed"], list(dict.fromkeys(pages)))
+    assert row["closed"] == parts[0]["closed"]
+    assert row["pages"] == list(dict.fromkeys(pages))
     assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
 
 
@@ -78,8 +80,10 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     for row in rows(tmp_path / "out" / "summaries"):
         assert json.loads(row["answer"]) == {name: row[name] for name in kinds}
         [found] = row["evidence"]
-        assert (found["field"], found["value"]) == ("said", row["said"])
-        begin, end = found["begin"], found["end"]
+        assert found["field"] == "said"
+        assert found["value"] == row["said"]
+        begin = found["begin"]
+        end = found["end"]
         assert begin is None or texts[row["doc_id"]][begin:end].lower() == row["said"]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["evidence"]["said"]["strings"] == 2

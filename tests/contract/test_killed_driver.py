@@ -32,7 +32,8 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run,
     killed = run.start(DYING_DRIVER, "SIGKILL", when, pattern, number)
     _, stderr = killed.communicate(timeout=LONGEST_S)
     assert killed.returncode == -signal.SIGKILL, stderr
-    output, kept = run.output, run.commits()
+    output = run.output
+    kept = run.commits()
     assert (output / "_run" / "lock").exists()
     assert not (output / "_SUCCESS").exists()
     assert summarize_here(*run.arguments()).code == 0
@@ -42,7 +43,8 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run,
     assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
     first, second = json.loads((output / "report.json").read_text())["starts"]
     is_recorded = kind == "writes _SUCCESS"  # which comes last: the start's record says its end by then
-    assert (first["end"] is not None, first["exit_code"]) == (is_recorded, 0 if is_recorded else None)
+    assert (first["end"] is not None) == is_recorded
+    assert first["exit_code"] == (0 if is_recorded else None)
     assert second["exit_code"] == 0
     assert first["seconds"] > 0, "its last sign of life stands for its end"
     assert first["paid_s"] is not None
@@ -62,7 +64,8 @@ OTHER_RUNS = {
 @pytest.mark.parametrize("kind", OTHER_RUNS)
 def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(tmp_path, summarize_here, undisturbed, kind):
     (tmp_path / "calm").mkdir()
-    calm, run = Run(tmp_path / "calm", OTHER_RUNS[kind]), Run(tmp_path, OTHER_RUNS[kind])
+    calm = Run(tmp_path / "calm", OTHER_RUNS[kind])
+    run = Run(tmp_path, OTHER_RUNS[kind])
     assert summarize_here(*calm.arguments()).code == 0
     killed = run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"])
     _, stderr = killed.communicate(timeout=LONGEST_S)
@@ -177,7 +180,8 @@ def test_answers_can_be_read_while_the_run_goes_on_each_once(run, undisturbed):
     _, stderr = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 0, stderr
     said = [follower.communicate(timeout=LONGEST_S)[1] for follower in followers]
-    assert (followers[1].returncode, said[1]) == (0, "")
+    assert followers[1].returncode == 0
+    assert said[1] == ""
     assert sorted(pairs(rows(live))) == sorted(pairs(undisturbed))
 
 

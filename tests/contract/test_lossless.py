@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.covering import covering
@@ -153,7 +151,7 @@ def test_prompts_of_unusual_length(policy, draft, length, pairs, references, tie
     assert not ties.found
 
 
-CHOICES: list[dict[str, Any]] = [
+CHOICES = [
     {"score_layers": [0]},
     {"score_layers": [0, 1, -1], "refresh_every": 2},
     {"score_layers": [1], "refresh_every": 1},

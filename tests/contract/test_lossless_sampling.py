@@ -11,7 +11,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
 
-TEMPERATURE, TOP_P = 0.7, 0.9
+TEMPERATURE = 0.7
+TOP_P = 0.9
 SAMPLINGS = [
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.2},
@@ -88,9 +89,9 @@ def processed(model, prompts):
 
 def joint_distribution(model, prompt, num_tokens):
     """Output -> probability, over all outputs of `num_tokens` tokens or up to an EOS."""
-    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    joint = {(): 1.0}
     for _ in range(num_tokens):
-        grown: dict[tuple[int, ...], float] = {}
+        grown = {}
         for tokens, weight in joint.items():
             if tokens[-1:] == (EOS_TOKEN_ID,):
                 grown[tokens] = weight

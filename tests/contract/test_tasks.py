@@ -42,7 +42,8 @@ def test_an_instruction_takes_the_columns_of_its_row(answers):
     written = ["t3 t5 t6  {{ document }}", "t3  t9 2 {{ document }}"]
     for row, instruction in zip(found, written, strict=False):
         [expected] = answers({"text": [TEXT]}, prompt__instruction=instruction)
-        assert (row["summary"], row["num_prompt_tokens"]) == (expected["summary"], expected["num_prompt_tokens"])
+        assert row["summary"] == expected["summary"]
+        assert row["num_prompt_tokens"] == expected["num_prompt_tokens"]
     assert found[2]["error_class"] is None
     assert len({row["content_sha256"] for row in found}) == 3, "another topic makes another answer"
 

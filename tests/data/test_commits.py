@@ -39,7 +39,8 @@ def test_done_beats_error_and_later_beats_earlier(output, done, failed):
         for table in read_results(output, KEY_COLUMNS)
         for key in zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
     }
-    late, early = "0" * 8, "f" * 8
+    late = "0" * 8
+    early = "f" * 8
     assert origins == {(0, 0): early, (0, 2): late, (0, 1): late, (1, 0): early}
 
 

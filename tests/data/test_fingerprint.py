@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specextend.core import Values
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from tests.data.conftest import opened
 
 HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
-CONFIG: Values = {
+CONFIG = {
     "input": {"path": "in", "text_column": "text", "passthrough": ["n"]},
     "output": {"path": "out"},
     "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
@@ -75,7 +74,8 @@ def test_of_two_schemas_what_differs_in_them_is_said(manifest):
     def of(fields):
         return manifest(changed("output", "schema", json.dumps({"type": "object", "properties": fields})))
 
-    before, longer = of({"a": {"type": "string", "maxLength": 8}, "b": {}}), of({"a": {"type": "string"}, "b": {}})
+    before = of({"a": {"type": "string", "maxLength": 8}, "b": {}})
+    longer = of({"a": {"type": "string"}, "b": {}})
     assert differences(before, longer) == ["output.schema.properties.a.maxLength: 8 there, nothing here"]
     turned = of({"b": {}, "a": {"type": "string"}})
     assert turned["fingerprint"] != longer["fingerprint"]

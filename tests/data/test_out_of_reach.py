@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -27,8 +26,7 @@ from specextend.data.run_folder import (
     write_audit,
     write_success,
 )
-from specextend.data.source import Source
-from specextend.data.storage import Location, resolve, write_bytes
+from specextend.data.storage import resolve, write_bytes
 from specextend.report import export
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import opened
@@ -57,7 +55,7 @@ def store():
     return FaultyStore()
 
 
-READERS: dict[str, Callable[[Source, Location], object]] = {
+READERS = {
     "commits": lambda source, output: read_commits(output),
     "an audit": lambda source, output: read_audit(output),
     "manifest": lambda source, output: read_manifest(output),
@@ -84,7 +82,8 @@ def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path, run, store,
     store.fault = FAULTS[fault]
     for store.num_faults in (1.0, 2.0, 3.0, math.inf):
         lasts = store.num_faults == math.inf
-        found, code = None, EXIT_DONE
+        found = None
+        code = EXIT_DONE
         try:
             found = read()
         except (OSError, ValueError) as error:
@@ -101,7 +100,8 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
 ):
     """Exit 2 and "repair it or take it out" was said of a good file; nor may its rows become error rows."""
     monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
-    store.fault, store.num_faults = FAULTS[fault], math.inf
+    store.fault = FAULTS[fault]
+    store.num_faults = math.inf
     with pytest.raises(InputError, match=r"^a.parquet cannot be reached \(.*\); run again$") as said:
         opened(tmp_path / "in")
     assert exit_code_of_command(said.value) == EXIT_FAILED

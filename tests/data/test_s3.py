@@ -3,7 +3,6 @@
 import os
 import pickle
 import subprocess
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -109,12 +108,14 @@ def test_a_run_is_written_resumed_and_finished(s3, output, done, failed):
     CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
     CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
     followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live")
-    assert (followed.code, followed.stdout) == (0, "4 of 5 documents in s3://corpus/live; 1 failed\n")
+    assert followed.code == 0
+    assert followed.stdout == "4 of 5 documents in s3://corpus/live; 1 failed\n"
     assert s3.files().keys() > {"live/part-0000000b-000000.parquet", "live/part-0000000a-000001.parquet"}
     assert finalize(source, output) == Counts(5, 4, 1)
     write_success(output, Counts(5, 4, 1))
     exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv")
-    assert (exported.code, exported.stdout) == (0, "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n")
+    assert exported.code == 0
+    assert exported.stdout == "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n"
     folder = output.child("summaries")
     tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
     assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
@@ -138,7 +139,7 @@ def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
         opened(f"s3://corpus/{path}")
 
 
-REFUSALS: dict[str, Callable[[str, str], bool]] = {
+REFUSALS = {
     "a small file": lambda method, path: method == "PUT",
     "a piece": lambda method, path: "partNumber=2" in path,
     "the last request of an upload": lambda method, path: method == "POST" and "uploadId" in path,
@@ -208,7 +209,7 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
     source = two_files()
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, 0)])
-    readers: list[Callable[[], object]] = [
+    readers = [
         lambda: read_commits(output),
         lambda: read_manifest(output),
         two_files_again,

@@ -233,7 +233,10 @@ def test_a_bad_text_costs_its_row_and_no_more(write, text, error_class):
     with pytest.raises(DocumentError) as caught:
         source.read(DocumentKey(0, 0))
     error = caught.value
-    assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
+    assert error.error_class == error_class
+    assert error.stage == "read"
+    assert error.retryable is False
+    assert error.doc_id == "one"
     assert [row.error_class for row in source.scan()] == [error_class]
 
 

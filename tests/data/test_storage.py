@@ -1,7 +1,6 @@
 """A file is there whole or not at all, on every file system."""
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def write_through(location):
         Path(path).write_bytes(b"new")
 
 
-CHANGES: dict[str, Callable[[Location], object]] = {
+CHANGES = {
     "write_bytes": lambda location: write_bytes(location, b"new"),
     "atomic_output": write_through,
     "delete": delete,
@@ -140,4 +139,5 @@ def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(monkeypatc
     monkeypatch.setattr(fs, "FileSystem", FileSystem)
     with pytest.raises((OSError, ValueError)) as raised:
         resolve("s3://bucket/x")
-    assert (type(raised.value), str(raised.value)) == (error, said)
+    assert type(raised.value) is error
+    assert str(raised.value) == said

@@ -69,7 +69,8 @@ def test_a_short_beginning_is_read_again(common, own, cached, pair):
 def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
     """Nor the one before it, whose rows may have been written meanwhile."""
     engine = tiny_engine(pair)
-    forward, calls = engine.target.forward_with_features, []
+    forward = engine.target.forward_with_features
+    calls = []
 
     def fail_in_the_second_document(token_ids, *rest):
         calls.append(token_ids)

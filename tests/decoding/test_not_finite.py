@@ -27,7 +27,7 @@ SAMPLINGS = {
 
 def decode(engine, *requests):
     """Return the completions' tokens by request, and the requests that ended for logits that are not finite."""
-    broken: set[str] = set()
+    broken = set()
 
     def note(name, error):
         assert type(error).__name__ == "NonFiniteLogits", error
@@ -50,7 +50,8 @@ def test_a_document_that_meets_nan_is_an_error_and_its_neighbours_do_not_know(pa
     assert not broken
     engine.target.model.get_input_embeddings().weight[POISON] = nan
     found, broken = decode(engine, replace(requests[0], request_id="poisoned", prompt_token_ids=[*TEXT[:280], POISON]))
-    assert (found, broken) == ({}, {"poisoned"})
+    assert found == {}
+    assert broken == {"poisoned"}
     whole = {name: token_ids for name, token_ids in healthy.items() if POISON not in token_ids[:-1]}
     assert decode(engine, *requests) == (whole, set(healthy) - set(whole))
     assert whole

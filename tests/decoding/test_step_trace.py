@@ -67,8 +67,10 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pair, monkeypatch):
     """Who follows one through the code holds as many pages in the head; options that it reads do not count."""
     changes = {"cache__refresh_every": 1, "tree__nodes": "auto", "attention__backend": "sdpa"}
     engine = tiny_engine(pair, draft, **changes)
-    drafter, steps = engine.drafter, list[set[str]]()
-    propose, absorb = drafter.propose, drafter.absorb
+    drafter = engine.drafter
+    steps = list[set[str]]()
+    propose = drafter.propose
+    absorb = drafter.absorb
 
     def note(frame, event, arg):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")

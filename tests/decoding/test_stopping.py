@@ -95,7 +95,8 @@ def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
     check.push(token_ids)
     expected = slow_stop(tokenizer, token_ids, stop)
     if expected is None:
-        assert (check.finish_reason, check.text) == (None, text)
+        assert check.finish_reason is None
+        assert check.text == text
     else:
         assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
 
@@ -131,7 +132,8 @@ class CountingTokenizer:
     """The real one, and how many tokens it was asked to decode."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.num_decoded = tokenizer, 0
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
 
     def decode(self, token_ids, **options):

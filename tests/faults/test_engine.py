@@ -6,7 +6,7 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
 from specextend.decoding.admission import PATIENCE
 from specextend.decoding.device import is_out_of_memory
 from tests.alive import fresh
-from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
+from tests.faults.scarce import Breaks, Memory, Scarce, before_forwards, run_out
 from tests.job.conftest import rows
 from tests.tiny_models import random_prompt, request, tiny_engine
 
@@ -37,7 +37,7 @@ def tokens(completions):
 
 def watched(engine):
     """The engine's forwards, those that ran."""
-    seen: list[Forward] = []
+    seen = []
     before_forwards(engine, seen.append)
     return seen
 
@@ -154,7 +154,9 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
     errors = rows(real_job.output / "errors")
     assert len(errors) + len(small) == len(undisturbed)
     for error in errors:
-        assert (error["error_class"], error["stage"], error["retryable"]) == ("OutOfMemoryError", "decode", True)
+        assert error["error_class"] == "OutOfMemoryError"
+        assert error["stage"] == "decode"
+        assert error["retryable"] is True
         assert error["message"].startswith("even alone and without a draft: ")
         assert error["attempts"] == 1
     assert len(set(real_job.column("worker"))) == 1

@@ -24,7 +24,8 @@ def test_help_comes_at_once(arguments):
     )
     command = [sys.executable, "-c", code, *arguments]
     ended = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    assert ended.stderr == ""
     assert ended.stdout
 
 
@@ -34,7 +35,8 @@ def test_every_command_has_its_help():
     assert listed[:5] == ["demo", "prepare", "init", "run", "plan"]
     for name in listed:
         ended = specextend(name, "--help")
-        assert (ended.code, ended.stdout.lower().startswith("usage: ")) == (0, True), name
+        assert ended.code == 0, name
+        assert ended.stdout.lower().startswith("usage: ")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,8 @@ def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatc
     Path("mine.yaml").touch()
     ended = specextend(*arguments)
     [line] = ended.stderr.splitlines()
-    assert (ended.code, line[:7]) == (2, "error: ")
+    assert ended.code == 2
+    assert line[:7] == "error: "
     assert said in line
 
 
@@ -100,7 +103,8 @@ def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeyp
     (tmp_path / "one.yaml").write_text("\n".join(shown))
     assert one == RunConfig.load("one.yaml")
     alone = specextend("plan", "--config", "keywords", "--input", "in", "--output", "out")
-    assert (alone.code, alone.stderr) == (2, "error: target is missing; a pair brings it: --config smollm2\n")
+    assert alone.code == 2
+    assert alone.stderr == "error: target is missing; a pair brings it: --config smollm2\n"
 
 
 def test_the_schema_knows_every_key_and_its_meaning():
@@ -130,7 +134,8 @@ def test_a_machine_is_checked_for_a_configuration():
     """Before a night is spent on it; the memory is that of the plan."""
     fits = specextend("check", "--config", "tiny-random", "--json", "-")
     found = json.loads(fits.stdout)
-    assert (fits.code, found["worker"]["problem"]) == (0, None)
+    assert fits.code == 0
+    assert found["worker"]["problem"] is None
     assert found["cores"] >= 1
     large = specextend("check", "--config", "tiny-random", "--set", "job.cpus_per_worker=5000")
     assert large.code == 2
@@ -205,11 +210,13 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
     assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
     config = RunConfig.load("mine.yaml")
-    assert (config.input.text_column, config.input.id_column) == ("body", "doc_id")
+    assert config.input.text_column == "body"
+    assert config.input.id_column == "doc_id"
     assert config.output.path == str(tmp_path / "out" / "my data")
     assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init", "my data", "--to", "mine.yaml")
-    assert (again.code, again.stderr) == (2, "error: mine.yaml is there already; name another file with --to\n")
+    assert again.code == 2
+    assert again.stderr == "error: mine.yaml is there already; name another file with --to\n"
     task = specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml")
     assert task.code == 0, task.stderr
     own = [
@@ -223,7 +230,9 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     again = specextend("init", "my data", "--config", "mine.yaml", "--config", "keywords", "--to", "more.yaml")
     assert again.code == 0, again.stderr
     more = RunConfig.load("more.yaml")
-    assert (more.output.column, more.target, more.decoding.max_new_tokens) == ("keywords", config.target, 64)
+    assert more.output.column == "keywords"
+    assert more.target == config.target
+    assert more.decoding.max_new_tokens == 64
 
 
 def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, monkeypatch):
@@ -232,8 +241,10 @@ def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, m
     (tmp_path / "mine.yaml").write_text("input: {path: in, text_column: body}\noutput: {path: out}\n")
     for order in (["mine.yaml", "tiny-random"], ["tiny-random", "mine.yaml"]):
         config = RunConfig.load(order, ["input.id_column=null"])
-        assert (config.input.path, config.output.path) == (str(tmp_path / "in"), str(tmp_path / "out"))
-        assert (config.input.text_column, config.decoding.max_new_tokens) == ("body", 24)
+        assert config.input.path == str(tmp_path / "in")
+        assert config.output.path == str(tmp_path / "out")
+        assert config.input.text_column == "body"
+        assert config.decoding.max_new_tokens == 24
     (tmp_path / "ids.yaml").write_text("input: {id_column: key}\n")
     assert RunConfig.load(["ids.yaml", "tiny-random", "mine.yaml"]).input.id_column == "key"
 

@@ -24,7 +24,8 @@ ALONE = ["--no-deps", "--no-index"]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """It is built from a copy, because setuptools leaves folders behind."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    source = tmp_path_factory.mktemp("source")
+    built = tmp_path_factory.mktemp("built")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("specextend", *SHIPPED):
@@ -88,4 +89,5 @@ def test_the_demo_runs_in_an_empty_folder(command, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"out", "cache"}
     [summary] = pq.read_table(tmp_path / "out" / "demo" / "summaries").to_pylist()
-    assert (summary["doc_id"], summary["length_bucket"] is not None) == ("govreport-1k-00", True)
+    assert summary["doc_id"] == "govreport-1k-00"
+    assert summary["length_bucket"] is not None

@@ -67,7 +67,8 @@ def wait_for_pause(process):
 def parse(words):
     """What the job makes of a command line: the folder of `--status`, and all others."""
     given = summarize_command.make_context("summarize.py", list(words)).params
-    status, _ = given.pop("status"), given.pop("dry_run")
+    status = given.pop("status")
+    _ = given.pop("dry_run")
     return status, Arguments(**given)
 
 
@@ -93,7 +94,7 @@ def summarize(*arguments, config=CONFIG):
 @pytest.fixture
 def start():
     """Start the job and go on; what is left of it is ended after the test."""
-    processes: list[subprocess.Popen[str]] = []
+    processes = []
 
     def start(*arguments, command=command):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

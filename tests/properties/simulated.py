@@ -1,7 +1,6 @@
 """Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specextend.cluster.driver import Driver
@@ -11,7 +10,6 @@ from specextend.cluster.messages import (
     Died,
     Done,
     Draining,
-    Event,
     Failed,
     Lease,
     Polled,
@@ -83,12 +81,17 @@ class SimulatedPool:
         sick=frozenset(),
         deadly=frozenset(),
     ):
-        self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
-        self._num_places, self._summary_of = num_places, summary_of
-        self._sick, self._deadly = sick, deadly
-        self.deaths: Counter[int] = Counter()
+        self._draw = draw
+        self.clock = clock
+        self._trouble = trouble
+        self._poison = poison
+        self._num_places = num_places
+        self._summary_of = summary_of
+        self._sick = sick
+        self._deadly = deadly
+        self.deaths = Counter()
         """At each place, of what is sick or deadly."""
-        self.workers: dict[str, Being] = {}
+        self.workers = {}
         self.most_leases = 0
 
     def start(self, worker):
@@ -160,7 +163,7 @@ class SimulatedPool:
         return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
 
     def _go_wrong(self, worker, being):
-        choices: list[Callable[[], list[Event]]] = [self._kill_driver]
+        choices = [self._kill_driver]
         if not being.is_up:
             choices += [lambda: self._fail_to_start(worker)]
         else:
@@ -219,7 +222,8 @@ def driver_of(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
     lock = OutputLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
-    planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
+    planned = estimates_of(estimates)
+    record = StartRecord(output, run_id, config)
     return Driver(
         scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),
         pool=pool,

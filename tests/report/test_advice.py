@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specextend.core import Values
 from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
-QUIET: Values = {
+QUIET = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},

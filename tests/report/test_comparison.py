@@ -18,7 +18,8 @@ from tests.report.made_up import config_of, write_manifest_file
 
 
 def run_of(folder, texts, digest="a" * 64, **decoding):
-    output, config = resolve(str(folder)), config_of("/same")
+    output = resolve(str(folder))
+    config = config_of("/same")
     values = config.model_copy(update={"decoding": type(config.decoding)(mode="autoregressive", **decoding)})
     write_manifest_file(output, values, len(texts), digest)
     CommitWriter(output, "0000000a").commit([done(DocumentKey(0, row), text) for row, text in texts.items()])
@@ -99,7 +100,8 @@ def test_a_slower_candidate_is_named_with_both_speeds():
 
 def test_there_is_nothing_to_compare_without_a_common_document(tmp_path):
     """A gate that nothing has passed through is neither open nor closed."""
-    here, there = run_of(tmp_path / "here", {0: "a"}), run_of(tmp_path / "there", {1: "a"})
+    here = run_of(tmp_path / "here", {0: "a"})
+    there = run_of(tmp_path / "there", {1: "a"})
     ended = specextend("compare", here, there, "--max-differing", "1")
     assert ended.code == 2
     assert "nothing to compare: " in ended.stderr

@@ -18,9 +18,9 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements = []
         self.text = ""
-        self._open: list[str] = []
+        self._open = []
         self.feed(html)
         assert self._open == []
 

@@ -13,7 +13,8 @@ class Shown:
     """What a training showed, until it was interrupted at the first of some stops."""
 
     def __init__(self, *stops):
-        self.stops, self.all = list(stops), []
+        self.stops = list(stops)
+        self.all = []
 
     def __call__(self, stage, done, total, detail=""):
         if self.stops and (stage, done, total) == self.stops[0]:
@@ -25,7 +26,8 @@ class Shown:
 @pytest.fixture(scope="module")
 def draft(workshop, tmp_path_factory):
     """A trained head, its figures in `figures.json` and what its training showed in `shown.json`."""
-    folder, shown = tmp_path_factory.mktemp("drafts") / "head", Shown()
+    folder = tmp_path_factory.mktemp("drafts") / "head"
+    shown = Shown()
     figures = workshop.train(folder, shown)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "shown.json").write_text(json.dumps(shown.all))
@@ -52,7 +54,8 @@ def test_the_loss_falls(draft):
 
 def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(draft):
     """A loss that falls does not say that more is accepted; a last round that was worse must not be shipped."""
-    figures, card = json.loads((draft / "figures.json").read_text()), (draft / "README.md").read_text()
+    figures = json.loads((draft / "figures.json").read_text())
+    card = (draft / "README.md").read_text()
     assert [(each["round"], each["answers"]) for each in figures["rounds"]] == [(1, 8), (2, 16)]
     assert all(f"| {each['tokens_per_step']:.3f} |" in card for each in figures["rounds"])
     best = max(figures["rounds"], key=lambda each: each["tokens_per_step"])["round"]
