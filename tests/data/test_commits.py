@@ -1,30 +1,14 @@
 """The parts are the only record of what is done."""
 
-import pyarrow.parquet as pq
-import pytest
-
 from specextend.core import DocumentKey
 from specextend.data.commits import (
     KEY_COLUMNS,
     CommitWriter,
-    StrangeCommitError,
     commit_of,
-    list_commits,
     pending,
     read_commits,
     read_results,
 )
-from specextend.data.schema import COMMIT_SCHEMA
-
-
-def test_parts_are_named_by_run_and_counted_on_over_runs(output, done):
-    first = CommitWriter(output, "ffffffff")
-    assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
-    assert first.commit([]) is None
-    assert first.commit([done(0, 1)]) == "part-ffffffff-000001.parquet"
-    assert CommitWriter(output, "00000000").commit([done(0, 2)]) == "part-00000000-000002.parquet"
-    assert [name[5:13] for name in list_commits(output)] == ["ffffffff", "ffffffff", "00000000"]
-    assert pq.read_schema(f"{output.path}/_run/parts/{list_commits(output)[0]}").equals(COMMIT_SCHEMA)
 
 
 def test_done_beats_error_and_later_beats_earlier(output, done, failed):
@@ -54,14 +38,3 @@ def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_as
     assert list(pending([range(5)], progress)) == []
     assert list(pending([range(5)], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
     assert list(pending([range(5)], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
-
-
-def test_a_part_says_which_run_it_is_of(output, done):
-    """One of another run is refused."""
-    name = CommitWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
-    CommitWriter(output, "0000000b").commit([done(0, 1)])
-    metadata = pq.read_schema(f"{output.path}/_run/parts/{name}").metadata
-    assert metadata[b"specextend.run_id"] == b"0000000a"
-    assert read_commits(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
-    with pytest.raises(StrangeCommitError, match=f"{name} is a commit of another run"):
-        read_commits(output, "cafe" * 16)

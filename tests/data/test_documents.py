@@ -88,7 +88,7 @@ def prepare(folder):
 
 def documents(folder, *flags):
     """Prepare a folder as a user does."""
-    return in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{folder}.out")
+    return in_process("prepare.py", "documents", folder, *flags, "--output", f"{folder}.out")
 
 
 def rows(folder, *columns):
@@ -298,7 +298,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     for name in ("x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
-    arguments = ["documents", str(folder), "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
+    arguments = ["documents", folder, "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
     assert in_process("prepare.py", *arguments).code == 0
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
@@ -364,9 +364,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("a")
     output = [] if "--output" in arguments else ["--output", "out"]
     ended = in_process("prepare.py", *arguments, *output)
-    assert ended.code == 2, ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert said in ended.stderr
+    assert said in ended.line()
     assert not (tmp_path / "out").exists()
 
 
@@ -380,7 +378,7 @@ def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch):
 def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     """By its name and split, here one in a local folder."""
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
-    arguments = ["hf", str(folder), "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
+    arguments = ["hf", folder, "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
     for _ in range(2):
         ended = in_process("prepare.py", *arguments)
         assert ended.code == 3, ended.stderr
@@ -399,7 +397,7 @@ def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prep
     hub.mkdir()
     pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
     for _ in range(2):
-        assert in_process("prepare.py", "hf", str(hub), "--output", f"{folder}.out").code == 3
+        assert in_process("prepare.py", "hf", hub, "--output", f"{folder}.out").code == 3
         assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
 
 
@@ -419,8 +417,7 @@ def test_two_fields_are_not_one_text(folder):
     (folder / "a.jsonl").write_text('{"title": "a", "body": "b"}')
     fields = ("--text-field", "title", "--text-field", "body")
     ended = documents(folder, *fields)
-    assert ended.code == 2
-    assert "one field holds the text" in ended.stderr
+    assert "one field holds the text" in ended.line()
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
@@ -516,7 +513,7 @@ def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
     )
     for flags, text in (([], "Top\nMenu\nText\nWe value you\nBottom"), (["--main-only"], "Text")):
         output = f"{folder}{len(flags)}"
-        assert in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{output}.out").code == 0
+        assert in_process("prepare.py", "documents", folder, *flags, "--output", f"{output}.out").code == 0
         assert rows(Path(output), "text") == [text]
 
 

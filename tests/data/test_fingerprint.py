@@ -54,20 +54,6 @@ def test_a_run_with_examples_is_found_again(output, manifest):
     assert differences(recorded, asked) == []
 
 
-def test_another_value_is_another_run_and_the_difference_is_said(manifest):
-    for section, key, value, line in [
-        ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
-        ("target", "quantize", "int8", 'target.quantize: nothing there, "int8" here'),
-        ("input", "passthrough", [], 'input.passthrough: ["n"] there, [] here'),
-    ]:
-        other = manifest(changed(section, key, value))
-        assert other["fingerprint"] != manifest()["fingerprint"]
-        assert differences(manifest(), other) == [line]
-    other = manifest(hashes=HASHES | {"draft": "d" * 64})
-    assert other["fingerprint"] != manifest()["fingerprint"]
-    assert differences(manifest(), other) == ['weights of draft: "bbbbbbbbbbbb" there, "dddddddddddd" here']
-
-
 def test_of_two_schemas_what_differs_in_them_is_said(manifest):
     """Two lines of a thousand characters hide it. Another order of fields is another run, too."""
 

@@ -26,10 +26,10 @@ from specextend.data.run_folder import (
     write_audit,
     write_success,
 )
-from specextend.data.storage import resolve, write_bytes
+from specextend.data.storage import write_bytes
 from specextend.report import export
 from tests.damage import DAMAGES, damage
-from tests.data.conftest import opened
+from tests.data.conftest import location, opened
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
@@ -40,7 +40,7 @@ def run(tmp_path, write, done):
     """A finished run and its input."""
     write("in/a.parquet", {"text": TEXTS})
     source = opened(tmp_path / "in")
-    output = resolve(str(tmp_path / "out"))
+    output = location(tmp_path / "out")
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
     write_audit(output, {"documents": 1})
@@ -121,7 +121,7 @@ def test_a_document_of_which_not_all_bytes_come_is_unreachable(tmp_path, store, 
             SourceFile(store.at(tmp_path / kind), kind, kind, kind, len(content), datetime.now(UTC))
             for kind, content in contents.items()
         ]
-        readings = list(read_files(files, resolve(str(tmp_path)), DocumentOptions(workers=1)))
+        readings = list(read_files(files, location(tmp_path), DocumentOptions(workers=1)))
         read = [row for reading in readings for row in reading.rows]
         for reading in readings:
             read += pq.read_table(tmp_path / reading.pending).to_pylist() if reading.pending else []

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from specextend.data.storage import (
 )
 from tests.data.conftest import opened
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, s3_server
-from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
+from tests.job.conftest import CONFIG, on, parts, rows, specextend, summarize
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +72,6 @@ def two_files_again():
     return open_source(
         InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
     )
-
-
-def test_a_commit_is_one_put(s3, output, done):
-    """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
-    writer = CommitWriter(output, "0000000a")
-    s3.requests.clear()
-    name = writer.commit([done(0, row, "a summary of some length " * 200) for row in range(64)])
-    assert set(s3.changes()) == {("PUT", f"/corpus/runs/one night/_run/parts/{name}")}, "sent again if it takes long"
-    assert read_commits(output).done == {DocumentKey(0, row) for row in range(64)}
 
 
 def test_keys_are_named_as_they_are(s3, output, done):
@@ -302,13 +292,9 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
     upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)
-    arguments = ["--config", str(CONFIG), "--input", "s3://corpus/in", "--output", "s3://corpus/out"]
     settings = ["input.id_column=null", "input.passthrough=[topic]", "job.max_error_fraction=0.5"]
-    arguments += [part for setting in settings for part in ("--set", setting)]
-    ended = subprocess.run(
-        command(*arguments), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = summarize(*on("s3://corpus/in", "s3://corpus/out", *settings))
+    assert ended.code == 0, ended.stderr
     files = s3.files()
     for name, data in files.items():
         target = tmp_path / name

@@ -14,7 +14,7 @@ from specextend.data.fingerprint import build_manifest, differences, write_manif
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import open_source
-from specextend.data.storage import resolve
+from tests.data.conftest import location
 from tests.properties.rows import done
 
 
@@ -83,7 +83,7 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
     options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
     source = select_rows(open_source(replace(options, limit=6)))
-    output = resolve(str(tmp_path / "out"))
+    output = location(tmp_path / "out")
     write_selection(source, output)
     recalled = recall_selection(open_source(options), output, manifest_of(source))
     bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
@@ -139,7 +139,7 @@ def rewrite(path, **changed):
 
 def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, write):
     """Rows are found by id, in whichever file they are by now, and compared by content; errors are tried again."""
-    nights = [resolve(str(tmp_path / "out" / str(number))) for number in range(4)]
+    nights = [location(tmp_path / "out" / str(number)) for number in range(4)]
     options = corpus(except_done_in=(str(tmp_path / "out" / "*"),), passthrough=("lang", "pages"))
     first = night(options, nights[0], failing="de3")
     assert counts_of(first) == {"unchanged": 0, "changed": 0, "new": 10, "selected": 10}
@@ -167,7 +167,7 @@ def test_a_row_that_would_fail_again_waits_until_it_changes(corpus, tmp_path):
     """An empty text counted as new, and as a failure, every night: also where the file is written anew each day."""
     options = corpus(except_done_in=(str(tmp_path / "out" / "*"),))
     file = tmp_path / "in/lang=de/year=2020/a.parquet"
-    outputs = [resolve(str(tmp_path / "out" / str(number))) for number in range(3)]
+    outputs = [location(tmp_path / "out" / str(number)) for number in range(3)]
     night(options, outputs[0], failing="de3", retryable=False)
     rewrite(file, de1="another text")
     second = night(options, outputs[1])
@@ -186,20 +186,20 @@ def test_only_files_that_were_written_since_are_read(corpus, tmp_path):
     options = corpus(except_done_in=(str(tmp_path / "out"),))
     file = tmp_path / "in/lang=de/year=2020/a.parquet"
     pq.write_table(pq.read_table(file, partitioning=None), file, compression="none")
-    night(options, resolve(str(tmp_path / "out")))
+    night(options, location(tmp_path / "out"))
     time = file.stat().st_mtime_ns
     file.write_bytes(file.read_bytes().replace(b"text of de2", b"TEXT of de2"))
     for changed_ns, num_changed in ((0, 0), (1, 1)):
         os.utime(file, ns=(time, time + changed_ns))
         whole = open_source(options)
-        earlier, _ = find_earlier(options.except_done_in, resolve(str(tmp_path / "other")), manifest_of(whole))
+        earlier, _ = find_earlier(options.except_done_in, location(tmp_path / "other"), manifest_of(whole))
         assert counts_of(select_rows(whole, earlier))["changed"] == num_changed
 
 
 def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
     """A night that is resumed must not take in what has arrived since, nor drop what another run has done since."""
     options = corpus(except_done_in=(str(tmp_path / "out-*"),))
-    output = resolve(str(tmp_path / "out-1"))
+    output = location(tmp_path / "out-1")
     source = night(options, output)
     manifest = manifest_of(source)
     write("in/new.parquet", {"id": ["n"], "text": ["t"], "pages": [1]})
@@ -215,10 +215,10 @@ def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
 def test_an_earlier_output_must_be_one(corpus, tmp_path):
     """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
     manifest = manifest_of(open_source(corpus()))
-    own = resolve(str(tmp_path / "own"))
+    own = location(tmp_path / "own")
     with pytest.raises(InputError, match="is no output folder"):
         find_earlier([str(tmp_path / "typo")], own, manifest)
     assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
-    write_manifest(resolve(str(tmp_path / "night-1")), manifest)
+    write_manifest(location(tmp_path / "night-1"), manifest)
     _, notes = find_earlier([str(tmp_path / "night-*")], own, manifest)
     assert notes == (f"not counted as done: rows of {tmp_path}/night-1, which is not finished",)
