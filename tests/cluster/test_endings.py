@@ -26,11 +26,11 @@ from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint, write_manifest
-from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
 from tests.cluster.fakes import NeverLoads
-from tests.job.conftest import kept_handlers
+from tests.data.conftest import location
+from tests.job.conftest import kept_handlers, read_json
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -51,7 +51,7 @@ class Ended:
         self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
 
     def commit(self, rows, fingerprint):
-        CommitWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
+        CommitWriter(location(self.output), "0000000a", fingerprint).commit(rows)
 
     def config(self):
         return RunConfig.from_values(
@@ -86,7 +86,7 @@ def ended(tmp_path):
 
 
 def steal(ended):
-    ended.lock.write_text(json.dumps(json.loads(ended.lock.read_text()) | {"run_id": "feedbeef", "pid": 1}))
+    ended.lock.write_text(json.dumps(read_json(ended.lock) | {"run_id": "feedbeef", "pid": 1}))
 
 
 def remove(ended):
@@ -110,7 +110,7 @@ def test_a_success_file_that_says_nothing_is_written_again(ended, content):
     assert ended.run() == EXIT_DONE
     whole = (ended.output / "_SUCCESS").read_bytes()
     (ended.output / "_SUCCESS").write_bytes(content)
-    assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
+    assert read_status(location(ended.output))["state"] == "stopped, run again to resume"
     assert ended.run() == EXIT_DONE
     assert (ended.output / "_SUCCESS").read_bytes() == whole
 
@@ -168,7 +168,7 @@ SHAPES = {
 def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended, shape):
     """Somebody edited it, or a disk lost its mind: JSON that parses is not yet a manifest."""
     path = ended.output / "_run" / "manifest.json"
-    path.write_text(json.dumps(SHAPES[shape](json.loads(path.read_text()))))
+    path.write_text(json.dumps(SHAPES[shape](read_json(path))))
     with pytest.raises(OtherRunError, match=r"manifest.json is damaged, .*; use another output folder") as said:
         ended.run()
     assert exit_code(said.value) == EXIT_OTHER_RUN

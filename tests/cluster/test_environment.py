@@ -12,7 +12,7 @@ import torch
 from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment, say_room
 from specextend.cluster.exits import RefusedError
 from specextend.config import JobOptions
-from tests.job.conftest import wait_for
+from tests.job.conftest import ran, wait_for
 
 
 def prepared(**before):
@@ -106,9 +106,7 @@ def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tm
     long = tmp_path / ("a folder with a long name " * 4)
     long.mkdir()
     environment = prepared(**os.environ | {"TMPDIR": str(long), "RAY_TMPDIR": ""})
-    ended = subprocess.run(
-        [sys.executable, "-c", PRIVATE, end], env=environment, capture_output=True, text=True, check=True
-    )
+    ended = ran(sys.executable, "-c", PRIVATE, end, env=environment)
     folder, *error = ended.stdout.splitlines()
     assert error == {"error": ["ZeroDivisionError"], "SIGTERM": ["InterruptedRunError"], "force": []}[end], ended.stderr
     wait_for(
