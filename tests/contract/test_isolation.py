@@ -11,7 +11,8 @@ import pytest
 
 from tests.alive import fresh
 from tests.covering import covering, each_once_then_slow
-from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, random_prompt, request, tiny_engine
+from tests.reference_outputs import tokens_of
+from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, of_length, random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
@@ -67,9 +68,9 @@ def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     def source():
         for length, max_new_tokens in sizes:
             seen.append(engine.num_active)
-            yield request(str(length), random_prompt(length), max_new_tokens)
+            yield of_length(length, max_new_tokens)
 
-    completions = {completion.request_id: completion.token_ids for completion in engine.generate(source())}
+    completions = tokens_of(engine.generate(source()))
     assert completions == {str(length): alone(length, max_new_tokens) for length, max_new_tokens in sizes}
     assert max(seen) == 2, "the source is asked only while there is a place"
     before.assert_nothing_is_left(batch=3)
@@ -141,7 +142,7 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     at_call(engine, 20, lambda: engine.cancel("waits"))
     sizes = {"runs": 600, "waits": 700, "last": 30}
     completions = engine.generate(request(name, random_prompt(length), NEW) for name, length in sizes.items())
-    assert {each.request_id: each.token_ids for each in completions} == {"runs": alone(600), "last": alone(30)}
+    assert tokens_of(completions) == {"runs": alone(600), "last": alone(30)}
     before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
@@ -165,7 +166,7 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     engine = tiny_engine(pair, decoding__max_batch_size=2)
     before = fresh(engine)
     at_call(engine, 20, fail)
-    requests = [request(str(n), random_prompt(n), NEW) for n in (200, 90, 50)]
+    requests = [of_length(n, NEW) for n in (200, 90, 50)]
     errors = []
     with pytest.raises(RuntimeError, match="attention failed") as failure:
         list(engine.generate(requests, (lambda *error: errors.append(error)) if blame else None))
@@ -180,7 +181,7 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
     before = fresh(engine)
-    completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 90, 200))
+    completions = engine.generate(of_length(n, n) for n in (10, 60, 90, 200))
     assert next(completions).request_id == "10"
     assert engine.num_active == 2
     completions.close()

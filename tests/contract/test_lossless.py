@@ -9,6 +9,7 @@ from tests.tiny_models import (
     BACKENDS,
     FAMILIES,
     PUBLISHED,
+    of_length,
     random_prompt,
     request,
     tiny_engine,
@@ -56,7 +57,7 @@ def test_output_is_the_targets_own(case, pairs, references, ties):
     family, *how = case
     engine = engine_of(pairs(family), *how)
     lengths = PROMPT_LENGTHS[: engine_batch(case)]
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
+    requests = [of_length(length, MAX_NEW_TOKENS) for length in lengths]
     completions = list(engine.generate(requests))
     assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
     for completion in completions:
@@ -76,7 +77,7 @@ def test_these_models_have_something_to_say(family, references):
 def completions_of(pair, policy, draft):
     """What the matrix's prompts give in one batch."""
     engine = engine_of(pair, policy, "sdpa", "hybrid", 3, draft)
-    return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
+    return list(engine.generate([of_length(n, MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
 
 
 def mean_acceptance_length(completions):
@@ -108,7 +109,7 @@ QUANTIZED = covering(
 
 def tokens_of(engine):
     """What the matrix's prompts give."""
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
+    requests = [of_length(length, MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
     return {each.request_id: list(each.token_ids) for each in engine.generate(requests)}
 
 
@@ -164,7 +165,7 @@ def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batc
     """A selection decides what the draft sees, never what is said."""
     changes = {f"cache__{key}": value for key, value in choice.items()}
     engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
-    prompts = [request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
+    prompts = [of_length(n, MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
     completions = list(engine.generate(prompts))
     for completion in completions:
         reference = references("llama", int(completion.request_id), MAX_NEW_TOKENS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
 
 TEMPERATURE = 0.7
@@ -39,7 +40,7 @@ def requests():
 
 
 def outputs(engine):
-    return {completion.request_id: completion.token_ids for completion in engine.generate(requests())}
+    return tokens_of(engine.generate(requests()))
 
 
 @pytest.fixture(scope="module")

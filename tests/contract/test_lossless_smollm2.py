@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from tests.covering import covering
-from tests.reference_outputs import generate
+from tests.reference_outputs import generate, tokens_of
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
@@ -157,5 +157,5 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, promp
         **sampling,
     )
     assert sum(each.stats.num_accepted_tokens for each in found) > 0
-    expected = {each.request_id: each.token_ids for each in plain}
-    assert {each.request_id: each.token_ids for each in found} == expected
+    expected = tokens_of(plain)
+    assert tokens_of(found) == expected

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from specextend import RunConfig, Summarizer, load_engine
+from tests.contract.test_configuration import LEAST
 from tests.job.conftest import ROOT, rows, specextend
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -116,15 +117,8 @@ def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
     ],
 )
 def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, message):
-    sections = {
-        "input": {"path": "in"},
-        "output": {"path": "out"},
-        "target": {"model": "a"},
-        "draft": {"kind": "ngram"},
-        "prompt": {"instruction": instruction},
-    }
     with pytest.raises(ValueError, match=message):
-        RunConfig.from_values(sections)
+        RunConfig.from_values(LEAST | {"prompt": {"instruction": instruction}})
 
 
 def test_a_row_may_have_options_of_its_own(answers):
