@@ -10,6 +10,11 @@ from specextend.attention.plan import KeySpan
 from specextend.decoding.tree import tree_mask
 
 
+def assert_near(found, expected, tolerance):
+    """Assert that tensors, or pairs of them, are equal but for a relative and an absolute error of so much."""
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
 def tensors(batch, num_queries, heads, num_rows, head_dim, dtype):
     """Queries [B, T, H, D], keys and values [K, R, D]; `heads` is (H, K)."""
     generator = torch.Generator().manual_seed(batch * 1000 + num_queries)

@@ -9,7 +9,7 @@ from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import attend_cuda
 from tests.alive import Live
-from tests.attention.calls import random_mask, regions, tensors
+from tests.attention.calls import assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
 SCALE = 0.125
@@ -94,4 +94,4 @@ def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
     found = attend_cuda(q, k, v, MASKS[kind](starts, lengths), SCALE)
     expected = attend_reference(q, k, v, MASKS[kind](starts, lengths), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert_near(found, expected, tolerance)

@@ -12,7 +12,7 @@ from specextend.attention.backends import load_backend
 from specextend.attention.compiled import calls as compiled
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan, merge_states
-from tests.attention.calls import random_mask, regions, tensors
+from tests.attention.calls import assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
 HEAD_DIM = 32
@@ -52,10 +52,7 @@ def sees(span, b, t, s, num_queries):
 
 
 def assert_close(actual, expected):
-    tolerance = TOLERANCE[actual[0].dtype]
-    torch.testing.assert_close(actual[0], expected[0], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=tolerance)
-    assert actual[1].dtype == torch.float32
+    assert_near(actual, expected, TOLERANCE[actual[0].dtype])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -108,7 +105,7 @@ def test_merging_is_attention_over_the_union():
     whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
     parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
     for a, b in (parts, parts[::-1]):
-        torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
+        assert_near(merge_states(*a, *b), whole, 1e-5)
 
 
 def fail_to_compile(element):

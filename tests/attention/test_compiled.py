@@ -12,7 +12,7 @@ import torch
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from tests.attention import calls
-from tests.attention.calls import random_mask, random_trees, regions
+from tests.attention.calls import assert_near, random_mask, random_trees, regions
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -34,13 +34,8 @@ def tensors(batch, num_queries, heads, num_rows, head_dim=64):
 
 
 def assert_is_the_reference(q, k, v, span):
-    (out, lse), (expected_out, expected_lse) = (
-        attend_compiled(q, k, v, span, SCALE),
-        attend_reference(q, k, v, span, SCALE),
-    )
-    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-    assert lse.dtype == torch.float32
+    found, expected = (attend(q, k, v, span, SCALE) for attend in (attend_compiled, attend_reference))
+    assert_near(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.calls import product_of_tiles
+from tests.attention.calls import assert_near, product_of_tiles
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -67,7 +67,7 @@ def test_the_twin_of_matrix_tiles_is_the_product():
     """It says, on any processor, in which order tiles are laid out and summed."""
     x, weight, _, _ = tensors(40, 192, 2 * BLOCK, torch.bfloat16)
     found = product_of_tiles(x.float().numpy(), weight.float().numpy())
-    torch.testing.assert_close(torch.from_numpy(found).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+    assert_near(torch.from_numpy(found).double(), x.double() @ weight.double().T, 1e-4)
 
 
 @pytest.mark.skipif(not tiles.HAS_TILES, reason="this processor has no matrix tiles (AMX)")
@@ -78,10 +78,3 @@ def test_matrix_tiles_do_what_their_twin_does_bit_by_bit(num_rows):
     expected = torch.from_numpy(product_of_tiles(x.float().numpy(), weight.float().numpy()))
     found = product(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
     assert torch.equal(found, expected.bfloat16())
-
-
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
