@@ -5,7 +5,7 @@ import time
 import pytest
 
 from specextend.decoding import sequence
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import of_length, tiny_engine
 
 NEW = 30
 SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s")
@@ -13,7 +13,7 @@ LENGTHS = (200, 90, 41, 15, 300)
 
 
 def stats_of(engine, lengths=LENGTHS, max_new_tokens=NEW):
-    requests = [request(str(length), random_prompt(length), max_new_tokens) for length in lengths]
+    requests = [of_length(length, max_new_tokens) for length in lengths]
     completions = list(engine.generate(requests))
     assert len(completions) == len(lengths)
     return [completion.stats for completion in completions]

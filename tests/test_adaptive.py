@@ -8,7 +8,8 @@ from specextend.decoding import device, measurements
 from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
-from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine
+from tests.reference_outputs import tokens_of
+from tests.tiny_models import engine_with, of_length, tiny_config, tiny_engine
 
 LENGTHS = (300, 41, 150)
 NEW = 50
@@ -20,9 +21,7 @@ SIZES = (1, 2, 4, 9)
 @pytest.fixture(scope="module")
 def sampled(pair):
     """Autoregressive sampling of the same requests."""
-    return {
-        each.request_id: each.token_ids for each in run(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLING)
-    }
+    return tokens_of(run(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLING))
 
 
 class ScriptedCosts(StepCosts):
@@ -72,7 +71,7 @@ def scripted(verify, draft):
 
 
 def run(engine, new=NEW, lengths=LENGTHS, **sampling):
-    requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
+    requests = [of_length(n, new, seed=n, **sampling) for n in lengths]
     completions = list(engine.generate(requests))
     assert len(completions) == len(lengths)
     return completions

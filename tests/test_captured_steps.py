@@ -11,7 +11,7 @@ from specextend.decoding.device import Graphs
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
-from tests.tiny_models import random_prompt, request, tiny_config, tiny_engine
+from tests.tiny_models import of_length, tiny_config, tiny_engine
 
 NEW = 32
 AXES = (
@@ -48,7 +48,7 @@ class Counting:
 def requests(temperature):
     """Five documents of different lengths for up to three slots: they join and leave at different steps."""
     lengths = ((300, NEW), (37, 9), (129, NEW), (64, 17), (200, 25))
-    return [request(str(n), random_prompt(n), new, temperature=temperature, seed=n) for n, new in lengths]
+    return [of_length(n, new, temperature=temperature, seed=n) for n, new in lengths]
 
 
 def tokens_of(engine, temperature=0.0):

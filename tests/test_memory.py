@@ -25,6 +25,7 @@ from specextend.models import load_target
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from tests.alive import Live
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import (
     FAMILIES,
     PUBLISHED,
@@ -193,7 +194,7 @@ def decode(engine, requests):
             active.append(engine.num_active)
             yield each
 
-    return {each.request_id: each.token_ids for each in engine.generate(coming())}, max(active)
+    return tokens_of(engine.generate(coming())), max(active)
 
 
 def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):

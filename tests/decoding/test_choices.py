@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specextend.data.answers import choices_of, schema_of
 from tests.tiny_models import (
     load_reference,
+    of_length,
     random_prompt,
     request,
     tiny_engine,
@@ -57,7 +58,7 @@ def own(pair):
 
 
 def asked(length, **changes):
-    given = request(str(length), random_prompt(length), 200, temperature=changes.pop("temperature", 0.0), seed=length)
+    given = of_length(length, 200, temperature=changes.pop("temperature", 0.0), seed=length)
     return replace(given, choices=CHOICES, **changes)
 
 

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specextend.core import Choice
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import FAMILIES, random_prompt, request, spelling_tokenizer, tiny_engine, write_pair
 
 NEW = 24
@@ -33,7 +34,7 @@ def decode(engine, *requests):
         assert type(error).__name__ == "NonFiniteLogits", error
         broken.add(name)
 
-    return {each.request_id: each.token_ids for each in engine.generate(requests, note)}, broken
+    return tokens_of(engine.generate(requests, note)), broken
 
 
 @pytest.mark.parametrize(("draft", "nodes"), [*((draft, 8) for draft in DRAFTS), ("good", "auto"), ("eagle3", "auto")])

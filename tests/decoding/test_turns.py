@@ -8,6 +8,7 @@ from specextend.decoding import device
 from tests.alive import fresh
 from tests.covering import covering
 from tests.faults.scarce import before_forwards, run_out
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHUNK = 64
@@ -46,7 +47,7 @@ def fail():
 
 def run(engine, sampling, on_error=None):
     requests = [request(str(n), prompt, NEW, **sampling) for n, prompt in enumerate(PROMPTS)]
-    return {each.request_id: each.token_ids for each in engine.generate(requests, on_error)}
+    return tokens_of(engine.generate(requests, on_error))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tests.tiny_models import (
     FAMILIES,
     Pair,
     engine_with,
+    of_length,
     random_prompt,
-    request,
     tiny_config,
     tiny_engine,
     tiny_model,
@@ -47,7 +47,7 @@ def references(looping):
 def run(engine):
     total = DecodingStats()
     outputs = {}
-    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
+    for completion in engine.generate([of_length(length, NEW) for length in LENGTHS]):
         outputs[int(completion.request_id)] = completion.token_ids
         total.add(completion.stats)
     return outputs, total

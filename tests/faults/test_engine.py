@@ -8,7 +8,7 @@ from specextend.decoding.device import is_out_of_memory
 from tests.alive import fresh
 from tests.faults.scarce import Breaks, Memory, Scarce, before_forwards, run_out
 from tests.job.conftest import rows
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import of_length, tiny_engine
 
 LENGTHS = (300, 37, 129, 90)
 NEW = 24
@@ -27,7 +27,7 @@ def alone(pair):
 
 
 def run(engine, *lengths, on_error=None):
-    requests = (request(str(length), random_prompt(length), NEW) for length in lengths)
+    requests = (of_length(length, NEW) for length in lengths)
     return {each.request_id: each for each in engine.generate(requests, on_error)}
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import yaml
 
 from specextend.config import RunConfig
 from specextend.shipped import DEFAULT_TARGET, models_folder
-from tests.job.conftest import ROOT, environment, specextend, write_corpus
+from tests.job.conftest import ROOT, environment, ran, specextend, write_corpus
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["configs"]])
@@ -22,9 +21,8 @@ def test_help_comes_at_once(arguments):
         "import os, sys; from specextend.cli.main import main\n"
         f"os._exit = lambda code: sys.exit(sorted({heavy} & sys.modules.keys()) or code)\nmain()"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    ended = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0
+    ended = ran(sys.executable, "-c", code, *arguments)
+    assert ended.code == 0
     assert ended.stderr == ""
     assert ended.stdout
 
@@ -64,8 +62,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
     ended = specextend(*arguments)
-    [line] = ended.stderr.splitlines()
-    assert ended.code == 2
+    line = ended.line()
     assert line[:7] == "error: "
     assert said in line
 
@@ -103,8 +100,7 @@ def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path, monkeyp
     (tmp_path / "one.yaml").write_text("\n".join(shown))
     assert one == RunConfig.load("one.yaml")
     alone = specextend("plan", "--config", "keywords", "--input", "in", "--output", "out")
-    assert alone.code == 2
-    assert alone.stderr == "error: target is missing; a pair brings it: --config smollm2\n"
+    assert alone.line() == "error: target is missing; a pair brings it: --config smollm2"
 
 
 def test_the_schema_knows_every_key_and_its_meaning():
@@ -149,8 +145,7 @@ def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
     assert trials["compiled attention"]["taken"]
     assert not any(trial["is_wrong"] for trial in trials.values())
     alone = specextend("check", "--kernels")
-    assert alone.code == 2
-    assert "--kernels needs --config" in alone.stderr
+    assert "--kernels needs --config" in alone.line()
 
 
 def test_a_shell_completes_commands_and_names_of_configurations():
@@ -159,14 +154,7 @@ def test_a_shell_completes_commands_and_names_of_configurations():
     def complete(line):
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split())), "_SPECEXTEND_COMPLETE": "bash_complete"}
         code = "import sys; sys.argv = ['specextend']; from specextend.cli.main import main; main()"
-        found = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment() | variables,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        found = ran(sys.executable, "-c", code, env=environment() | variables)
         return {each.partition(",")[2] for each in found.stdout.split()}
 
     assert {"run", "report", "compare"} <= complete("specextend ")
@@ -215,8 +203,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert config.output.path == str(tmp_path / "out" / "my data")
     assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init", "my data", "--to", "mine.yaml")
-    assert again.code == 2
-    assert again.stderr == "error: mine.yaml is there already; name another file with --to\n"
+    assert again.line() == "error: mine.yaml is there already; name another file with --to"
     task = specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml")
     assert task.code == 0, task.stderr
     own = [

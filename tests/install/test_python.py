@@ -4,7 +4,6 @@ import json
 import pydoc
 import re
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.job.conftest import (
     environment,
     long_texts,
     parts,
+    ran,
     rows,
     wait_for,
     write_corpus,
@@ -95,8 +95,7 @@ def test_what_the_command_refuses_is_raised(corpus, tmp_path):
 def script(folder, code):
     """Run code as a script of somebody who has set nothing for Ray."""
     kept = {name: value for name, value in environment().items() if not name.startswith("RAY_AUTH")}
-    line = [sys.executable, "-c", code]
-    return subprocess.run(line, cwd=folder, env=kept, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    return ran(sys.executable, "-c", code, cwd=folder, env=kept)
 
 
 @pytest.mark.slow
@@ -104,7 +103,7 @@ def test_the_examples_of_the_page_run(tmp_path):
     """In their order and in a script, which starts a Ray of its own, with the tiny pair in place of the large one."""
     page = "\n".join(BLOCKS).replace('"smollm2"', '"tiny-random"').replace("threading.Timer(", "threading.Timer(9e6 + ")
     ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert len(BLOCKS) == 7
     assert pq.read_table(tmp_path / "out" / "reports" / "summaries").num_rows == 2
     assert "govreport-1k-00" in ended.stdout
@@ -122,7 +121,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     code = "\n".join(cells).replace('"smollm2"', '"tiny-random"')
     code = code.replace("few = {", 'few = {"input.id_column": None, ')  # the tiny pair names that of the demo
     ended = script(tmp_path, f"{code}\nprint(pq.read_table(result.summaries)['doc_id'].to_pylist())")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert "2 documents in out/quickstart/documents" in ended.stdout
     assert "['clinic.txt', 'harbour.md']" in ended.stdout
 

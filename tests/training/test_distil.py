@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from specextend.loading import load_engine
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request
 
 
@@ -39,7 +40,7 @@ def test_a_trained_draft_is_loaded_and_lossless(workshop, draft):
     requests = [request(str(length), random_prompt(length, vocab_size=257), 16) for length in (40, 150)]
     plain = load_engine(workshop.config(decoding={"mode": "autoregressive", "cache_gib": 0.05}))
     drafted = load_engine(workshop.config(draft={"kind": "eagle", "model": str(draft)}))
-    expected, found = ({c.request_id: c.token_ids for c in engine.generate(requests)} for engine in (plain, drafted))
+    expected, found = (tokens_of(engine.generate(requests)) for engine in (plain, drafted))
     assert found == expected
     assert all(len(token_ids) > 4 for token_ids in found.values())
 
