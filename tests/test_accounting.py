@@ -75,7 +75,7 @@ def trees_and_stats(engine):
     return trees, stats_of(engine)
 
 
-@pytest.mark.parametrize(("draft", "policy"), [("good", "retrieval"), ("bad", "streaming"), ("eagle", "retrieval")])
+@pytest.mark.parametrize("draft, policy", [("good", "retrieval"), ("bad", "streaming"), ("eagle", "retrieval")])
 def test_a_budget_that_holds_everything_gives_the_drafts_of_full(draft, policy, pair):
     """Cache policies differ in what they show, and in nothing else: same trees, same acceptance."""
     full_trees, full = trees_and_stats(tiny_engine(pair, draft, cache__policy="full"))

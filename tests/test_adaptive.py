@@ -104,7 +104,7 @@ def total_of(found):
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "batch"),
+    "draft, policy, batch",
     [("same", "full", 3), ("bad", "streaming", 1), ("eagle", "retrieval", 3), ("eagle3", "retrieval", 1)],
 )
 def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch, pair, references, sampled):

@@ -221,7 +221,7 @@ def test_the_project_does_not_grow():
 
 
 @pytest.mark.parametrize(
-    ("source", "tokens"),
+    "source, tokens",
     [
         ("total = first + second\n", 5),
         ("total = (\n    first\n    + second  # of two\n)\n", 7),

@@ -63,7 +63,7 @@ def plain(pair):
     return cache(lambda temperature: tokens_of(engine, temperature))
 
 
-@pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
+@pytest.mark.parametrize("draft, policy, batch, temperature", each_once_then_slow(*AXES))
 def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair, plain):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
     capture = Counting()
@@ -121,7 +121,7 @@ def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
     assert capture.num_replays > 0
 
 
-@pytest.mark.parametrize(("nodes", "depth", "least_captured"), [(130, 3, 1), (60, 10, 3), (50, 10, 4)])
+@pytest.mark.parametrize("nodes, depth, least_captured", [(130, 3, 1), (60, 10, 3), (50, 10, 4)])
 def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pair, plain):
     """Masks of more than 512 rows go to a kernel that reads lengths on the host, which a replay would find unchanged.
 
@@ -140,7 +140,7 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
 
 
 @pytest.mark.parametrize(
-    ("draft", "prompts"), each_once_then_slow(("good", "eagle3", "merged-eagle"), ("sdpa", "flash", "triton"))
+    "draft, prompts", each_once_then_slow(("good", "eagle3", "merged-eagle"), ("sdpa", "flash", "triton"))
 )
 def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(draft, prompts, pair):
     """What a draft reads after a step is causal, too, and went to the kernel of prompts, which reads places once.

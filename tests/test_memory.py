@@ -148,7 +148,7 @@ def batch_config(pairs, size, num_rows):
 
 
 @pytest.mark.parametrize(
-    ("device", "documents", "expected"),
+    "device, documents, expected",
     [(CPU, 100, traits_of(CPU).largest_batch), (CPU, 3, 3), (GPU, 100, 32), (GPU, 23, 23), (GPU, 1, 1)],
 )
 def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, device, documents, expected):

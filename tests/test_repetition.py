@@ -37,7 +37,7 @@ def flags_of(completion):
     return assess(completion, "some words " * 5, 0, None, QualityOptions()).quality_flags
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), covering(MODES, DRAFTS, [1, 3]))
+@pytest.mark.parametrize("mode, draft, batch", covering(MODES, DRAFTS, [1, 3]))
 def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draft, batch, looping, unstopped):
     """A step that accepts six tokens past the end of the loop keeps none of them."""
     engine = tiny_engine(looping, draft, decoding__mode=mode, decoding__max_batch_size=batch)

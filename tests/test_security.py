@@ -184,7 +184,7 @@ def pickled_target(folder, name, canary):
     (folder / name).write_bytes(pickle.dumps({"weight": Payload(canary)}))
 
 
-@pytest.mark.parametrize(("key", "name"), [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
+@pytest.mark.parametrize("key, name", [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
 def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path, key, name):  # noqa: F811
     """Unpickling runs code; under the name of safetensors, too."""
     pickled_target(tmp_path / "model", name, tmp_path / "canary")

@@ -12,7 +12,7 @@ from tests.covering import covering
 CASES = covering([1, 5], [192, 1024, 1500], HEADS, [64, 128, 24], [True, False], [torch.float32, torch.float16])
 
 
-@pytest.mark.parametrize(("num_rows", "size", "heads", "head_dim", "norms", "dtype"), CASES)
+@pytest.mark.parametrize("num_rows, size, heads, head_dim, norms, dtype", CASES)
 def test_they_are_their_twins(num_rows, size, heads, head_dim, norms, dtype):
     """Sizes that are no power of two, heads that fill no program, with and without norms of queries and keys."""
     assert_are_their_twins(TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype)

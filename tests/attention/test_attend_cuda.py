@@ -21,7 +21,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("heads", "kind"), covering(GROUPS, [*MASKS]))
+@pytest.mark.parametrize("heads, kind", covering(GROUPS, [*MASKS]))
 def test_no_copy_of_the_prefix_is_made(heads, kind):
     """It used to repeat all keys and values for the heads of a group in every layer: 17 GB a step at 16K tokens."""
     q = torch.empty(1, 17, heads[0], 128, device="meta", dtype=torch.bfloat16)
@@ -78,7 +78,7 @@ def _stand_ins():
 
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize(
-    ("heads", "kind", "lengths", "dtype"),
+    "heads, kind, lengths, dtype",
     covering(
         GROUPS,
         [*MASKS],

@@ -85,7 +85,7 @@ def assert_kernel_is_the_reference(
 CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
 
 
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "prefixes", "dtype"), CALLS)
+@pytest.mark.parametrize("kernel, heads, num_queries, prefixes, dtype", CALLS)
 def test_a_kernel_equals_the_reference(kernel, heads, num_queries, prefixes, dtype):
     """Over prefixes that all queries see, some empty; with the masked rows of a tree behind; and in a causal block.
 

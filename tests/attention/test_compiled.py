@@ -39,7 +39,7 @@ def assert_is_the_reference(q, k, v, span):
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "lengths", "heads", "head_dim", "kind"), covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS)
+    "num_queries, lengths, heads, head_dim, kind", covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS)
 )
 def test_in_fp32_it_is_the_reference(num_queries, lengths, heads, head_dim, kind):
     """Steps, trees and prefill chunks behind prefixes of all sizes, around the blocks of the kernel."""

@@ -47,7 +47,7 @@ def from_cache(q, keys, values, scale, causal, return_lse):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kind", "lengths", "dtype", "heads"),
+    "kernel, kind, lengths, dtype, heads",
     covering(
         [flash_attn_2, flash_attn_3],
         ["prefix", "causal", "tree"],
@@ -75,7 +75,7 @@ def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     assert bool(others) == (kind == "tree" or dtype == torch.float32 or 0 in lengths)
 
 
-@pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
+@pytest.mark.parametrize("modules, version", [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""
     kernels = {"2": ("flash_attn", flash_attn_2), "3": ("flash_attn_interface", flash_attn_3)}

@@ -36,7 +36,7 @@ def product(x, *tensors):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_inputs", "num_blocks", "threads", "dtype"),
+    "num_rows, num_inputs, num_blocks, threads, dtype",
     covering(NUM_ROWS, NUM_INPUTS, NUM_BLOCKS, [1, 2], DTYPES),
 )
 def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks, threads, dtype, restored_threads):

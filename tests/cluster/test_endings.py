@@ -94,7 +94,7 @@ def remove(ended):
 
 
 @pytest.mark.parametrize(
-    ("happens", "expected", "code"), [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
+    "happens, expected, code", [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
 )
 def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(ended, happens, expected, code):
     """Its successor is at work in the folder: `_SUCCESS` beside half of its summaries would be believed."""

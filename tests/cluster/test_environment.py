@@ -142,7 +142,7 @@ def test_a_ray_that_comes_up_while_a_run_is_planned_has_its_worker_and_leaves_no
 
 
 @pytest.mark.parametrize(
-    ("limit", "arguments", "said"),
+    "limit, arguments, said",
     [
         (
             "-v 3000000",
@@ -175,7 +175,7 @@ def test_of_all_that_a_machine_lacks_the_gpu_is_named_first():
 
 
 @pytest.mark.parametrize(
-    ("job", "nodes", "cores"),
+    "job, nodes, cores",
     [
         ({}, [(2, 0)], 2),
         ({"workers": 4}, [(2, 0)], 1),

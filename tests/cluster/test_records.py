@@ -67,7 +67,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
+    "path, content", [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
 )
 def test_a_damaged_record_hides_nothing_else(output, path, content):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""

@@ -53,7 +53,7 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "code"), [(200, 0), (80, 3)])
+@pytest.mark.parametrize("most, code", [(200, 0), (80, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     texts = {"a": "The committee met. " * 20, "b": "It rained."}
     corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
@@ -121,7 +121,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    "schema, said",
     [
         ("{agency: strng}", "output.schema.agency must be string, number"),
         ("{agency: string | null}", "output.schema.agency must be string"),

@@ -89,7 +89,7 @@ def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tm
 
 
 @pytest.mark.parametrize(
-    ("settings", "outcome", "code"),
+    "settings, outcome, code",
     [((), "different", 3), (("target.dtype=bfloat16", "attention.backend=sdpa"), "near tie", 0)],
 )
 def test_a_text_that_is_not_the_targets_own_is_found(settings, outcome, code, tmp_path, kept_kernels, local_ray):

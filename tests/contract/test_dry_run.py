@@ -55,7 +55,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["--by", "07:00"], "--by goes with --dry-run"),
         (["--calibrate", "4"], "--calibrate goes with --dry-run"),

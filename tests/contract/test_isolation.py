@@ -42,7 +42,7 @@ def counts(stats):
 A_B_A = DRAFTS, POLICIES, [3, 20, 900], BACKENDS
 
 
-@pytest.mark.parametrize(("draft", "policy", "other", "backend"), each_once_then_slow(*A_B_A))
+@pytest.mark.parametrize("draft, policy, other, backend", each_once_then_slow(*A_B_A))
 def test_a_b_a(draft, policy, other, backend, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)
@@ -57,7 +57,7 @@ def test_a_b_a(draft, policy, other, backend, pair, alone):
     before.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("draft", "policy", "backend"), covering(DRAFTS, POLICIES, BACKENDS, strength=1))
+@pytest.mark.parametrize("draft, policy, backend", covering(DRAFTS, POLICIES, BACKENDS, strength=1))
 def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend, decoding__max_batch_size=3)
@@ -146,7 +146,7 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
-@pytest.mark.parametrize(("draft", "call"), [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
+@pytest.mark.parametrize("draft, call", [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
     engine = tiny_engine(pair, draft)
@@ -212,7 +212,7 @@ def test_a_request_that_exceeds_the_whole_cache_is_refused(pair):
         run(engine, request("big", random_prompt(1700), 100))
 
 
-@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
+@pytest.mark.parametrize("draft, policy", covering(DRAFTS, POLICIES, strength=1))
 def test_the_longest_request_that_fits_runs_to_its_end(draft, policy, pair, alone):
     """The last tree still finds rows and positions."""
     engine = tiny_engine(pair, draft, cache__policy=policy)
@@ -248,7 +248,7 @@ def with_eos(pair, folder, *eos_token_ids):
     return Pair(str(folder), pair.drafts)
 
 
-@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("same", 7), ("bad", 7)])
+@pytest.mark.parametrize("draft, position", [("same", 0), ("same", 7), ("bad", 7)])
 def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     """Any of several EOS ids, as first token or inside an accepted path; no token past it, no text of it.
 

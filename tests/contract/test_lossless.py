@@ -128,7 +128,7 @@ def test_with_weights_in_8_bits_output_is_that_of_plain_decoding_with_them(how, 
     assert plain_tokens(pairs(family), None) != expected
 
 
-@pytest.mark.parametrize(("policy", "batch"), covering(POLICIES, (3, 1), strength=1))
+@pytest.mark.parametrize("policy, batch", covering(POLICIES, (3, 1), strength=1))
 def test_with_weights_in_4_bits_it_is_that_too(policy, batch, tmp_path):
     """The same of other kernels, whose groups of 64 inputs need a wider target."""
     pair = write_wide_target(tmp_path)
@@ -143,7 +143,7 @@ SHORTEST = covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9])
 """One token gives a head no key at all, and a chunk is longer than the text."""
 
 
-@pytest.mark.parametrize(("policy", "draft", "length"), [*SEVERAL_CHUNKS, *SHORTEST])
+@pytest.mark.parametrize("policy, draft, length", [*SEVERAL_CHUNKS, *SHORTEST])
 def test_prompts_of_unusual_length(policy, draft, length, pairs, references, ties):
     """Longer than a prefill chunk, or shorter than a chunk of the cache policy."""
     engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
@@ -160,7 +160,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("choice", "draft", "batch"), covering(CHOICES, ["good", "eagle"], [1, 3]))
+@pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle"], [1, 3]))
 def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, references, ties):
     """A selection decides what the draft sees, never what is said."""
     changes = {f"cache__{key}": value for key, value in choice.items()}

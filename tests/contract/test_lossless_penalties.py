@@ -44,7 +44,7 @@ def outputs(engine, **sampling):
     return {completion.request_id: completion for completion in engine.generate(requests)}
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), each_once_then_slow(*AXES))
+@pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own):
     """A node's penalties count the tokens of its path: what a step accepts was penalised as in plain decoding."""
     ties = Ties()
@@ -69,7 +69,7 @@ def sampled(pair):
     return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
+@pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
     """The noise is added to the penalised logits, wherever in a tree they were computed."""
     found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)

@@ -49,7 +49,7 @@ def autoregressive(pair):
 
 
 @pytest.mark.parametrize(
-    ("mode", "draft", "batch"),
+    "mode, draft, batch",
     [
         ("autoregressive", "good", 4),
         ("tree", "eagle", 4),
@@ -117,7 +117,7 @@ def chi_square_p(counts, joint):
 
 
 @pytest.mark.parametrize(
-    ("policy", "draft"),
+    "policy, draft",
     [("full", "bad"), ("streaming", "eagle"), ("retrieval", "merged-good")],
 )
 @torch.no_grad()

@@ -56,7 +56,7 @@ def assert_refused(ended, said, output):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         (["input.text_column=body"], "body"),
         (["input.id_column=same"], "x"),
@@ -157,7 +157,7 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    "name, kind",
     [("_run", "folder"), ("_run/parts", "folder"), ("errors", "folder"), ("_run/lock", "file"), ("_SUCCESS", "file")],
 )
 def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus, tmp_path, name, kind):

@@ -136,7 +136,7 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
         ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
@@ -158,7 +158,7 @@ def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(con
 
 
 @pytest.mark.parametrize(
-    ("changes", "batch", "message"),
+    "changes, batch, message",
     [
         (
             {"text_column": "body"},

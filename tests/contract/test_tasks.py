@@ -99,7 +99,7 @@ def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
 
 
 @pytest.mark.parametrize(
-    ("instruction", "message"),
+    "instruction, message",
     [
         ("Ask {title}", r"has \{title\}, which would be read as text; write \{\{ title \}\}"),
         ("{% if %}", "prompt.instruction is not a template"),

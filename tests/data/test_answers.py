@@ -15,7 +15,7 @@ def whole(field, **others):
 
 
 @pytest.mark.parametrize(
-    ("field", "shortest"),
+    "field, shortest",
     [
         ({"type": "string", "$comment": "by hand", "note": "x", "units": "EUR", "example": "a"}, ""),
         ({"type": "array", "items": {"type": "integer"}, "minItems": 3}, [0, 0, 0]),

@@ -58,7 +58,7 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    "second, message",
     [
         ("{", "is not JSON"),
         (line(7, user("x")), "has no custom_id; every request needs one, a string"),

@@ -169,7 +169,7 @@ def test_types_that_have_room_in_one_are_joined(tmp_path, output, done, name):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "one, other",
     [
         (pa.array(["x"]), pa.array([1])),
         (pa.array(["x"]), pa.array([b"x"])),

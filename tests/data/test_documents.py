@@ -342,7 +342,7 @@ def test_an_object_store_is_read_and_written(monkeypatch, prepare):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["documents", "nowhere"], "nowhere does not exist; give a file, a folder or a glob"),
         (["documents", "empty"], "there is no file to read in empty"),
@@ -538,7 +538,7 @@ def test_text_of_which_each_byte_is_ascii_may_be_in_another_encoding(folder, pre
 
 
 @pytest.mark.parametrize(
-    ("page", "text"),
+    "page, text",
     [
         ("<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d", "a\nb\nc\nd"),
         ("<select><option>a</option><option>b</option></select><textarea>c</textarea><nav>d", "a\nb\nc\nd"),
@@ -617,7 +617,7 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
 
 
 @pytest.mark.parametrize(
-    ("xml", "text"),
+    "xml, text",
     [
         (
             "<w:r><w:drawing><w:txbxContent><w:p><w:r><w:t>box</w:t></w:r></w:p></w:txbxContent></w:drawing></w:r>",

@@ -96,7 +96,7 @@ def test_missing_input_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "output", "message"),
+    "path, output, message",
     [
         ("in", "in", "inside the input folder"),
         ("in", "in/_out", "inside the input folder"),

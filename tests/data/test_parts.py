@@ -41,7 +41,7 @@ def test_the_parts_are_the_whole_text_in_order_and_none_is_too_long(words, most)
 SENTENCE = "one two three four. "
 
 
-@pytest.mark.parametrize(("separator", "begins"), [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
+@pytest.mark.parametrize("separator, begins", [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
 def test_a_part_ends_where_the_text_does_best(separator, begins):
     """What is better than a sentence's end wins although it is farther from the middle."""
     text = SENTENCE * 9 + separator + SENTENCE * 11

@@ -55,7 +55,7 @@ def test_examples_are_turns_before_the_question(chat_tokenizer, plain_tokenizer)
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize(("begin", "end"), THINKING)
+@pytest.mark.parametrize("begin, end", THINKING)
 def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(plain_tokenizer, begin, end, is_special):
     """Mistral's are special tokens, which are no text: the thought was glued to the answer. A template may be one of
     several that have names, and write the beginning for the model, or all of a thought, to have none.
@@ -163,7 +163,7 @@ def test_a_rows_own_instruction_takes_room(chat_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"), [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
+    "policy, kept", [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
 )  # fmt: skip
 def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer, policy, kept):
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="", length_policy=policy), 10_000)
@@ -202,7 +202,7 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    "template, message",
     [
         ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
@@ -382,7 +382,7 @@ def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind, pieces):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "policy"),
+    "kind, name, policy",
     [
         *((kind, "odd pieces", "middle") for kind in ("gpt-2", "llama-3", "llama-2")),
         *(("gpt-2", "words", "head"), ("llama-3", "no spaces", "middle"), ("llama-2", "one endless word", "head")),

@@ -63,7 +63,7 @@ def asked(length, **changes):
 
 
 @pytest.mark.parametrize(
-    ("mode", "draft", "batch", "temperature"),
+    "mode, draft, batch, temperature",
     [("autoregressive", None, 1, 0.0), ("tree", "good", 4, 0.9), ("specextend", "eagle", 2, 0.0)],
 )
 def test_log_probabilities_are_those_of_transformers(mode, draft, batch, temperature, pair, own):

@@ -107,7 +107,7 @@ def outputs(engine, **sampling):
     return {completion.request_id: completion for completion in engine.generate(requests(**sampling))}
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), each_once_then_slow(*AXES))
+@pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own):
     found = outputs(engine_of(pair, mode, draft, batch))
     for name in OPTIONS:
@@ -119,7 +119,7 @@ def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own)
 SAMPLED = {"temperature": 0.8, "top_k": 30, "top_p": 0.95}
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
+@pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_under_a_schema_in_every_mode(mode, draft, batch, pair):
     """The noise is added to the masked logits, also where the schema leaves fewer tokens than top_k."""
     plain = outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)

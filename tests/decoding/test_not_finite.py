@@ -37,7 +37,7 @@ def decode(engine, *requests):
     return tokens_of(engine.generate(requests, note)), broken
 
 
-@pytest.mark.parametrize(("draft", "nodes"), [*((draft, 8) for draft in DRAFTS), ("good", "auto"), ("eagle3", "auto")])
+@pytest.mark.parametrize("draft, nodes", [*((draft, 8) for draft in DRAFTS), ("good", "auto"), ("eagle3", "auto")])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_document_that_meets_nan_is_an_error_and_its_neighbours_do_not_know(pair, draft, nodes, sampling):
     """They said `!!!!` or nothing, with exit 0. One bad row of the embedding meets some documents only: others go on.
@@ -68,7 +68,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [("norm", nan), ("norm", inf), ("lm_head", nan), ("lm_head", -inf)])
+@pytest.mark.parametrize("name, value", [("norm", nan), ("norm", inf), ("lm_head", nan), ("lm_head", -inf)])
 def test_a_broken_target_answers_nothing(tmp_path, name, value):
     """Also where a grammar leaves the broken token out, or where the values of a choice are scored."""
     pair = write_pair(tmp_path, FAMILIES["llama"], vocab_size=320, tokenizer=spelling_tokenizer)

@@ -194,7 +194,7 @@ def grown(network, least_gain, depth):
 
 
 @pytest.mark.parametrize("without", [(), ("copies",), ("list of tokens",)])
-@pytest.mark.parametrize(("least_gain", "depth"), [(0.0, 4), (0.2, 4), (0.0, 1)])
+@pytest.mark.parametrize("least_gain, depth", [(0.0, 4), (0.2, 4), (0.0, 1)])
 def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, without):
     """But for nodes that are nearly as likely as others: its sums are rounded at other places."""
     joined = head_of(torch.bfloat16, True, without)

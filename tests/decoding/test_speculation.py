@@ -137,7 +137,7 @@ STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
 
 
 @pytest.mark.parametrize(
-    ("probabilities", "seconds", "expected"),
+    "probabilities, seconds, expected",
     [
         ([0.6, 0.4, 0.2] + [0.01] * 12, FLAT, 16),  # more rows for nothing
         ([0.6, 0.2, 0.1] + [0.01] * 12, STEEP, 2),

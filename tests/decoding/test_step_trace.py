@@ -43,7 +43,7 @@ def traced_steps(pair, batch, calls_before_capture, monkeypatch):
     return [step for step in tracer.steps if step.num_sequences == batch][:-1]
 
 
-@pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
+@pytest.mark.parametrize("batch, operators, uploads", [(1, 156, 1), (3, 158, 2)])
 def test_an_eager_step_has_few_operators_and_uploads(batch, operators, uploads, pair, monkeypatch):
     """Eight nodes, four levels. `docs/dev/log.md` says what the figures were before."""
     steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)

@@ -106,7 +106,7 @@ def loop_checker(max_new_tokens=10**6):
 
 
 @pytest.mark.parametrize(
-    ("period", "tokens_needed"), [(1, 64), (2, 64), (15, 64), (16, 64), (17, 68), (64, 256), (65, None)]
+    "period, tokens_needed", [(1, 64), (2, 64), (15, 64), (16, 64), (17, 68), (64, 256), (65, None)]
 )
 def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_needed):
     """Four repeats and 64 tokens; a longer stretch than 64 tokens is not looked for."""

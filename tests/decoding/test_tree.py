@@ -91,7 +91,7 @@ def brute_force(table, options):
 
 
 @pytest.mark.parametrize(
-    ("seed", "depth", "nodes", "adaptive"), covering(range(4), [1, 2, 4], [1, 2, 5, 16, 50], [True, False])
+    "seed, depth, nodes, adaptive", covering(range(4), [1, 2, 4], [1, 2, 5, 16, 50], [True, False])
 )
 def test_the_tree_is_the_best_nodes_of_all(seed, depth, nodes, adaptive):
     """Nothing is lost by expanding only nodes among the best so far; the last level is used, too."""
@@ -122,7 +122,7 @@ def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
         assert torch.equal(a.parents, b.parents)
 
 
-@pytest.mark.parametrize(("threshold", "num_levels"), [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
+@pytest.mark.parametrize("threshold, num_levels", [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
 def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     """Level d + 1 of this chain adds 0.5^(d + 1): the first that adds less than the threshold is the last."""
     options = TreeOptions(nodes=6, depth=6, threshold=threshold)

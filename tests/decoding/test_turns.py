@@ -57,7 +57,7 @@ def alone(in_turns):
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "batch", "sampling"),
+    "draft, policy, batch, sampling",
     covering(DRAFTS, ["full", "streaming", "retrieval"], [2, 4], [GREEDY, SAMPLED], strength=1),
 )
 def test_turns_change_no_token(draft, policy, batch, sampling, in_turns):

@@ -229,7 +229,7 @@ def pair(tmp_path_factory):
     return SimpleNamespace(target=write_model(model, folder / "target"), drafts=drafts)
 
 
-@pytest.mark.parametrize(("variant", "length", "chunk"), covering([*ALL], [1, 2, 40], [1, 7, 512]))
+@pytest.mark.parametrize("variant, length, chunk", covering([*ALL], [1, 2, 40], [1, 7, 512]))
 @torch.inference_mode()
 def test_a_head_equals_its_twin(variant, length, chunk, pair):
     """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight."""

@@ -42,9 +42,7 @@ def watched(engine):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("draft", "memory"), [*zip(DRAFTS, (BATCHES, TREES, PLAIN, CHUNKS), strict=True), ("good", PLAIN)]
-)
+@pytest.mark.parametrize("draft, memory", [*zip(DRAFTS, (BATCHES, TREES, PLAIN, CHUNKS), strict=True), ("good", PLAIN)])
 def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, pair, alone):
     """Every rung of the ladder is lossless: a batch, a tree and a chunk decide when a token comes, never which one."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)

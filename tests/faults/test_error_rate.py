@@ -12,7 +12,7 @@ BROKEN = Failed("", "RuntimeError", "the kernel is not there", "decode", retryab
 TOO_LONG = Failed("", "OverLength", "9000 tokens", "prompt", retryable=False)
 
 
-@pytest.mark.parametrize(("num_documents", "least"), [(200, MIN_ENDED), (50_000, 500)])
+@pytest.mark.parametrize("num_documents, least", [(200, MIN_ENDED), (50_000, 500)])
 def test_a_few_documents_say_nothing_about_a_night(num_documents, least):
     """The longest go first: 150 of them that do not fit the memory are no reason to stop 100,000 others.
 

@@ -8,7 +8,7 @@ GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "max_attempts"), [("kill", 1), ("kill", 2), ("raise", 1)])
+@pytest.mark.parametrize("order, max_attempts", [("kill", 1), ("kill", 2), ("raise", 1)])
 def test_a_poison_document_is_an_error_row_and_its_neighbours_are_done(order, max_attempts, job):
     """Even where no document has a second attempt."""
     run = job([*GOOD, order], max_attempts=max_attempts)

@@ -38,7 +38,7 @@ def test_every_command_has_its_help():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing option '--config'. See: specextend run --help"),
@@ -237,7 +237,7 @@ def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("base", "said"),
+    "base, said",
     [
         ("a.yaml", "leads back to itself"),
         ("{a: 1}", "base must name a configuration"),

@@ -70,7 +70,7 @@ def test_nothing_to_do_takes_no_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text, expected",
     [
         ("13:30", datetime(2026, 11, 22, 13, 30)),
         ("7:05", datetime(2026, 11, 23, 7, 5)),

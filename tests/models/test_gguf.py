@@ -180,7 +180,7 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("add", "rope"),
+    "add, rope",
     [
         (scaled("linear"), {"rope_type": "linear", "factor": 4.0}),
         (scaled("none"), {}),
@@ -200,7 +200,7 @@ def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes, said",
     [
         ({"add": scaled("longrope")}, "RoPE type 'longrope'"),
         ({"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))}, "rope.scaling.attn_factor"),

@@ -36,7 +36,7 @@ def refusal(folder, read=read_facts):
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    "rope, expected",
     [
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1024),
         (YARN, 1024),
@@ -109,7 +109,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values, message",
     [
         ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "has the activation 'gelu'; served is silu"),
@@ -175,7 +175,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
+    "name, key, value",
     [
         ("config.json", "num_key_value_heads", "0"),
         ("config.json", "hidden_act", '"nonsense"'),
@@ -228,7 +228,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    "tensors, message",
     [
         ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "1 tensor that config.json does not describe"),
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32), "z": torch.ones(1)}, "such as model.layers.2.mlp"),

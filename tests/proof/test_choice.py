@@ -92,7 +92,7 @@ def test_a_first_choice_may_differ_where_two_are_nearly_tied():
     assert compare_logits(swapped, wide)
 
 
-@pytest.mark.parametrize(("tree", "names"), [("auto", {"captured steps"}), ("hybrid", set())])
+@pytest.mark.parametrize("tree, names", [("auto", {"captured steps"}), ("hybrid", set())])
 def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pair, monkeypatch):
     """Without a proof nothing but torch's own; a kernel that is named is taken without one."""
     asked = []

@@ -77,7 +77,7 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path, in
     assert "workers died there in a row and no document was done: the worker died: gone" in note
 
 
-@pytest.mark.parametrize(("sick", "max_attempts"), [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
+@pytest.mark.parametrize("sick, max_attempts", [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
 def test_healthy_documents_are_done_however_few_attempts_they_have(tmp_path, interrupt, sick, max_attempts):
     """Up to half of the GPUs are broken."""
     run = night(tmp_path, interrupt, sick, 300, max_attempts=max_attempts)

@@ -115,7 +115,7 @@ BELOW = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "report", "said"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("rule, report, said", CASES, ids=[case[0] for case in CASES])
 def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     """A finding without figures cannot be checked."""
     [advice] = give_advice(report)

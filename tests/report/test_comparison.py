@@ -63,7 +63,7 @@ def test_figures_stand_side_by_side(pair, capsys):
 
 
 @pytest.mark.parametrize(
-    ("limits", "code", "said"),
+    "limits, code, said",
     [
         ((), 0, ""),
         (("--max-differing", "0.34"), 0, "note: 3 documents in both runs, 1 in only one"),

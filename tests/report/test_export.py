@@ -248,7 +248,7 @@ def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"), [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
+    "command, folder", [(["export", "--to", "answers.csv"], "summaries"), (["report"], "_run/parts")]
 )
 def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, monkeypatch, stopped, command, folder):
     """It was exported with exit 0. Pages have checksums, which a reader compares only if it is asked to."""
