@@ -15,12 +15,13 @@ def covering(*axes, strength=2):
     every other axis the value that adds most new ones. With `strength` 1 each value occurs once at least.
     """
     sizes = [range(len(axis)) for axis in axes]
-    missing: dict[Pick, None] = {
+    missing = {
         tuple(zip(chosen, values, strict=True)): None
         for chosen in itertools.combinations(range(len(axes)), strength)
         for values in itertools.product(*(sizes[axis] for axis in chosen))
     }
-    cases, uses = [], {(axis, value): 0 for axis, values in enumerate(sizes) for value in values}
+    cases = []
+    uses = {(axis, value): 0 for axis, values in enumerate(sizes) for value in values}
     while missing:
         case = dict(next(iter(missing)))
         for axis in sorted(set(range(len(axes))) - set(case), key=lambda axis: -len(axes[axis])):

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-from specextend.core import Values
-
 
 @dataclass
 class Hub:
@@ -37,7 +35,7 @@ class Hub:
 
     def entry(self, name, data):
         """A file in a listing."""
-        found: Values = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
+        found = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
         found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
         if name.endswith(".safetensors"):  # kept as a repository keeps large files: with their SHA-256 on record
             sha256 = hashlib.sha256(data).hexdigest()

@@ -6,7 +6,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 12
+MLP = 64
 LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
 Tensors = dict[str, Tensor]
 
@@ -72,17 +75,8 @@ def eagle3_tensors(prefix, hidden, target_hidden, draft_vocab_size):
     }
 
 
-def save(folder, config, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-def write_eagle1(folder, model):
+def eagle1(model, hidden, vocab_size):
     """SafeAILab's EAGLE-1 and EAGLE-2: a copy of the target's embedding, `fc` with a bias, no input or last norm."""
-    torch.manual_seed(0)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     tensors = {
         "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
         "fc.weight": matrix(hidden, 2 * hidden),
@@ -90,13 +84,11 @@ def write_eagle1(folder, model):
         **layer("layers.0.", hidden, hidden),
         "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(HEAD_DIM // 2),
     }
-    return save(folder, llama_config(vocab_size, hidden, bias=True, rope_scaling=None), tensors)
+    return llama_config(vocab_size, hidden, bias=True, rope_scaling=None), tensors
 
 
-def write_eagle1_biased(folder, model):
+def eagle1_biased(model, hidden, vocab_size):
     """One for a Qwen2 target: biases of q, k and v, stretched RoPE; its own LM head and embedding."""
-    torch.manual_seed(1)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     tensors = {
         "embed_tokens.weight": matrix(vocab_size, hidden),
         "lm_head.weight": matrix(vocab_size, hidden),
@@ -104,13 +96,11 @@ def write_eagle1_biased(folder, model):
         **layer("layers.0.", hidden, hidden, qkv_bias=True),
     }
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    return save(folder, llama_config(vocab_size, hidden, model_type="qwen2", bias=False, **rope), tensors)
+    return llama_config(vocab_size, hidden, model_type="qwen2", bias=False, **rope), tensors
 
 
-def write_eagle3(folder, model):
+def eagle3(model, hidden, vocab_size):
     """SafeAILab's EAGLE-3 as SGLang reads it: `midlayer`, an LM head for a part of the vocabulary, no embedding."""
-    torch.manual_seed(2)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     tensors = eagle3_tensors("midlayer.", hidden, hidden, vocab_size // 2)
     rope = {
         "rope_theta": 500000.0,
@@ -127,13 +117,12 @@ def write_eagle3(folder, model):
         "draft_vocab_size": vocab_size // 2,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYER_IDS, "use_aux_hidden_state": True},
     }
-    return save(folder, config, tensors | vocabulary_maps(vocab_size, vocab_size // 2))
+    return config, tensors | vocabulary_maps(vocab_size, vocab_size // 2)
 
 
-def write_eagle3_narrow(folder, model):
+def eagle3_narrow(model, _, vocab_size):
     """A head narrower than its target, with an embedding of its own and the whole vocabulary; norms of q and k."""
-    torch.manual_seed(3)
-    hidden, vocab_size = 32, model.config.vocab_size
+    hidden = 32
     tensors = {
         **eagle3_tensors("layers.0.", hidden, model.config.hidden_size, vocab_size),
         "embed_tokens.weight": matrix(vocab_size, hidden),
@@ -146,13 +135,11 @@ def write_eagle3_narrow(folder, model):
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
     }
     lm_head = {"lm_head.weight": tensors.pop("lm_head.weight")}
-    return save(folder, config, {f"model.{name}": tensor for name, tensor in tensors.items()} | lm_head)
+    return config, {f"model.{name}": tensor for name, tensor in tensors.items()} | lm_head
 
 
-def write_speculators_eagle3(folder, model):
+def speculators_eagle3(model, hidden, vocab_size):
     """`speculators`' eagle3: the layer's config apart, layers counted by what enters them, the residual normed."""
-    torch.manual_seed(4)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     tensors = {
         **eagle3_tensors("layers.0.", hidden, hidden, vocab_size // 3),
         **vocabulary_maps(vocab_size, vocab_size // 3),
@@ -173,13 +160,11 @@ def write_speculators_eagle3(folder, model):
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
     }
-    return save(folder, config, tensors)
+    return config, tensors
 
 
-def write_speculators_eagle(folder, model):
+def speculators_eagle(model, hidden, vocab_size):
     """`speculators`' eagle with all its options: norms of embedding, layer and output, and a bias of the fusion."""
-    torch.manual_seed(5)
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     tensors = {
         "embedding_layernorm.weight": norm(hidden),
         "fusion_fc.weight": matrix(hidden, 2 * hidden),
@@ -196,15 +181,23 @@ def write_speculators_eagle(folder, model):
         "layernorms": True,
         "fusion_bias": True,
     }
-    return save(folder, config, tensors)
+    return config, tensors
 
 
-WRITERS = {
-    "eagle1": write_eagle1,
-    "eagle1-biased": write_eagle1_biased,
-    "eagle3": write_eagle3,
-    "eagle3-narrow": write_eagle3_narrow,
-    "speculators-eagle": write_speculators_eagle,
-    "speculators-eagle3": write_speculators_eagle3,
-}
+def writer(seed, describe):
+    """What writes a head of a format for a target model into a folder."""
+
+    def write(folder, model):
+        torch.manual_seed(seed)
+        config, tensors = describe(model, model.config.hidden_size, model.config.vocab_size)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+    return write
+
+
+FORMATS = (eagle1, eagle1_biased, eagle3, eagle3_narrow, speculators_eagle3, speculators_eagle)
+WRITERS = {each.__name__.replace("_", "-"): writer(seed, each) for seed, each in enumerate(FORMATS)}
 """Format or variant -> what writes it for a target model into a folder."""

@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

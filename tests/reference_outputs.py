@@ -17,6 +17,11 @@ class Reference:
     """[n, V], as penalties left them"""
 
 
+def tokens_of(completions):
+    """The tokens of outputs, by the names of their requests."""
+    return {each.request_id: each.token_ids for each in completions}
+
+
 def generate(model, prompt, max_new_tokens, **options):
     """Greedy `generate`, stopped by the model's own EOS; `options` are more of its arguments."""
     output = model.generate(

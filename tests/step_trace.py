@@ -53,7 +53,8 @@ class Tracer(TorchDispatchMode):
         """Wrap a method of a model, whose operators do not count."""
 
         def called(*args, **kwargs):
-            before, self.in_model = self.in_model, True
+            before = self.in_model
+            self.in_model = True
             result = function(*args, **kwargs)
             self.in_model = before
             return result

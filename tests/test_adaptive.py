@@ -8,7 +8,8 @@ from specextend.decoding import device, measurements
 from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
-from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine
+from tests.reference_outputs import tokens_of
+from tests.tiny_models import engine_with, of_length, tiny_config, tiny_engine
 
 LENGTHS = (300, 41, 150)
 NEW = 50
@@ -20,9 +21,7 @@ SIZES = (1, 2, 4, 9)
 @pytest.fixture(scope="module")
 def sampled(pair):
     """Autoregressive sampling of the same requests."""
-    return {
-        each.request_id: each.token_ids for each in run(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLING)
-    }
+    return tokens_of(run(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLING))
 
 
 class ScriptedCosts(StepCosts):
@@ -30,7 +29,8 @@ class ScriptedCosts(StepCosts):
 
     def __init__(self, verify, draft):
         super().__init__(CostTable(dict.fromkeys(SIZES, (1.0, 0.0))))
-        self._verify, self._draft = verify, draft
+        self._verify = verify
+        self._draft = draft
 
     def verify_s(self, num_rows, lengths):
         return self._verify(num_rows)
@@ -71,7 +71,7 @@ def scripted(verify, draft):
 
 
 def run(engine, new=NEW, lengths=LENGTHS, **sampling):
-    requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
+    requests = [of_length(n, new, seed=n, **sampling) for n in lengths]
     completions = list(engine.generate(requests))
     assert len(completions) == len(lengths)
     return completions
@@ -104,7 +104,7 @@ def total_of(found):
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "batch"),
+    "draft, policy, batch",
     [("same", "full", 3), ("bad", "streaming", 1), ("eagle", "retrieval", 3), ("eagle3", "retrieval", 1)],
 )
 def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch, pair, references, sampled):
@@ -122,7 +122,8 @@ def test_trees_that_always_lose_are_given_up(pair, references):
     for batch in (1, 3):
         engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0), batch)
         for stats in checked(engine, references):
-            assert (stats.num_spec_steps, stats.num_fallbacks) == (2, 1)
+            assert stats.num_spec_steps == 2
+            assert stats.num_fallbacks == 1
 
 
 def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):

@@ -221,7 +221,7 @@ def test_the_project_does_not_grow():
 
 
 @pytest.mark.parametrize(
-    ("source", "tokens"),
+    "source, tokens",
     [
         ("total = first + second\n", 5),
         ("total = (\n    first\n    + second  # of two\n)\n", 7),
@@ -334,7 +334,8 @@ def test_options_are_frozen_keyword_only_and_described(options):
 
 def test_the_public_names_are_these():
     """Others build on them: adding one is a promise, removing one breaks somebody."""
-    engine, job = ["Completion", "Request", "SamplingParams", "load_engine"], ["RunConfig", "RunResult", "run"]
+    engine = ["Completion", "Request", "SamplingParams", "load_engine"]
+    job = ["RunConfig", "RunResult", "run"]
     assert sorted(specextend.__all__) == sorted([*engine, *job, "Summarizer"])
     assert all(getattr(specextend, name).__name__ == name for name in specextend.__all__)
 

@@ -11,7 +11,7 @@ from specextend.decoding.device import Graphs
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
-from tests.tiny_models import random_prompt, request, tiny_config, tiny_engine
+from tests.tiny_models import of_length, tiny_config, tiny_engine
 
 NEW = 32
 AXES = (
@@ -48,7 +48,7 @@ class Counting:
 def requests(temperature):
     """Five documents of different lengths for up to three slots: they join and leave at different steps."""
     lengths = ((300, NEW), (37, 9), (129, NEW), (64, 17), (200, 25))
-    return [request(str(n), random_prompt(n), new, temperature=temperature, seed=n) for n, new in lengths]
+    return [of_length(n, new, temperature=temperature, seed=n) for n, new in lengths]
 
 
 def tokens_of(engine, temperature=0.0):
@@ -63,10 +63,11 @@ def plain(pair):
     return cache(lambda temperature: tokens_of(engine, temperature))
 
 
-@pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
+@pytest.mark.parametrize("draft, policy, batch, temperature", each_once_then_slow(*AXES))
 def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pair, plain):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
-    capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}
+    capture = Counting()
+    changes = {"cache__policy": policy, "decoding__max_batch_size": batch}
     captured = captured_engine(pair, draft, Graphs(capture), **changes)
     captured.decode_share = device.GPU.decode_share
     assert tokens_of(captured, temperature) == plain(temperature)
@@ -96,14 +97,16 @@ def test_a_step_that_cannot_be_captured_ends_all_captures(pair, plain, caplog):
 
     graphs = Graphs(failing)
     assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
-    assert (len(tries), graphs.enabled) == (1, False)
+    assert len(tries) == 1
+    assert graphs.enabled is False
     [said] = [each.message for each in caplog.records if "without graphs" in each.message]
     assert "operation not permitted" in said
 
 
 def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
     """The first graph that did not fit ended all others, and a small draft's step is mostly its host."""
-    capture, failed = Counting(), []
+    capture = Counting()
+    failed = []
 
     def without_memory_at_first(name, function):
         if name not in failed:
@@ -118,7 +121,7 @@ def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
     assert capture.num_replays > 0
 
 
-@pytest.mark.parametrize(("nodes", "depth", "least_captured"), [(130, 3, 1), (60, 10, 3), (50, 10, 4)])
+@pytest.mark.parametrize("nodes, depth, least_captured", [(130, 3, 1), (60, 10, 3), (50, 10, 4)])
 def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pair, plain):
     """Masks of more than 512 rows go to a kernel that reads lengths on the host, which a replay would find unchanged.
 
@@ -126,7 +129,8 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
     other trees.
     """
     changes = {"cache__policy": "full", "tree__threshold": 0.0, "tree__nodes": nodes, "tree__depth": depth}
-    capture, trees = Counting(), {}
+    capture = Counting()
+    trees = {}
     for graphs in (Graphs(capture), Graphs()):
         engine = captured_engine(pair, "good", graphs, **changes)
         trees[graphs.enabled] = noting_trees(engine)
@@ -136,7 +140,7 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
 
 
 @pytest.mark.parametrize(
-    ("draft", "prompts"), each_once_then_slow(("good", "eagle3", "merged-eagle"), ("sdpa", "flash", "triton"))
+    "draft, prompts", each_once_then_slow(("good", "eagle3", "merged-eagle"), ("sdpa", "flash", "triton"))
 )
 def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(draft, prompts, pair):
     """What a draft reads after a step is causal, too, and went to the kernel of prompts, which reads places once.
@@ -144,7 +148,8 @@ def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(dr
     Replays attended to the rows of the capture, so a draft proposed what nobody accepts: text stayed right, and slow.
     """
     changes = {"tree__threshold": 0.0, "decoding__max_batch_size": 3, "prompts": prompts}
-    captured, trees = Counting(), []
+    captured = Counting()
+    trees = []
     for capture in (captured, run_again):
         engine = captured_engine(pair, draft, Graphs(capture), **changes)
         trees.append(noting_trees(engine))
@@ -175,7 +180,8 @@ def run_again(name, function):
 
 def noting_trees(engine):
     """The tokens and depths of each tree that a draft proposes from now on, in no order of their own."""
-    trees, propose = [], engine.drafter.propose
+    trees = []
+    propose = engine.drafter.propose
 
     def proposing(slots, *num_nodes):
         proposed = propose(slots, *num_nodes)

@@ -8,7 +8,7 @@ from tests.contract.test_configuration import refusal
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("input.reference_column=''", "input.reference_column must not be empty"),
@@ -35,7 +35,7 @@ def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file, overrid
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         (
             "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",

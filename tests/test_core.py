@@ -34,7 +34,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("text", "shown"), [*((text, text) for text in ORDINARY), *HOSTILE.items()], ids=ascii)
+@pytest.mark.parametrize("text, shown", [*((text, text) for text in ORDINARY), *HOSTILE.items()], ids=ascii)
 def test_what_drives_a_terminal_or_reorders_a_line_is_shown_as_its_code(text, shown):
     """A name that reads `exe.jpg` and is `gpj.exe` passes as something else. Text of any language is shown as it is."""
     assert printable(text) == shown

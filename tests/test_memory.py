@@ -25,6 +25,7 @@ from specextend.models import load_target
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from tests.alive import Live
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import (
     FAMILIES,
     PUBLISHED,
@@ -41,7 +42,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def caches(monkeypatch):
     """Every cache that is made from now on."""
-    made: list[KVCache] = []
+    made = []
     build = KVCache.__init__
 
     def build_and_note(cache, *shape):
@@ -135,7 +136,8 @@ def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatc
         check_memory(shared, facts, gpu)
 
 
-MEAN, LONGEST = 900, 2000
+MEAN = 900
+LONGEST = 2000
 """Tokens of documents: of one as long as the mean, and of the longest."""
 
 
@@ -146,7 +148,7 @@ def batch_config(pairs, size, num_rows):
 
 
 @pytest.mark.parametrize(
-    ("device", "documents", "expected"),
+    "device, documents, expected",
     [(CPU, 100, traits_of(CPU).largest_batch), (CPU, 3, 3), (GPU, 100, 32), (GPU, 23, 23), (GPU, 1, 1)],
 )
 def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, device, documents, expected):
@@ -192,7 +194,7 @@ def decode(engine, requests):
             active.append(engine.num_active)
             yield each
 
-    return {each.request_id: each.token_ids for each in engine.generate(coming())}, max(active)
+    return tokens_of(engine.generate(coming())), max(active)
 
 
 def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):

@@ -25,7 +25,8 @@ def test_every_result_has_its_table():
 
 def test_a_stale_table_is_made_anew_and_the_text_around_it_stays():
     """Only what stands between the markers belongs to the script."""
-    begin, end = "<!-- table: benchmarks/results/ablation-smollm2-epyc.json acceptance -->", "<!-- end of table -->"
+    begin = "<!-- table: benchmarks/results/ablation-smollm2-epyc.json acceptance -->"
+    end = "<!-- end of table -->"
     made = filled(f"Before.\n{begin}\n| old |\n{end}\nAfter.\n")
     assert made.startswith(f"Before.\n{begin}\n| acceptance length | 2K (n=4) |")
     assert made.endswith(f" |\n{end}\nAfter.\n")

@@ -5,7 +5,7 @@ import pytest
 from specextend.core import MIN_STOP_TOKENS, ends_in_loop
 from specextend.data.quality import QualityOptions, assess
 from tests.covering import covering
-from tests.tiny_models import random_prompt, request, tiny_engine, write_looping_pair
+from tests.tiny_models import of_length, tiny_engine, write_looping_pair
 
 LENGTHS = (40, 90, 15)
 MAX_NEW_TOKENS = 160
@@ -19,7 +19,7 @@ def looping(tmp_path_factory):
 
 
 def outputs(engine, **sampling):
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS, **sampling) for length in LENGTHS]
+    requests = [of_length(length, MAX_NEW_TOKENS, **sampling) for length in LENGTHS]
     return {completion.request_id: completion for completion in engine.generate(requests)}
 
 
@@ -37,7 +37,7 @@ def flags_of(completion):
     return assess(completion, "some words " * 5, 0, None, QualityOptions()).quality_flags
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), covering(MODES, DRAFTS, [1, 3]))
+@pytest.mark.parametrize("mode, draft, batch", covering(MODES, DRAFTS, [1, 3]))
 def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draft, batch, looping, unstopped):
     """A step that accepts six tokens past the end of the loop keeps none of them."""
     engine = tiny_engine(looping, draft, decoding__mode=mode, decoding__max_batch_size=batch)

@@ -33,6 +33,8 @@ from tests.job.conftest import (
     call,  # noqa: F401
     dying_command,
     listening,
+    on,
+    read_json,
     rows,
     wait_for_pause,
 )
@@ -105,13 +107,12 @@ def run_hostile(folder, temporary):
     home.mkdir()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HF_"))}
     own = {"HOME": str(home), "RAY_TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    stdout, stderr = folder / "stdout", folder / "stderr"
+    stdout = folder / "stdout"
+    stderr = folder / "stderr"
     with stdout.open("w") as to_stdout, stderr.open("w") as to_stderr:
         process = subprocess.Popen(
             # bad rows are the first part, before there is any Ray
-            dying_command(
-                "SIGSTOP", 2, "--config", str(CONFIG), *hostile_corpus(folder), "--output", str(folder / "out")
-            ),
+            dying_command("SIGSTOP", 2, "--config", CONFIG, *hostile_corpus(folder)),
             env=clean | own | SECRETS,
             cwd=ROOT,
             stdout=to_stdout,
@@ -120,7 +121,8 @@ def run_hostile(folder, temporary):
     try:
         wait_for_pause(process)
         driver = psutil.Process(process.pid)
-        addresses, token = frozenset(listening(driver)), token_of(driver)
+        addresses = frozenset(listening(driver))
+        token = token_of(driver)
         logs = folder / "logs"  # those of Ray go with it
         shutil.copytree(temporary, logs, ignore=shutil.ignore_patterns("sockets"))
         process.send_signal(signal.SIGCONT)
@@ -134,7 +136,7 @@ def run_hostile(folder, temporary):
 
 
 def hostile_corpus(folder):
-    """Arguments of a run over it: every name once as an id and once in a passthrough column; four rows are errors."""
+    """Arguments of a run over every name, once as an id and once in a passthrough column; four rows are errors."""
     texts = [f"{name}<|im_end|></s> {TEXT * (40 if row else 1)}" for row, name in enumerate(NAMES)]
     columns = {"name": [*NAMES, *FAILED], "other\x1b[2J": [*reversed(NAMES), *FAILED]}
     path = folder / "in" / "%2E%2E%2F%2E%2E%2Fescaped;$(touch escaped)\x1b[2J\u202e.parquet"
@@ -142,7 +144,7 @@ def hostile_corpus(folder):
     pq.write_table(pa.table({"text": [*texts, None, "", None, ""], **columns}), path)
     settings = ["input.id_column=name", r'input.passthrough=["other\x1b[2J"]', "job.commit_every_s=0"]
     settings += ["job.max_error_fraction=0.5", "decoding.max_batch_size=1", "decoding.max_new_tokens=64"]
-    return ["--input", str(path.parent), *(part for setting in settings for part in ("--set", setting))]
+    return on(path.parent, folder / "out", *settings)
 
 
 def token_of(driver):
@@ -182,14 +184,13 @@ def pickled_target(folder, name, canary):
     (folder / name).write_bytes(pickle.dumps({"weight": Payload(canary)}))
 
 
-@pytest.mark.parametrize(("key", "name"), [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
+@pytest.mark.parametrize("key, name", [("target.model", "pytorch_model.bin"), ("draft.model", "model.safetensors")])
 def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path, key, name):  # noqa: F811
     """Unpickling runs code; under the name of safetensors, too."""
     pickled_target(tmp_path / "model", name, tmp_path / "canary")
     output = tmp_path / "out"
-    ended = call("--config", str(CONFIG), "--output", str(output), "--set", f"{key}={tmp_path / 'model'}")
-    assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
-    assert "pickle" in ended.stderr
+    ended = call("--config", CONFIG, "--output", output, "--set", f"{key}={tmp_path / 'model'}")
+    assert "pickle" in ended.line()
     assert not (tmp_path / "canary").exists()
     assert not output.exists()
 
@@ -204,9 +205,9 @@ def test_code_inside_a_models_folder_is_not_run(call, tmp_path):  # noqa: F811
     names = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
     tokenizer = {"AutoTokenizer": ["tokenization.Own", None]}
     for name, more in ("config.json", names), ("tokenizer_config.json", tokenizer):
-        values = json.loads((folder / name).read_text())
+        values = read_json(folder / name)
         (folder / name).write_text(json.dumps(values | {"auto_map": more}))
-    ended = call("--config", str(CONFIG), "--dry-run", "--set", f"target.model={folder}")
+    ended = call("--config", CONFIG, "--dry-run", "--set", f"target.model={folder}")
     assert ended.code in (0, 2), ended.stderr
     assert not (tmp_path / "canary").exists()
 
@@ -215,8 +216,8 @@ def test_a_configuration_runs_nothing(call, tmp_path):  # noqa: F811
     """YAML knows tags that call functions; ours does not."""
     path = tmp_path / "run.yaml"
     path.write_text(f"input: !!python/object/apply:os.system ['touch {tmp_path / 'canary'}']\n")
-    ended = call("--config", str(path))
-    assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    ended = call("--config", path)
+    assert ended.line()
     assert not (tmp_path / "canary").exists()
 
 
@@ -303,15 +304,14 @@ def test_nothing_in_the_report_is_more_than_text(ran):
     assert "could not be made" not in html
     assert "<script" not in html
     assert "<img" not in html
-    report = json.loads((ran.output / "report.json").read_text(encoding="utf-8"))
+    report = read_json(ran.output / "report.json")
     assert {error["example_doc_id"] for error in report["errors"]} <= set(FAILED), "and programs get ids as they are"
 
 
 def test_an_id_that_is_refused_cannot_either(call, tmp_path):  # noqa: F811
     """An error names what is wrong, which comes from the data."""
     pq.write_table(pa.table({"text": ["a", "b"], "name": [NAMES[0]] * 2}), tmp_path / "in.parquet")
-    where = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out")]
-    ended = call("--config", str(CONFIG), *where, "--set", "input.id_column=name")
+    ended = call("--config", CONFIG, *on(tmp_path / "in.parquet", tmp_path / "out", "input.id_column=name"))
     assert ended.code == 2
     assert "owned" in ended.stderr
     assert unsafe(ended.stderr) == set()
@@ -333,8 +333,7 @@ def test_an_id_that_is_refused_cannot_either(call, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("log", ["text", "json"])
 def test_no_value_of_the_command_line_can(call, tmp_path, arguments, log):  # noqa: F811
     """Scripts build commands out of file names; whatever is wrong with one is said in one line."""
-    where = ["--input", str(ROOT / "examples" / "demo"), "--output", str(tmp_path / "out")]
-    ended = call("--config", str(CONFIG), *where, *arguments, "--log", log)
+    ended = call("--config", CONFIG, *on(ROOT / "examples" / "demo", tmp_path / "out"), *arguments, "--log", log)
     assert ended.code in (1, 2), ended.stderr
     assert ended.stderr.endswith("\n")
     assert unsafe(ended.stderr) == set()
@@ -360,11 +359,12 @@ def declared():
 
 def installed(requirements):
     """Name and version of what they bring along here, and whether somebody asks for exactly that version."""
-    seen: set[tuple[str, tuple[str, ...]]] = set()
+    seen = set()
     queue = list(requirements)
     while queue:
         requirement = queue.pop()
-        name, extras = canonicalize_name(requirement.name), tuple(sorted(requirement.extras))
+        name = canonicalize_name(requirement.name)
+        extras = tuple(sorted(requirement.extras))
         if (name, extras) in seen:
             continue
         seen.add((name, extras))

@@ -107,7 +107,9 @@ def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, t
     file = CONFIGS / f"{name}.yaml"
     target = published(tmp_path, RunConfig.load(file).target.model)
     config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive", "draft=null"])
-    facts, text, gpu = read_facts(target), file.read_text(encoding="utf-8"), torch.device("cuda")
+    facts = read_facts(target)
+    text = file.read_text(encoding="utf-8")
+    gpu = torch.device("cuda")
     assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
     config = with_batch_size(config, facts, gpu, 79 * GIB)
@@ -120,7 +122,8 @@ def test_on_a_gpu_attention_is_left_to_the_start(file):
     """A kind that is named excludes the faster one, and `reference` is for tests."""
     config = RunConfig.load(file)
     if config.target.device == "cuda":
-        assert (config.attention.backend, config.attention.tree) == ("auto", "auto")
+        assert config.attention.backend == "auto"
+        assert config.attention.tree == "auto"
 
 
 GPU_CONFIGS = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if RunConfig.load(path).target.device == "cuda"]

@@ -60,10 +60,12 @@ def test_a_reader_that_goes_away_ends_no_job(name, folder):
     reader, writer = os.pipe()
     os.close(reader)
     script, *arguments = COMMANDS[name]
-    whole, environment = [sys.executable, str(ROOT / script), *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
+    whole = [sys.executable, str(ROOT / script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(whole, cwd=folder, env=environment, check=False, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.returncode == 0
+    assert ended.stderr == b""
 
 
 def test_closed_streams_end_no_job(folder):

@@ -51,7 +51,7 @@ CAPTURED = Kernels(steps=ON_DEVICE), Graphs(run_again, 1), PROMPT | {"plan.place
 
 
 @pytest.mark.parametrize(
-    ("kernels", "graphs", "places", "batch"),
+    "kernels, graphs, places, batch",
     [
         pytest.param(*EAGER, 3, id="eager"),
         pytest.param(*CAPTURED, 1, id="with the shapes of graphs"),

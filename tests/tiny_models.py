@@ -331,3 +331,8 @@ def request(name, prompt, max_new_tokens=32, **sampling):
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(**sampling),
     )
+
+
+def of_length(length, max_new_tokens, **sampling):
+    """A request that is named for the length of its random prompt."""
+    return request(str(length), random_prompt(length), max_new_tokens, **sampling)

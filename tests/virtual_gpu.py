@@ -84,7 +84,7 @@ class _Gpu(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.waits: Counter[str] = Counter()
+        self.waits = Counter()
 
     def wait(self):
         """Count a wait at the innermost function of ours."""

@@ -10,6 +10,11 @@ from specextend.attention.plan import KeySpan
 from specextend.decoding.tree import tree_mask
 
 
+def assert_near(found, expected, tolerance):
+    """Assert that tensors, or pairs of them, are equal but for a relative and an absolute error of so much."""
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
 def tensors(batch, num_queries, heads, num_rows, head_dim, dtype):
     """Queries [B, T, H, D], keys and values [K, R, D]; `heads` is (H, K)."""
     generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
@@ -46,7 +51,8 @@ def tree_call(head_dim, heads, num_queries, prefixes, kind, dtype):
     `kind` is `tree`; `level` and `last level`, whose queries are the last of more masked rows than some sequences have,
     with bits of rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
     """
-    batch, num_key_heads = len(prefixes), heads[1]
+    batch = len(prefixes)
+    num_key_heads = heads[1]
     num_masked = {"tree": num_queries, "level": num_queries + 40, "last level": 450, "none": 0}[kind]
     mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 512)
     lengths = prefixes if kind == "none" else [prefix + num_queries for prefix in prefixes]

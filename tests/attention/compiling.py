@@ -32,7 +32,8 @@ def compile_kernel(kernel, types, constants, capability, **options):
 
 def inspect(compiled, folder):
     """Read registers and spills from the machine code, by the tool in triton's wheel."""
-    binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    binary = folder / "kernel.cubin"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     binary.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))

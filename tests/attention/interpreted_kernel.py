@@ -10,7 +10,15 @@ from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference, pack_mask
 from specextend.attention.plan import KeySpan
 from specextend.attention.tree_kernel import attend_tree
-from tests.attention.calls import attend_tree_slowly, random_mask, random_trees, regions, tensors, tree_call
+from tests.attention.calls import (
+    assert_near,
+    attend_tree_slowly,
+    random_mask,
+    random_trees,
+    regions,
+    tensors,
+    tree_call,
+)
 from tests.covering import covering
 
 CPU = torch.device("cpu")
@@ -34,10 +42,11 @@ def assert_is_the_reference(case, dtype):
     call = tree_call(*shape, dtype)
     out, lse = attend_tree(*call, num_splits)
     expected_out, expected_lse = attend_tree_slowly(*call)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     assert out.isfinite().all()
-    torch.testing.assert_close(out, expected_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert_near(out, expected_out, TOLERANCE[dtype])
+    assert_near(lse, expected_lse, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -62,7 +71,7 @@ def test_a_mask_reaches_from_one_word_into_the_next(last_bit):
     mask[0, 0, last_bit] = mask[0, 1, 449] = True
     for length in (450, 481):
         call = (q, k, v, torch.tensor([0]), torch.tensor([length]), pack_mask(mask), 450, 0.125)
-        torch.testing.assert_close(attend_tree(*call, 2), attend_tree_slowly(*call), atol=1e-5, rtol=1e-5)
+        assert_near(attend_tree(*call, 2), attend_tree_slowly(*call), 1e-5)
 
 
 def test_scores_may_be_large_and_rise():
@@ -89,4 +98,4 @@ def test_the_backend_attends_to_any_span(kind):
     q, k, v = tensors(2, 6, (2, 1), num_rows, 64, torch.float32)
     found = load_backend("triton", CPU)(q, k, v, SPANS[kind](starts, lengths), 0.125)
     expected = attend_reference(q, k, v, SPANS[kind](starts, lengths), 0.125)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_near(found, expected, 1e-5)

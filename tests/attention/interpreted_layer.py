@@ -5,13 +5,14 @@ import torch
 
 from specextend.attention.layer_kernels import TRITON, rotate_heads
 from specextend.attention.torch_kernels import TORCH
+from tests.attention.calls import assert_near
 from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
 from tests.covering import covering
 
 CASES = covering([1, 5], [192, 1024, 1500], HEADS, [64, 128, 24], [True, False], [torch.float32, torch.float16])
 
 
-@pytest.mark.parametrize(("num_rows", "size", "heads", "head_dim", "norms", "dtype"), CASES)
+@pytest.mark.parametrize("num_rows, size, heads, head_dim, norms, dtype", CASES)
 def test_they_are_their_twins(num_rows, size, heads, head_dim, norms, dtype):
     """Sizes that are no power of two, heads that fill no program, with and without norms of queries and keys."""
     assert_are_their_twins(TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype)
@@ -29,4 +30,4 @@ def test_rows_that_are_not_named_stay_as_they_are():
     assert (wide[:, :, ~named] == 7).all()
     call[4:6] = cache
     TORCH.rotate_heads(*call)
-    torch.testing.assert_close(wide[:, 1:, named], cache[:, :, named[:12]], atol=1e-5, rtol=1e-5)
+    assert_near(wide[:, 1:, named], cache[:, :, named[:12]], 1e-5)

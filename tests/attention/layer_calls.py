@@ -4,6 +4,7 @@ import torch
 
 from specextend.attention.plain import HeadNorms
 from specextend.attention.torch_kernels import TORCH
+from tests.attention.calls import assert_near
 
 EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
@@ -42,4 +43,4 @@ def assert_are_their_twins(kernels, *case, dtype, device="cpu"):
     found, expected = (outputs(each, *case, dtype=dtype, device=device) for each in (kernels, TORCH))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
-        torch.testing.assert_close(a, b, atol=error, rtol=error)
+        assert_near(a, b, error)

@@ -12,7 +12,7 @@ from specextend.attention.backends import load_backend
 from specextend.attention.compiled import calls as compiled
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan, merge_states
-from tests.attention.calls import random_mask, regions, tensors
+from tests.attention.calls import assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
 HEAD_DIM = 32
@@ -29,7 +29,8 @@ PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 def slow_attention(q, k, v, span, scale):
     """The definition, a query and a head at a time, in fp64."""
-    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
     group = q.shape[2] // k.shape[0]
     for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
         rows = [span.starts[b] + s for s in range(span.lengths[b]) if sees(span, b, t, s, q.shape[1])]
@@ -51,10 +52,7 @@ def sees(span, b, t, s, num_queries):
 
 
 def assert_close(actual, expected):
-    tolerance = TOLERANCE[actual[0].dtype]
-    torch.testing.assert_close(actual[0], expected[0], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=tolerance)
-    assert actual[1].dtype == torch.float32
+    assert_near(actual, expected, TOLERANCE[actual[0].dtype])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -87,7 +85,7 @@ def assert_kernel_is_the_reference(
 CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
 
 
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "prefixes", "dtype"), CALLS)
+@pytest.mark.parametrize("kernel, heads, num_queries, prefixes, dtype", CALLS)
 def test_a_kernel_equals_the_reference(kernel, heads, num_queries, prefixes, dtype):
     """Over prefixes that all queries see, some empty; with the masked rows of a tree behind; and in a causal block.
 
@@ -107,7 +105,7 @@ def test_merging_is_attention_over_the_union():
     whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
     parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
     for a, b in (parts, parts[::-1]):
-        torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
+        assert_near(merge_states(*a, *b), whole, 1e-5)
 
 
 def fail_to_compile(element):

@@ -12,7 +12,7 @@ import torch
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from tests.attention import calls
-from tests.attention.calls import random_mask, random_trees, regions
+from tests.attention.calls import assert_near, random_mask, random_trees, regions
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -34,17 +34,12 @@ def tensors(batch, num_queries, heads, num_rows, head_dim=64):
 
 
 def assert_is_the_reference(q, k, v, span):
-    (out, lse), (expected_out, expected_lse) = (
-        attend_compiled(q, k, v, span, SCALE),
-        attend_reference(q, k, v, span, SCALE),
-    )
-    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-    assert lse.dtype == torch.float32
+    found, expected = (attend(q, k, v, span, SCALE) for attend in (attend_compiled, attend_reference))
+    assert_near(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "lengths", "heads", "head_dim", "kind"), covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS)
+    "num_queries, lengths, heads, head_dim, kind", covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS)
 )
 def test_in_fp32_it_is_the_reference(num_queries, lengths, heads, head_dim, kind):
     """Steps, trees and prefill chunks behind prefixes of all sizes, around the blocks of the kernel."""
@@ -90,7 +85,8 @@ def test_a_result_does_not_depend_on_the_call(dtype, restored_threads):
 @pytest.mark.parametrize("prefix", [0, 1, 60, 64, 509, 1000])
 def test_a_node_of_a_tree_attends_as_its_token_would_alone(prefix, dtype, restored_threads):
     """The same bits: its keys are added in the order and in the places that they have once the path is committed."""
-    num_nodes, mask = 40, random_trees(1, 40)
+    num_nodes = 40
+    mask = random_trees(1, 40)
     q, k, v = (x.to(dtype) for x in tensors(1, num_nodes, (9, 3), prefix + num_nodes))
     torch.set_num_threads(1 + prefix % 2)
     out, lse = attend_compiled(q, k, v, KeySpan([0], [prefix + num_nodes], mask), SCALE)

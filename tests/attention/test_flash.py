@@ -10,7 +10,7 @@ from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import attend_with, find_flash_attn
-from tests.attention.calls import random_mask, regions, tensors
+from tests.attention.calls import assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
 
@@ -47,7 +47,7 @@ def from_cache(q, keys, values, scale, causal, return_lse):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kind", "lengths", "dtype", "heads"),
+    "kernel, kind, lengths, dtype, heads",
     covering(
         [flash_attn_2, flash_attn_3],
         ["prefix", "causal", "tree"],
@@ -71,11 +71,11 @@ def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     span = KeySpan(starts, lengths, mask, causal=kind == "causal")
     found = attend_with(kernel, otherwise)(q, k, v, span, 0.125)
     expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal=kind == "causal"), 0.125)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    assert_near(found, expected, 1e-2)
     assert bool(others) == (kind == "tree" or dtype == torch.float32)
 
 
-@pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
+@pytest.mark.parametrize("modules, version", [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""
     kernels = {"2": ("flash_attn", flash_attn_2), "3": ("flash_attn_interface", flash_attn_3)}
@@ -103,4 +103,4 @@ def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
     q, k, v = tensors(1, 200, (8, 2), 400, 64, torch.bfloat16)
     found = load_backend(backend, torch.device("cuda"))(q, k, v, KeySpan([5], [300], causal=True), 0.125)
     expected = attend_reference(q, k, v, KeySpan([5], [300], causal=True), 0.125)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    assert_near(found, expected, 1e-2)

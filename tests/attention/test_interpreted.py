@@ -14,7 +14,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("files", "marks"),
+    "files, marks",
     [
         (["interpreted_kernel.py", "interpreted_layer.py"], "not slow"),
         pytest.param(["interpreted_kernel.py"], "slow", marks=SLOW),

@@ -52,7 +52,7 @@ def compile_norm(element, size, capability):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "norms", "size", "capability", "element"),
+    "head_dim, norms, size, capability, element",
     [
         (128, True, 4096, 90, "*bf16"),
         *(

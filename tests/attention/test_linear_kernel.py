@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.calls import product_of_tiles
+from tests.attention.calls import assert_near, product_of_tiles
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -36,7 +36,7 @@ def product(x, *tensors):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_inputs", "num_blocks", "threads", "dtype"),
+    "num_rows, num_inputs, num_blocks, threads, dtype",
     covering(NUM_ROWS, NUM_INPUTS, NUM_BLOCKS, [1, 2], DTYPES),
 )
 def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks, threads, dtype, restored_threads):
@@ -45,7 +45,8 @@ def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks
     x, weight, scales, bias = tensors(num_rows, num_inputs, num_blocks * BLOCK, dtype)
     exact = x.double() @ weight.double().T * scales + bias
     found = product(x, lay_out(weight), scales, bias)
-    assert (found.shape, found.dtype) == (exact.shape, torch.bfloat16)
+    assert found.shape == exact.shape
+    assert found.dtype == torch.bfloat16
     size = 1 if dtype == torch.bfloat16 else 40
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * num_inputs * size)
 
@@ -66,7 +67,7 @@ def test_the_twin_of_matrix_tiles_is_the_product():
     """It says, on any processor, in which order tiles are laid out and summed."""
     x, weight, _, _ = tensors(40, 192, 2 * BLOCK, torch.bfloat16)
     found = product_of_tiles(x.float().numpy(), weight.float().numpy())
-    torch.testing.assert_close(torch.from_numpy(found).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+    assert_near(torch.from_numpy(found).double(), x.double() @ weight.double().T, 1e-4)
 
 
 @pytest.mark.skipif(not tiles.HAS_TILES, reason="this processor has no matrix tiles (AMX)")
@@ -77,10 +78,3 @@ def test_matrix_tiles_do_what_their_twin_does_bit_by_bit(num_rows):
     expected = torch.from_numpy(product_of_tiles(x.float().numpy(), weight.float().numpy()))
     found = product(x, lay_out(weight), torch.ones(BLOCK), torch.zeros(BLOCK))
     assert torch.equal(found, expected.bfloat16())
-
-
-@pytest.fixture
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

@@ -41,7 +41,7 @@ def test_packing_puts_row_i_into_bit_i(row):
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "num_processors", "num_warps", "expected"),
+    "num_programs, num_processors, num_warps, expected",
     [
         (8, 108, 4, 26),
         (8, 132, 4, 32),
@@ -70,7 +70,8 @@ def test_on_a_cpu_the_backend_is_refused():
 
 
 def compile_splits(dtype, head_dim, num_rows, capability):
-    element, tiles = f"*{TYPES[dtype]}", choose_tiles(head_dim, num_rows, dtype)
+    element = f"*{TYPES[dtype]}"
+    tiles = choose_tiles(head_dim, num_rows, dtype)
     types = dict.fromkeys(("q", "k", "v"), element) | dict.fromkeys(("part_out", "part_lse"), "*fp32")
     types |= dict.fromkeys(("starts", "lengths", "visible"), "*i64") | {"log2_scale": "fp32"}
     constants = {"GROUP": 4, "HEAD_DIM": head_dim, "ROWS": tiles.rows, "KEYS": tiles.keys}
@@ -95,7 +96,7 @@ FITS = covering(SIZES, [80, 90], [*TYPES])
 
 
 @pytest.mark.parametrize(
-    ("size", "capability", "dtype"),
+    "size, capability, dtype",
     [((128, 204), 90, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS)],
 )
 def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path):
@@ -110,8 +111,6 @@ def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "num_splits", "capability"), covering([64, 128], [1, 3, 27, MAX_SPLITS], [80, 90])
-)
+@pytest.mark.parametrize("head_dim, num_splits, capability", covering([64, 128], [1, 3, 27, MAX_SPLITS], [80, 90]))
 def test_the_merge_fits(head_dim, num_splits, capability, tmp_path):
     assert_fits(inspect(compile_merge(torch.bfloat16, head_dim, num_splits, capability), tmp_path), capability)

@@ -107,7 +107,7 @@ def test_every_shipped_benchmark_can_be_read(path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("bucket=[1024]", "bucket"),
         ("buckets=[1048576]", "0 of 2 documents of up to 1024K tokens"),

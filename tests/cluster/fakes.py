@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,12 +28,12 @@ class FakeEngine:
     """
 
     def __init__(self, config):
-        self.tokenizer: Any = load_tokenizer(config.target.model)
+        self.tokenizer = load_tokenizer(config.target.model)
         self.num_steps = 0
         self.max_tokens = 4096
         self._size = config.decoding.max_batch_size
-        self._active: dict[str, _Running] = {}
-        self._cancelled: set[str] = set()
+        self._active = {}
+        self._cancelled = set()
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +109,7 @@ class QuotingEngine(FakeEngine):
 class _Running:
     def __init__(self, request, tokenizer):
         self.request = request
-        self.text: str = tokenizer.decode(request.prompt_token_ids)
+        self.text = tokenizer.decode(request.prompt_token_ids)
         self.num_tokens = 0
         self.crawls = False
         self.began = time.monotonic()

@@ -16,7 +16,8 @@ from specextend.data.prompts import CLOCK, Prompts
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
 
-TARGET, DRAFT = "owner/target", "owner/draft"
+TARGET = "owner/target"
+DRAFT = "owner/draft"
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
@@ -27,11 +26,11 @@ from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint, write_manifest
-from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
 from tests.cluster.fakes import NeverLoads
-from tests.job.conftest import kept_handlers
+from tests.data.conftest import location
+from tests.job.conftest import kept_handlers, read_json
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -46,13 +45,13 @@ class Ended:
             pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
         self.output, self.screen = folder / "output", Screen()
         prepared = prepare(self.config())
-        self.fingerprint: str = prepared.manifest["fingerprint"]
+        self.fingerprint = prepared.manifest["fingerprint"]
         write_manifest(prepared.output, prepared.manifest)
         keys = [DocumentKey(file, row) for file in range(2) for row in range(NUM_ROWS)]
         self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
 
     def commit(self, rows, fingerprint):
-        CommitWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
+        CommitWriter(location(self.output), "0000000a", fingerprint).commit(rows)
 
     def config(self):
         return RunConfig.from_values(
@@ -87,7 +86,7 @@ def ended(tmp_path):
 
 
 def steal(ended):
-    ended.lock.write_text(json.dumps(json.loads(ended.lock.read_text()) | {"run_id": "feedbeef", "pid": 1}))
+    ended.lock.write_text(json.dumps(read_json(ended.lock) | {"run_id": "feedbeef", "pid": 1}))
 
 
 def remove(ended):
@@ -95,7 +94,7 @@ def remove(ended):
 
 
 @pytest.mark.parametrize(
-    ("happens", "expected", "code"), [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
+    "happens, expected, code", [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
 )
 def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(ended, happens, expected, code):
     """Its successor is at work in the folder: `_SUCCESS` beside half of its summaries would be believed."""
@@ -111,7 +110,7 @@ def test_a_success_file_that_says_nothing_is_written_again(ended, content):
     assert ended.run() == EXIT_DONE
     whole = (ended.output / "_SUCCESS").read_bytes()
     (ended.output / "_SUCCESS").write_bytes(content)
-    assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
+    assert read_status(location(ended.output))["state"] == "stopped, run again to resume"
     assert ended.run() == EXIT_DONE
     assert (ended.output / "_SUCCESS").read_bytes() == whole
 
@@ -154,7 +153,7 @@ def edited(manifest, *path, to):
     return manifest
 
 
-SHAPES: dict[str, Callable[[dict], object]] = {
+SHAPES = {
     "a list": lambda manifest: [manifest],
     "files as a list": lambda manifest: edited(manifest, "identity", "files", to=["0.parquet"]),
     "rows as text": lambda manifest: edited(manifest, "identity", "files", "0.parquet", to={"rows": "3"}),
@@ -169,7 +168,7 @@ SHAPES: dict[str, Callable[[dict], object]] = {
 def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended, shape):
     """Somebody edited it, or a disk lost its mind: JSON that parses is not yet a manifest."""
     path = ended.output / "_run" / "manifest.json"
-    path.write_text(json.dumps(SHAPES[shape](json.loads(path.read_text()))))
+    path.write_text(json.dumps(SHAPES[shape](read_json(path))))
     with pytest.raises(OtherRunError, match=r"manifest.json is damaged, .*; use another output folder") as said:
         ended.run()
     assert exit_code(said.value) == EXIT_OTHER_RUN

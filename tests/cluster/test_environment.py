@@ -12,7 +12,7 @@ import torch
 from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment, say_room
 from specextend.cluster.exits import RefusedError
 from specextend.config import JobOptions
-from tests.job.conftest import wait_for
+from tests.job.conftest import ran, wait_for
 
 
 def prepared(**before):
@@ -106,9 +106,7 @@ def test_a_ray_of_our_own_lives_where_no_other_user_can_go_and_leaves_nothing(tm
     long = tmp_path / ("a folder with a long name " * 4)
     long.mkdir()
     environment = prepared(**os.environ | {"TMPDIR": str(long), "RAY_TMPDIR": ""})
-    ended = subprocess.run(
-        [sys.executable, "-c", PRIVATE, end], env=environment, capture_output=True, text=True, check=True
-    )
+    ended = ran(sys.executable, "-c", PRIVATE, end, env=environment)
     folder, *error = ended.stdout.splitlines()
     assert error == {"error": ["ZeroDivisionError"], "SIGTERM": ["InterruptedRunError"], "force": []}[end], ended.stderr
     wait_for(
@@ -144,7 +142,7 @@ def test_a_ray_that_comes_up_while_a_run_is_planned_has_its_worker_and_leaves_no
 
 
 @pytest.mark.parametrize(
-    ("limit", "arguments", "said"),
+    "limit, arguments, said",
     [
         (
             "-v 3000000",
@@ -177,7 +175,7 @@ def test_of_all_that_a_machine_lacks_the_gpu_is_named_first():
 
 
 @pytest.mark.parametrize(
-    ("job", "nodes", "cores"),
+    "job, nodes, cores",
     [
         ({}, [(2, 0)], 2),
         ({"workers": 4}, [(2, 0)], 1),

@@ -15,16 +15,19 @@ def of(events, name):
 
 def test_the_log_tells_the_story_of_every_document(job, tmp_path):
     """Given to whom, at which attempt, and how it ended: each once, and as the output says it."""
-    stream, run = io.StringIO(), job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
+    stream = io.StringIO()
+    run = job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
     run.screen = open_display(stream, "json")
     assert run.run() == EXIT_TOO_MANY_ERRORS
     log = stream.getvalue()
     events = [json.loads(line) for line in log.splitlines()]
     [attempt] = (run.output / "_run" / "attempts").iterdir()
     assert {event["run"] for event in events} == {attempt.stem}
-    assert [events[0]["event"], events[-1]["event"]] == ["run_started", "run_ended"]
+    assert events[0]["event"] == "run_started"
+    assert events[-1]["event"] == "run_ended"
     assert events[-1]["exit_code"] == EXIT_TOO_MANY_ERRORS
-    done, failed = of(events, "document_done"), of(events, "document_failed")
+    done = of(events, "document_done")
+    failed = of(events, "document_failed")
     assert {event["document"]: event["attempt"] for event in done} == {
         name: row["attempts"] for name, row in run.summaries().items()
     }

@@ -1,9 +1,8 @@
-import subprocess
 import sys
 
 import pytest
 
-from tests.job.conftest import LONGEST_S
+from tests.job.conftest import ran
 
 STUCK = """
 import os, signal, threading, time
@@ -19,14 +18,13 @@ while True:
 
 def ended(code):
     """What became of a process that runs this code."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    return ran(sys.executable, "-c", code)
 
 
 @pytest.mark.parametrize("last", ["threading.Event().wait", "lambda: open('/no/such/folder/lock')"])
 def test_a_lock_that_cannot_be_removed_holds_nobody_up(last):
     """On a file system that hangs or fails it would be SIGKILL again."""
-    assert ended(STUCK.format(last=last)).returncode == 75
+    assert ended(STUCK.format(last=last)).code == 75
 
 
 DEAF = """
@@ -43,7 +41,7 @@ library.pthread_mutex_lock(mutex)  # for ever, and no signal ends it
 
 def test_a_deadline_holds_while_nobody_asks_for_it():
     """It was looked at between documents only: planning and writing summaries ran into the morning."""
-    assert ended(DEAF).returncode == 75
+    assert ended(DEAF).code == 75
 
 
 RAY = """
@@ -81,4 +79,4 @@ except InterruptedRunError as error:
 def test_a_signal_is_heard_while_ray_begins():
     """Ray's handler ended the job with 15."""
     process = ended(RAY)
-    assert process.returncode == 75, process.stderr
+    assert process.code == 75, process.stderr

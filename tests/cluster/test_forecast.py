@@ -64,7 +64,7 @@ def draw_cost(draw, num_tokens):
     return DocumentCost(num_tokens, outputs, 256, prefill_s, decode_s)
 
 
-@pytest.mark.parametrize(("num_measured", "least"), [(2, 0.88), (4, 0.92), (16, 0.95)])
+@pytest.mark.parametrize("num_measured, least", [(2, 0.88), (4, 0.92), (16, 0.95)])
 def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured, least):
     """It promises 95 of 100, whichever documents are drawn; of so few as two or four, about 90."""
     held = 0

@@ -36,7 +36,8 @@ class Time:
     """A wall clock and a steady one, of a machine whose process may be suspended."""
 
     def __init__(self):
-        self.wall, self.steady = 1_000_000.0, 0.0
+        self.wall = 1_000_000.0
+        self.steady = 0.0
 
     def pass_by(self, seconds):
         self.wall += seconds
@@ -87,7 +88,7 @@ def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clo
 def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output, monkeypatch):
     """A minute of silence looks like a hang; and a scheduler may give up on it."""
     write_holder(output, elsewhere(time.time()))
-    said: list[str] = []
+    said = []
     looks = iter(range(3))
 
     def checkpoint():
@@ -152,7 +153,8 @@ def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again
 def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_changes(output, now, junk):
     """Another version's driver may hold the folder by it; what nobody changes must not block it for ever."""
     write_lock(output, junk)
-    start, other = now.lock(output), now.lock(output)
+    start = now.lock(output)
+    other = now.lock(output)
     assert not start.try_take()
     assert not other.try_take()
     assert "_run/lock is no lock that this version knows; waiting up to 60 s" in start.watched
@@ -172,7 +174,8 @@ def store(tmp_path):
 
 def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store, now):
     """Object stores: both write, both wait, one reads its own name."""
-    first, second = now.lock(store, "0000000a"), now.lock(store, "0000000b")
+    first = now.lock(store, "0000000a")
+    second = now.lock(store, "0000000b")
     assert not first.try_take()
     write_holder(store, elsewhere(now.wall))
     now.pass_by(lock.SETTLE_S)
@@ -214,10 +217,12 @@ def test_a_lock_that_cannot_be_read_for_a_moment_is_neither_lost_nor_left(tmp_pa
     faulty = FaultyStore()
     held = now.lock(faulty.at(tmp_path))
     held.try_take()
-    faulty.fault, faulty.num_faults = 0.0, 1.0
+    faulty.fault = 0.0
+    faulty.num_faults = 1.0
     held.beat()
     held.check()
-    faulty.fault, faulty.num_faults = FAULTS["EIO"], num_faults
+    faulty.fault = FAULTS["EIO"]
+    faulty.num_faults = num_faults
     held.release()
     assert read_lock(faulty.at(tmp_path)) is None
 

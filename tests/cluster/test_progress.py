@@ -57,7 +57,8 @@ def test_running_documents_count_for_what_they_have_done():
     for _ in range(2):  # a poll replaces the one before
         book.running("w", {key(0): 50})
     now = book.snapshot(10.0, 1)
-    done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
+    done = 1000 + 50 * DEFAULT_OUTPUT_COST
+    left = 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))
     assert now.num_running == 1
 

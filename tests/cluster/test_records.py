@@ -22,8 +22,9 @@ from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
-from specextend.data.storage import resolve, write_bytes
+from specextend.data.storage import write_bytes
 from tests.cluster.conftest import Job
+from tests.data.conftest import location
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 5
@@ -36,8 +37,8 @@ def output(tmp_path):
     """The folder of a run of five rows that has been planned, and no more."""
     pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), tmp_path / "in.parquet")
     source = open_source(InputOptions(path=str(tmp_path / "in.parquet")))
-    write_manifest(resolve(str(tmp_path / "out")), build_manifest(source, {}, {}))
-    return resolve(str(tmp_path / "out"))
+    write_manifest(location(tmp_path / "out"), build_manifest(source, {}, {}))
+    return location(tmp_path / "out")
 
 
 def held_by(output, **fields):
@@ -66,7 +67,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
+    "path, content", [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
 )
 def test_a_damaged_record_hides_nothing_else(output, path, content):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
@@ -97,7 +98,8 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
 
     What ended in an error row is forgiven, and what is done is forgotten.
     """
-    config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
+    config = Job(tmp_path, ["x"], {}).config()
+    output = location(tmp_path / "output")
     once = Tried(1, frozenset({GPU}))
     StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), once))
     StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({OTHER}))})

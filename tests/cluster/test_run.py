@@ -18,6 +18,7 @@ from specextend.cluster.exits import (
 from specextend.pairing import pair_hashes
 from tests.cluster.conftest import Screen
 from tests.cluster.fakes import SwapsWeights
+from tests.job.conftest import read_json
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
@@ -31,7 +32,7 @@ def hasty(monkeypatch):
 
 def records_of(run):
     """What each start has left."""
-    return [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    return [read_json(path) for path in (run.output / "_run" / "attempts").iterdir()]
 
 
 def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(job):
@@ -122,7 +123,7 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
 
     def steal(snapshot):
         if snapshot.num_done >= 1:
-            thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
+            thief = read_json(lock) | {"run_id": "feedbeef", "pid": 1}
             own = lock.with_name("feedbeef")
             own.write_text(json.dumps(thief))
             own.replace(lock)  # again and again: a heartbeat that is under way writes over the first one
@@ -130,5 +131,5 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     run.screen.on_show = steal
     with pytest.raises(LockLostError, match="taken over by run feedbeef"):
         run.run()
-    assert json.loads(lock.read_text())["run_id"] == "feedbeef"
+    assert read_json(lock)["run_id"] == "feedbeef"
     assert not (run.output / "_run" / "parts").exists()

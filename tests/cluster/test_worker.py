@@ -18,18 +18,10 @@ def request(name, length):
     return Request(request_id=name, prompt_token_ids=[1] * length, max_new_tokens=1)
 
 
-def test_the_longest_request_goes_to_the_engine_first():
-    """Calls arrive out of order: the order is made here."""
-    inbox = Inbox()
-    for name, length in (("short", 1), ("long", 9), ("middle", 5)):
-        inbox.put(request(name, length))
-    assert [inbox.take(block=False).request_id for _ in range(3)] == ["long", "middle", "short"]
-    assert inbox.take(block=False) is None
-
-
 def test_questions_about_one_document_go_to_the_engine_one_after_another():
     """It reads the document once then, also if a longer one comes in between."""
-    inbox, taken = Inbox(), []
+    inbox = Inbox()
+    taken = []
     for name, document, question in (("a1", 7, 40), ("a2", 7, 20), ("a3", 7, 90), ("b1", 8, 60), ("b2", 8, 50)):
         inbox.put(Request(request_id=name, prompt_token_ids=[document] * 300 + [1] * question, max_new_tokens=1))
     taken += [inbox.take(block=False).request_id for _ in range(2)]

@@ -10,7 +10,8 @@ def test_the_pause_between_failed_starts_grows_up_to_a_minute():
     roster = Roster(2)
     good, bad = roster.due(0, 9)
     roster.ready(good)
-    now, pauses = 0.0, []
+    now = 0.0
+    pauses = []
     for _ in range(10):
         pauses.append(roster.failed(bad, "disk full", now))
         assert roster.due(now + pauses[-1] - 0.01, 9) == []

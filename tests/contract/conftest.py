@@ -107,7 +107,7 @@ class Run:
         # A driver whose head is gone waits a minute for it, else.
         variables = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        whole = [sys.executable, *command, "--config", str(CONFIG), *self.arguments(**job)]
+        whole = [sys.executable, *command, "--config", CONFIG, *self.arguments(**job)]
         return subprocess.Popen(whole, env=os.environ | variables, cwd=ROOT, **pipes)
 
     def result(self):
@@ -146,7 +146,7 @@ def run(tmp_path, kept_kernels, local_ray):
 def undisturbed(tmp_path_factory, kept_kernels, local_ray):
     """What the same corpus gives when nothing happens."""
     calm = Run(tmp_path_factory.mktemp("undisturbed"))
-    ended = in_process("summarize.py", "--config", str(CONFIG), *calm.arguments())
+    ended = in_process("summarize.py", "--config", CONFIG, *calm.arguments())
     assert ended.code == 0, ended.stderr
     result = calm.result()
     assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend import RunConfig, Summarizer
-from tests.job.conftest import CONFIG, rows, summarize, write_corpus
+from tests.job.conftest import CONFIG, on, read_json, rows, summarize, write_corpus
 
 SCHEMA = (
     "{kind: audit | budget, closed: boolean, pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}}"
@@ -44,14 +44,16 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
     assert row["error_class"] is None, row["message"]
     parts = [json.loads(part["text"]) for part in row["part_summaries"]]
     assert row["num_requests"] == len(parts) > 2
-    kinds, pages = [part["kind"] for part in parts], [page for part in parts for page in part["pages"]]
+    kinds = [part["kind"] for part in parts]
+    pages = [page for part in parts for page in part["pages"]]
     assert kinds.count(row["kind"]) == max(map(kinds.count, kinds))
-    assert (row["closed"], row["pages"]) == (parts[0]["closed"], list(dict.fromkeys(pages)))
+    assert row["closed"] == parts[0]["closed"]
+    assert row["pages"] == list(dict.fromkeys(pages))
     assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "code"), [(200, 0), (80, 3)])
+@pytest.mark.parametrize("most, code", [(200, 0), (80, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     texts = {"a": "The committee met. " * 20, "b": "It rained."}
     corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
@@ -64,8 +66,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
     ]
-    given = [part for setting in settings for part in ("--set", setting)]
-    ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), *given)
+    ended = summarize(*on(corpus, tmp_path / "out", *settings))
     assert ended.code == code, ended.stderr
     if code:
         errors = rows(tmp_path / "out" / "errors")
@@ -78,10 +79,12 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     for row in rows(tmp_path / "out" / "summaries"):
         assert json.loads(row["answer"]) == {name: row[name] for name in kinds}
         [found] = row["evidence"]
-        assert (found["field"], found["value"]) == ("said", row["said"])
-        begin, end = found["begin"], found["end"]
+        assert found["field"] == "said"
+        assert found["value"] == row["said"]
+        begin = found["begin"]
+        end = found["end"]
         assert begin is None or texts[row["doc_id"]][begin:end].lower() == row["said"]
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = read_json(tmp_path / "out" / "report.json")
     assert report["evidence"]["said"]["strings"] == 2
 
 
@@ -96,8 +99,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
         "decoding.temperature=1.5",
         "decoding.max_new_tokens=80",
     ]
-    given = [part for setting in settings for part in ("--set", setting)]
-    ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), *given)
+    ended = summarize(*on(corpus, tmp_path / "out", *settings))
     assert ended.code == 0, ended.stderr
     for row in rows(tmp_path / "out" / "summaries"):
         answer = json.loads(row["answer"])
@@ -109,7 +111,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
             best = max(log_probs, key=log_probs.__getitem__)
             assert best == (row[field] if field == "kind" else json.dumps(row[field]))
         assert row["num_spec_steps"] + row["num_plain_steps"] == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = read_json(tmp_path / "out" / "report.json")
     found = report["choices"]
     assert {field: sum(of["documents"] for of in values.values()) for field, values in found.items()} == {
         "kind": 2,
@@ -119,7 +121,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    "schema, said",
     [
         ("{agency: strng}", "output.schema.agency must be string, number"),
         ("{agency: string | null}", "output.schema.agency must be string"),
@@ -161,11 +163,10 @@ def test_sources_are_of_sentences_and_not_of_data():
 def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path):
     """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])
-    given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
-    given += ["--set", "input.id_column=doc", "--set", f"output.schema={SCHEMA}", "--set", "output.column=answer"]
+    settings = ["input.id_column=doc", f"output.schema={SCHEMA}", "output.column=answer"]
+    given = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
     ended = call(*given, "--set", "decoding.max_new_tokens=6")
-    assert ended.code == 2, ended.stderr
-    assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.stderr
+    assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.line()
     scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1", "--dry-run"]
     assert call(*given, *scored).code == 0
 

@@ -20,14 +20,16 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     """Every custom_id exactly once, with its answer or its error, as a client of the API reads it."""
     texts = {"r-1": ("The committee met. " * 40, 12), "r-2": ("Nothing was decided.", 7), "empty": (" ", 5)}
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))
-    prepared = in_process("prepare.py", "openai", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "in.parquet"))
+    prepared = in_process("prepare.py", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet")
     assert prepared.code == 0, prepared.stderr
     settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
-    output, places = tmp_path / "out", ("--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"))
+    output = tmp_path / "out"
+    places = ("--input", tmp_path / "in.parquet", "--output", tmp_path / "out")
     ended = summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5")
     assert ended.code == 0, ended.stderr
-    exported = in_process("export.py", str(output), "--format", "openai", "--to", str(tmp_path / "out.jsonl"))
-    assert (exported.code, exported.stderr) == (0, "")
+    exported = in_process("export.py", output, "--format", "openai", "--to", tmp_path / "out.jsonl")
+    assert exported.code == 0
+    assert exported.stderr == ""
     assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     found = {each["custom_id"]: each for each in map(json.loads, lines)}
@@ -36,7 +38,8 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     assert found["empty"]["error"] == {"code": "EmptyText", "message": "the text is empty or white space"}
     for row in rows(output / "summaries"):
         response = found[row["doc_id"]]["response"]
-        assert (response["status_code"], found[row["doc_id"]]["error"]) == (200, None)
+        assert response["status_code"] == 200
+        assert found[row["doc_id"]]["error"] is None
         [choice] = response["body"]["choices"]
         assert choice["message"] == {"role": "assistant", "content": row["summary"]}
         assert choice["finish_reason"] == row["finish_reason"]

@@ -98,7 +98,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
         ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes"),
@@ -139,7 +139,7 @@ def test_all_mistakes_are_said_at_once(config_file):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree is repeated"),
         ("tree: {nodes: 3", "is not valid YAML"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.hub_server import serving
-from tests.job.conftest import ROOT, rows, summarize, write_corpus
+from tests.job.conftest import ROOT, read_json, rows, summarize, write_corpus
 
 MODELS = ROOT / ".models" / "tiny-random"
 
@@ -19,7 +17,7 @@ def start(hub, cache, folder, monkeypatch):
     corpus = write_corpus(folder / "in" / "a.parquet", ["a document", "another one"])
     settings = ("input.id_column=null", "target.model=owner/target", "draft.model=owner/draft")
     changes = [argument for setting in settings for argument in ("--set", setting)]
-    return summarize("--input", str(corpus), "--output", str(folder / "out"), *changes)
+    return summarize("--input", corpus, "--output", folder / "out", *changes)
 
 
 @pytest.mark.slow
@@ -39,5 +37,5 @@ def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path, monkeyp
         assert len(rows(tmp_path / "out" / "summaries")) == 2
         records = [tmp_path / "out" / "_run" / "manifest.json", *(tmp_path / "out" / "_run" / "attempts").iterdir()]
         for record in records:
-            models = json.loads(record.read_text())["models"]
+            models = read_json(record)["models"]
             assert {name: model["commit"] for name, model in models.items()} == commits

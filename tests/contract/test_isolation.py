@@ -11,7 +11,8 @@ import pytest
 
 from tests.alive import fresh
 from tests.covering import covering, each_once_then_slow
-from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, random_prompt, request, tiny_engine
+from tests.reference_outputs import tokens_of
+from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, of_length, random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
@@ -41,7 +42,7 @@ def counts(stats):
 A_B_A = DRAFTS, POLICIES, [3, 20, 900], BACKENDS
 
 
-@pytest.mark.parametrize(("draft", "policy", "other", "backend"), each_once_then_slow(*A_B_A))
+@pytest.mark.parametrize("draft, policy, other, backend", each_once_then_slow(*A_B_A))
 def test_a_b_a(draft, policy, other, backend, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)
@@ -56,7 +57,7 @@ def test_a_b_a(draft, policy, other, backend, pair, alone):
     before.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("draft", "policy", "backend"), covering(DRAFTS, POLICIES, BACKENDS, strength=1))
+@pytest.mark.parametrize("draft, policy, backend", covering(DRAFTS, POLICIES, BACKENDS, strength=1))
 def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend, decoding__max_batch_size=3)
@@ -67,9 +68,9 @@ def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     def source():
         for length, max_new_tokens in sizes:
             seen.append(engine.num_active)
-            yield request(str(length), random_prompt(length), max_new_tokens)
+            yield of_length(length, max_new_tokens)
 
-    completions = {completion.request_id: completion.token_ids for completion in engine.generate(source())}
+    completions = tokens_of(engine.generate(source()))
     assert completions == {str(length): alone(length, max_new_tokens) for length, max_new_tokens in sizes}
     assert max(seen) == 2, "the source is asked only while there is a place"
     before.assert_nothing_is_left(batch=3)
@@ -141,11 +142,11 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     at_call(engine, 20, lambda: engine.cancel("waits"))
     sizes = {"runs": 600, "waits": 700, "last": 30}
     completions = engine.generate(request(name, random_prompt(length), NEW) for name, length in sizes.items())
-    assert {each.request_id: each.token_ids for each in completions} == {"runs": alone(600), "last": alone(30)}
+    assert tokens_of(completions) == {"runs": alone(600), "last": alone(30)}
     before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
-@pytest.mark.parametrize(("draft", "call"), [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
+@pytest.mark.parametrize("draft, call", [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
     engine = tiny_engine(pair, draft)
@@ -165,7 +166,7 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     engine = tiny_engine(pair, decoding__max_batch_size=2)
     before = fresh(engine)
     at_call(engine, 20, fail)
-    requests = [request(str(n), random_prompt(n), NEW) for n in (200, 90, 50)]
+    requests = [of_length(n, NEW) for n in (200, 90, 50)]
     errors = []
     with pytest.raises(RuntimeError, match="attention failed") as failure:
         list(engine.generate(requests, (lambda *error: errors.append(error)) if blame else None))
@@ -180,7 +181,7 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
     before = fresh(engine)
-    completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 90, 200))
+    completions = engine.generate(of_length(n, n) for n in (10, 60, 90, 200))
     assert next(completions).request_id == "10"
     assert engine.num_active == 2
     completions.close()
@@ -211,7 +212,7 @@ def test_a_request_that_exceeds_the_whole_cache_is_refused(pair):
         run(engine, request("big", random_prompt(1700), 100))
 
 
-@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
+@pytest.mark.parametrize("draft, policy", covering(DRAFTS, POLICIES, strength=1))
 def test_the_longest_request_that_fits_runs_to_its_end(draft, policy, pair, alone):
     """The last tree still finds rows and positions."""
     engine = tiny_engine(pair, draft, cache__policy=policy)
@@ -233,7 +234,8 @@ def test_one_new_token_needs_no_draft(draft, pair, alone):
     [completion] = run(tiny_engine(pair, draft), request("a", random_prompt(30), 1))
     assert completion.token_ids == alone(30)[:1]
     assert completion.finish_reason == "length"
-    assert (completion.stats.num_spec_steps, completion.stats.num_output_tokens) == (0, 1)
+    assert completion.stats.num_spec_steps == 0
+    assert completion.stats.num_output_tokens == 1
     assert completion.stats.acceptance_histogram == []
     assert completion.stats.decode_s == 0
 
@@ -246,7 +248,7 @@ def with_eos(pair, folder, *eos_token_ids):
     return Pair(str(folder), pair.drafts)
 
 
-@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("same", 7), ("bad", 7)])
+@pytest.mark.parametrize("draft, position", [("same", 0), ("same", 7), ("bad", 7)])
 def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     """Any of several EOS ids, as first token or inside an accepted path; no token past it, no text of it.
 
@@ -261,7 +263,8 @@ def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     assert len(completions) == 3
     for completion in completions:
         if completion.request_id == "c":
-            assert (completion.token_ids, completion.finish_reason) == (expected, "length")
+            assert completion.token_ids == expected
+            assert completion.finish_reason == "length"
             continue
         assert completion.token_ids == expected[:end]
         assert completion.finish_reason == "stop"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,7 +10,18 @@ import psutil
 import pytest
 
 from tests.contract.conftest import Run
-from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, in_process, is_paused, rows, wait_for
+from tests.job.conftest import (
+    DYING_DRIVER,
+    LONGEST_S,
+    ROOT,
+    end_of,
+    environment,
+    in_process,
+    is_paused,
+    read_json,
+    rows,
+    wait_for,
+)
 
 MOMENTS = {
     "writes a part": ("before", "*/_run/parts/part-*", "2"),
@@ -29,10 +39,9 @@ LATER = ("has written a part", "writes the manifest", "writes summaries", "write
 def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run, summarize_here, undisturbed, kind):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
     when, pattern, number = MOMENTS[kind]
-    killed = run.start(DYING_DRIVER, "SIGKILL", when, pattern, number)
-    _, stderr = killed.communicate(timeout=LONGEST_S)
-    assert killed.returncode == -signal.SIGKILL, stderr
-    output, kept = run.output, run.commits()
+    end_of(run.start(DYING_DRIVER, "SIGKILL", when, pattern, number), -signal.SIGKILL)
+    output = run.output
+    kept = run.commits()
     assert (output / "_run" / "lock").exists()
     assert not (output / "_SUCCESS").exists()
     assert summarize_here(*run.arguments()).code == 0
@@ -40,9 +49,10 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run,
     assert run.commits().items() >= kept.items(), "what was committed stays as it was"
     assert len(run.committed()) == len(set(run.committed())) == len(undisturbed), "and is not done again"
     assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
-    first, second = json.loads((output / "report.json").read_text())["starts"]
+    first, second = read_json(output / "report.json")["starts"]
     is_recorded = kind == "writes _SUCCESS"  # which comes last: the start's record says its end by then
-    assert (first["end"] is not None, first["exit_code"]) == (is_recorded, 0 if is_recorded else None)
+    assert (first["end"] is not None) == is_recorded
+    assert first["exit_code"] == (0 if is_recorded else None)
     assert second["exit_code"] == 0
     assert first["seconds"] > 0, "its last sign of life stands for its end"
     assert first["paid_s"] is not None
@@ -62,11 +72,10 @@ OTHER_RUNS = {
 @pytest.mark.parametrize("kind", OTHER_RUNS)
 def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(tmp_path, summarize_here, undisturbed, kind):
     (tmp_path / "calm").mkdir()
-    calm, run = Run(tmp_path / "calm", OTHER_RUNS[kind]), Run(tmp_path, OTHER_RUNS[kind])
+    calm = Run(tmp_path / "calm", OTHER_RUNS[kind])
+    run = Run(tmp_path, OTHER_RUNS[kind])
     assert summarize_here(*calm.arguments()).code == 0
-    killed = run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"])
-    _, stderr = killed.communicate(timeout=LONGEST_S)
-    assert killed.returncode == -signal.SIGKILL, stderr
+    end_of(run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"]), -signal.SIGKILL)
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == calm.result()
     assert run.result() != undisturbed
@@ -76,13 +85,11 @@ def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(tmp_path
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
 def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_here, undisturbed, kind):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
-    process = run.start(DYING_DRIVER, kind, *MOMENTS["has written a part"])
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 75, stderr
-    assert f"interrupted: {kind} received; finished work is on disk" in stderr
+    said = end_of(run.start(DYING_DRIVER, kind, *MOMENTS["has written a part"]), 75)
+    assert f"interrupted: {kind} received; finished work is on disk" in said
     kept = run.commits()
     assert not (run.output / "_run" / "lock").exists()
-    status = in_process("summarize.py", "--status", str(run.output))
+    status = in_process("summarize.py", "--status", run.output)
     assert status.stdout.startswith(f"stopped, run again to resume: {len(run.committed())} of 12 rows done, 0 failed, ")
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == undisturbed
@@ -98,9 +105,8 @@ def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, summarize_h
     [child] = [each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == name]
     child.kill()
     process.send_signal(signal.SIGCONT)
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 75, stderr
-    assert f"interrupted: Ray's {name} has ended (-9); finished work is on disk, run again to resume" in stderr
+    said = end_of(process, 75)
+    assert f"interrupted: Ray's {name} has ended (-9); finished work is on disk, run again to resume" in said
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == undisturbed
 
@@ -108,9 +114,7 @@ def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, summarize_h
 @pytest.mark.slow
 def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run, undisturbed):
     """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
-    process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"])
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 0, stderr
+    end_of(run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"]))
     assert (run.output / "_SUCCESS").exists()
     assert run.result() == undisturbed
 
@@ -120,11 +124,9 @@ def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start
     run, summarize_here, undisturbed
 ):
     """Those of a large corpus take minutes, and the report: longer than whoever preempts a machine waits."""
-    process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes summaries"])
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 75, stderr
+    end_of(run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes summaries"]), 75)
     assert not (run.output / "_SUCCESS").exists()
-    status = in_process("summarize.py", "--status", str(run.output))
+    status = in_process("summarize.py", "--status", run.output)
     assert status.stdout.startswith("stopped, run again to resume: 12 of 12 rows done, 0 failed, 0 left")
     assert summarize_here(*run.arguments()).code == 0
     assert (run.output / "_SUCCESS").exists()
@@ -147,8 +149,7 @@ def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run, undistu
         winner.send_signal(signal.SIGCONT)
         said += loser.stderr.read()
     loser.wait(LONGEST_S)
-    _, won = winner.communicate(timeout=LONGEST_S)
-    assert winner.returncode == 0, won
+    end_of(winner)
     if "complete already" in said:  # the winner came to its end before it gave the next sign of life
         assert loser.returncode == 0
     else:
@@ -156,7 +157,7 @@ def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run, undistu
         assert f"error: {run.output} " in said
     assert "Traceback" not in said
     assert run.result() == undisturbed
-    assert json.loads((run.output / "_SUCCESS").read_text())["done"] == len(undisturbed)
+    assert read_json(run.output / "_SUCCESS")["done"] == len(undisturbed)
 
 
 @pytest.mark.slow
@@ -165,7 +166,7 @@ def test_answers_can_be_read_while_the_run_goes_on_each_once(run, undisturbed):
     process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
     wait_for(lambda: is_paused(process.pid), "pause")
     live = run.folder / "live"
-    command = [sys.executable, "-m", "specextend", "export", str(run.output), "--follow", "--to", str(live)]
+    command = [sys.executable, "-m", "specextend", "export", run.output, "--follow", "--to", live]
     followers = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
     wait_for(lambda: list(live.glob("*.parquet")), "answer")
     assert not (run.output / "summaries").exists()
@@ -174,10 +175,9 @@ def test_answers_can_be_read_while_the_run_goes_on_each_once(run, undisturbed):
     followers[0].kill()
     process.send_signal(signal.SIGCONT)
     followers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True))
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 0, stderr
-    said = [follower.communicate(timeout=LONGEST_S)[1] for follower in followers]
-    assert (followers[1].returncode, said[1]) == (0, "")
+    end_of(process)
+    followers[0].communicate()
+    assert end_of(followers[1]) == ""
     assert sorted(pairs(rows(live))) == sorted(pairs(undisturbed))
 
 

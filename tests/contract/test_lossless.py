@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.covering import covering
@@ -11,6 +9,7 @@ from tests.tiny_models import (
     BACKENDS,
     FAMILIES,
     PUBLISHED,
+    of_length,
     random_prompt,
     request,
     tiny_engine,
@@ -58,7 +57,7 @@ def test_output_is_the_targets_own(case, pairs, references, ties):
     family, *how = case
     engine = engine_of(pairs(family), *how)
     lengths = PROMPT_LENGTHS[: engine_batch(case)]
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
+    requests = [of_length(length, MAX_NEW_TOKENS) for length in lengths]
     completions = list(engine.generate(requests))
     assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
     for completion in completions:
@@ -78,7 +77,7 @@ def test_these_models_have_something_to_say(family, references):
 def completions_of(pair, policy, draft):
     """What the matrix's prompts give in one batch."""
     engine = engine_of(pair, policy, "sdpa", "hybrid", 3, draft)
-    return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
+    return list(engine.generate([of_length(n, MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
 
 
 def mean_acceptance_length(completions):
@@ -110,7 +109,7 @@ QUANTIZED = covering(
 
 def tokens_of(engine):
     """What the matrix's prompts give."""
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
+    requests = [of_length(length, MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
     return {each.request_id: list(each.token_ids) for each in engine.generate(requests)}
 
 
@@ -129,7 +128,7 @@ def test_with_weights_in_8_bits_output_is_that_of_plain_decoding_with_them(how, 
     assert plain_tokens(pairs(family), None) != expected
 
 
-@pytest.mark.parametrize(("policy", "batch"), covering(POLICIES, (3, 1), strength=1))
+@pytest.mark.parametrize("policy, batch", covering(POLICIES, (3, 1), strength=1))
 def test_with_weights_in_4_bits_it_is_that_too(policy, batch, tmp_path):
     """The same of other kernels, whose groups of 64 inputs need a wider target."""
     pair = write_wide_target(tmp_path)
@@ -144,7 +143,7 @@ SHORTEST = covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9])
 """One token gives a head no key at all, and a chunk is longer than the text."""
 
 
-@pytest.mark.parametrize(("policy", "draft", "length"), [*SEVERAL_CHUNKS, *SHORTEST])
+@pytest.mark.parametrize("policy, draft, length", [*SEVERAL_CHUNKS, *SHORTEST])
 def test_prompts_of_unusual_length(policy, draft, length, pairs, references, ties):
     """Longer than a prefill chunk, or shorter than a chunk of the cache policy."""
     engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
@@ -153,7 +152,7 @@ def test_prompts_of_unusual_length(policy, draft, length, pairs, references, tie
     assert not ties.found
 
 
-CHOICES: list[dict[str, Any]] = [
+CHOICES = [
     {"score_layers": [0]},
     {"score_layers": [0, 1, -1], "refresh_every": 2},
     {"score_layers": [1], "refresh_every": 1},
@@ -161,12 +160,12 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("choice", "draft", "batch"), covering(CHOICES, ["good", "eagle"], [1, 3]))
+@pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle"], [1, 3]))
 def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, references, ties):
     """A selection decides what the draft sees, never what is said."""
     changes = {f"cache__{key}": value for key, value in choice.items()}
     engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
-    prompts = [request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
+    prompts = [of_length(n, MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
     completions = list(engine.generate(prompts))
     for completion in completions:
         reference = references("llama", int(completion.request_id), MAX_NEW_TOKENS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import each_once_then_slow
 from tests.reference_outputs import Ties, generate
 from tests.tiny_models import load_reference, random_prompt, request, tiny_engine
 
@@ -18,8 +18,6 @@ OPTIONS = {
     "none": {},
 }
 AXES = (("autoregressive", "tree", "streaming", "retrieval"), ("good", "bad", "eagle", "ngram", "merged-good"), (4, 1))
-FAST = covering(*AXES, strength=1)
-SLOW = [case for case in covering(*AXES) if case not in FAST]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +44,7 @@ def outputs(engine, **sampling):
     return {completion.request_id: completion for completion in engine.generate(requests)}
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own):
     """A node's penalties count the tokens of its path: what a step accepts was penalised as in plain decoding."""
     ties = Ties()
@@ -73,7 +69,7 @@ def sampled(pair):
     return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
+@pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
     """The noise is added to the penalised logits, wherever in a tree they were computed."""
     found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
 
-TEMPERATURE, TOP_P = 0.7, 0.9
+TEMPERATURE = 0.7
+TOP_P = 0.9
 SAMPLINGS = [
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.2},
@@ -38,7 +40,7 @@ def requests():
 
 
 def outputs(engine):
-    return {completion.request_id: completion.token_ids for completion in engine.generate(requests())}
+    return tokens_of(engine.generate(requests()))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def autoregressive(pair):
 
 
 @pytest.mark.parametrize(
-    ("mode", "draft", "batch"),
+    "mode, draft, batch",
     [
         ("autoregressive", "good", 4),
         ("tree", "eagle", 4),
@@ -88,9 +90,9 @@ def processed(model, prompts):
 
 def joint_distribution(model, prompt, num_tokens):
     """Output -> probability, over all outputs of `num_tokens` tokens or up to an EOS."""
-    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    joint = {(): 1.0}
     for _ in range(num_tokens):
-        grown: dict[tuple[int, ...], float] = {}
+        grown = {}
         for tokens, weight in joint.items():
             if tokens[-1:] == (EOS_TOKEN_ID,):
                 grown[tokens] = weight
@@ -115,7 +117,7 @@ def chi_square_p(counts, joint):
 
 
 @pytest.mark.parametrize(
-    ("policy", "draft"),
+    "policy, draft",
     [("full", "bad"), ("streaming", "eagle"), ("retrieval", "merged-good")],
 )
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from tests.covering import covering
-from tests.reference_outputs import generate
+from tests.reference_outputs import generate, tokens_of
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
@@ -102,7 +102,7 @@ def test_a_short_report_comes_out_as_from_transformers(prompts, references, ties
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mode", "backend", "batch", "lengths"), CASES)
+@pytest.mark.parametrize("mode, backend, batch, lengths", CASES)
 def test_reports_come_out_as_from_transformers(mode, backend, batch, lengths, prompts, references, ties):
     """Documents of 440 to 3,750 tokens: every policy, backend, batch and mode."""
     own = mode in ("tree", "autoregressive")
@@ -136,7 +136,7 @@ SAME_BYTES = [
     importlib.util.find_spec("numba") is None or not {"avx2", "fma"} <= processor_flags(),
     reason="needs the compiled kernels: numba, and a processor with AVX2",
 )
-@pytest.mark.parametrize(("case", "temperature"), SAME_BYTES)
+@pytest.mark.parametrize("case, temperature", SAME_BYTES)
 def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, prompts, restored_threads):
     """Near ties are not excused: each row of a step has the same bits whatever stands beside it."""
     policy, attention, batch, nodes, threads = case
@@ -157,5 +157,5 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, promp
         **sampling,
     )
     assert sum(each.stats.num_accepted_tokens for each in found) > 0
-    expected = {each.request_id: each.token_ids for each in plain}
-    assert {each.request_id: each.token_ids for each in found} == expected
+    expected = tokens_of(plain)
+    assert tokens_of(found) == expected

@@ -18,12 +18,14 @@ from tests.contract.columns import ERRORS, SUMMARIES, assert_has
 from tests.contract.conftest import settings
 from tests.job.conftest import (
     CONFIG,
-    LONGEST_S,
     ROOT,
     TEXT,
     dying_command,
+    end_of,
     long_corpus,
+    on,
     parts,
+    read_json,
     rows,
     summarize,
     wait_for,
@@ -38,7 +40,7 @@ DEMO = ["--set", "input.passthrough=[length_bucket]", "--set", "input.reference_
 def demo(tmp_path_factory, kept_kernels):
     """The demo's documents through the tiny pair; several tests look at what came out."""
     output = tmp_path_factory.mktemp("demo") / "out"
-    return summarize("--output", str(output), *DEMO), output
+    return summarize("--output", output, *DEMO), output
 
 
 def test_a_run_gives_every_document_its_summary(demo):
@@ -50,7 +52,7 @@ def test_a_run_gives_every_document_its_summary(demo):
     done = rows(output / "summaries")
     assert [row["doc_id"] for row in done] == [row["doc_id"] for row in documents]
     assert [row["length_bucket"] for row in done] == [row["length_bucket"] for row in documents]
-    assert json.loads((output / "_SUCCESS").read_text()) == {"rows": 8, "done": 8, "errors": 0}
+    assert read_json(output / "_SUCCESS") == {"rows": 8, "done": 8, "errors": 0}
     for row in done:
         assert row["num_output_tokens"] == 24 or row["finish_reason"] == "stop"
         assert sum(row["acceptance_histogram"]) == row["num_spec_steps"] > 0
@@ -68,13 +70,13 @@ def test_a_run_gives_every_document_its_summary(demo):
 def test_every_summary_is_compared_with_its_document_and_its_reference(demo):
     """The flags are in the report by name."""
     _, output = demo
-    flags: Counter[str] = Counter()
+    flags = Counter()
     for row in rows(output / "summaries"):
         assert 0 <= row["rouge2"] <= row["rouge1"] <= 1
         assert row["copied_fraction"] is None or 0 <= row["copied_fraction"] <= 1
         assert ("truncated" in row["quality_flags"]) == (row["finish_reason"] == "length")
         flags.update(row["quality_flags"])
-    assert json.loads((output / "report.json").read_text())["quality_flags"] == flags
+    assert read_json(output / "report.json")["quality_flags"] == flags
 
 
 def test_the_columns_have_their_names_and_types(demo):
@@ -85,7 +87,7 @@ def test_the_columns_have_their_names_and_types(demo):
     assert schema.names[:3] == ["doc_id", "summary", "finish_reason"]
     assert schema.field(len(schema) - 1).equals(pq.read_schema(source).field("length_bucket"))
     origin = json.loads(schema.metadata[b"specextend"])
-    assert origin["fingerprint"] == json.loads((demo[1] / "_run" / "manifest.json").read_text())["fingerprint"]
+    assert origin["fingerprint"] == read_json(demo[1] / "_run" / "manifest.json")["fingerprint"]
     assert {len(model["sha256"]) for model in origin["models"].values()} == {64}
     [start] = origin["starts"]
     assert {"python", "specextend", "torch", "transformers", "ray", "pyarrow"} <= start["versions"].keys()
@@ -104,8 +106,10 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo):
     assert "_run/lock" not in names
     assert not any(name.endswith(".tmp") for name in names)
     [path] = (output / "_run" / "attempts").iterdir()
-    record = json.loads(path.read_text())
-    assert (record["run_id"], record["exit_code"], record["begin"] < record["end"]) == (path.stem, 0, True)
+    record = read_json(path)
+    assert record["run_id"] == path.stem
+    assert record["exit_code"] == 0
+    assert record["begin"] < record["end"]
     assert {"versions", "git_commit", "models", "job", "workers", "memory"} <= record.keys()
 
 
@@ -113,10 +117,10 @@ def test_a_run_says_which_kernels_its_workers_tried(demo):
     """In the start's record, in the report and in each file: with other kernels figures and last bits are others."""
     _, output = demo
     [path] = (output / "_run" / "attempts").iterdir()
-    recorded = [kernel for worker in json.loads(path.read_text())["workers"] for kernel in worker["kernels"]]
+    recorded = [kernel for worker in read_json(path)["workers"] for kernel in worker["kernels"]]
     assert {"compiled attention", "compiled layers"} == {kernel["name"] for kernel in recorded}
     assert any(kernel["taken"] for kernel in recorded)
-    reported = json.loads((output / "report.json").read_text())["kernels"]
+    reported = read_json(output / "report.json")["kernels"]
     assert sum(kernel["workers"] for kernel in reported) == len(recorded)
     schema = pq.read_schema(output / "summaries" / "part-00000.parquet")
     [start] = json.loads(schema.metadata[b"specextend"])["starts"]
@@ -126,8 +130,9 @@ def test_a_run_says_which_kernels_its_workers_tried(demo):
 def test_a_run_says_what_memory_it_planned_and_used(demo):
     """One line after the first document, and both figures in the report: a plan that is wrong is seen."""
     ended, output = demo
-    [start] = json.loads((output / "report.json").read_text())["starts"]
-    planned, used = start["memory_gib"]["planned"], start["memory_gib"]["used"]
+    [start] = read_json(output / "report.json")["starts"]
+    planned = start["memory_gib"]["planned"]
+    used = start["memory_gib"]["used"]
     assert used / 2 < planned < 2 * used  # on a CPU all of the process: it was planned without its libraries
     [said] = re.findall(r"memory: planned ([\d.]+) GiB, used ([\d.]+) GiB at most", ended.stderr)
     assert float(said[0]) == pytest.approx(planned, abs=0.06)
@@ -161,15 +166,16 @@ def test_a_run_shows_the_text_that_reads_best_and_begins_the_others(demo):
 
 def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo, tmp_path, call):
     """Small models do that, without any flag. Of more rows than are read, the best of all is not known."""
-    ended, output = demo[0], tmp_path / "copy"
+    ended = demo[0]
+    output = tmp_path / "copy"
     shutil.copytree(demo[1], output)
     best = ended.stdout.partition("\nSummary of ")[2].partition(",")[0]
     [text] = [row["summary"] for row in rows(output / "summaries") if row["doc_id"] == best]
-    report = json.loads((output / "report.json").read_text())
+    report = read_json(output / "report.json")
     report["run"]["prompt"]["examples"] = [{"user": "a document", "assistant": f"{text}\n"}]
     report["rows"]["done"] = 9
     (output / "report.json").write_text(json.dumps(report))
-    shown = call("--config", str(CONFIG), "--output", str(output), *DEMO).stdout
+    shown = call("--config", CONFIG, "--output", output, *DEMO).stdout
     assert f"\nSummary of {best}," not in shown
     assert f"\n{best}: " in shown
     assert ", by its quality figures the best of the first 8:\n" in shown
@@ -180,7 +186,7 @@ def test_somebody_elses_file_among_the_summaries_is_not_read(demo, tmp_path, cal
     output = tmp_path / "copy"
     shutil.copytree(demo[1], output)
     pq.write_table(pa.table({"text": ["mine"]}), output / "summaries" / "a-note.parquet")
-    ended = call("--config", str(CONFIG), "--output", str(output), *DEMO)
+    ended = call("--config", CONFIG, "--output", output, *DEMO)
     assert ended.code == 0, ended.stderr
     assert "Summary of " in ended.stdout
 
@@ -189,7 +195,7 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(demo, call):
     """Another tree is another run, more workers are not."""
     _, output = demo
     settings = ["--set", "tree.nodes=5", "--set", "job.workers=2"]
-    ended = call("--config", str(CONFIG), "--output", str(output), *settings)
+    ended = call("--config", CONFIG, "--output", output, *settings)
     assert ended.code == 5
     assert "belongs to another run; give another output.path, or restore what differs:" in ended.stderr
     assert "tree.nodes: 8 there, 5 here" in ended.stderr
@@ -202,13 +208,13 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path, summar
     corpus = write_corpus(
         tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
     )
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
-    arguments += ["--set", "prompt.length_policy=error", "--set", "input.max_new_tokens_column=length"]
-    ended = summarize_here(*arguments, "--set", "input.passthrough=[length]")
+    changes = ["input.id_column=doc", "prompt.length_policy=error", "input.max_new_tokens_column=length"]
+    ended = summarize_here(*on(corpus, tmp_path / "out", *changes, "input.passthrough=[length]"))
     assert ended.code == 3, ended.stderr
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     [done] = rows(tmp_path / "out" / "summaries")
-    assert (done["doc_id"], done["num_output_tokens"]) == ("3", 4)
+    assert done["doc_id"] == "3"
+    assert done["num_output_tokens"] == 4
     errors = {row["doc_id"]: row for row in rows(tmp_path / "out" / "errors")}
     assert {name: row["error_class"] for name, row in errors.items()} == {
         "1": "NullText",
@@ -227,15 +233,15 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
     """From the configuration to the row and the report; the same run without it is another run."""
     pair = write_looping_pair(tmp_path)
     corpus = write_corpus(tmp_path / "in.parquet", ["t5 t6 t7", "t8 t9 t10"])
-    places = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    models = settings(target={"model": pair.target}, draft={"model": pair.drafts["good"]})
-    arguments = [*places, *models, "--set", "decoding.max_new_tokens=150"]
+    changes = [f"target.model={pair.target}", f"draft.model={pair.drafts['good']}", "decoding.max_new_tokens=150"]
+    arguments = on(corpus, tmp_path / "out", "input.id_column=null", *changes)
     ended = summarize_here(*arguments, "--set", "decoding.stop_repetition=true")
     assert ended.code == 0, ended.stderr
     for row in rows(tmp_path / "out" / "summaries"):
-        assert (row["finish_reason"], row["quality_flags"][0]) == ("repetition", "repeated")
+        assert row["finish_reason"] == "repetition"
+        assert row["quality_flags"][0] == "repeated"
         assert row["num_output_tokens"] < 150
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = read_json(tmp_path / "out" / "report.json")
     assert report["finish_reasons"] == {"repetition": 2}
     assert summarize_here(*arguments).code == 5
 
@@ -243,24 +249,24 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
 @pytest.mark.slow
 def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path, start):
     """Who reads the log in the morning, or the folder, must not have to guess."""
-    arguments, output = long_corpus(tmp_path), tmp_path / "out"
+    arguments = long_corpus(tmp_path)
+    output = tmp_path / "out"
     hanging_command = partial(dying_command, "HANG", 1)
-    process = start(*arguments, "--output", str(output), command=hanging_command)
+    process = start(*arguments, "--output", output, command=hanging_command)
     wait_for(lambda: parts(output) or process.poll() is not None, "part")
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 75
-    assert "ended by force; what was committed is there" in said
+    assert "ended by force; what was committed is there" in end_of(process, 75)
     [attempt] = (output / "_run" / "attempts").iterdir()
-    assert json.loads(attempt.read_text())["exit_code"] == 75
+    assert read_json(attempt)["exit_code"] == 75
     assert not (output / "_run" / "lock").exists()
 
 
 @pytest.mark.slow
 def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path, start):
     """A nightly window: exit 75, run again tomorrow."""
-    arguments, output = long_corpus(tmp_path, 5000), tmp_path / "out"
-    ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15")
+    arguments = long_corpus(tmp_path, 5000)
+    output = tmp_path / "out"
+    ended = summarize(*arguments, "--output", output, "--set", "job.deadline_s=15")
     assert ended.code == 75, ended.stderr
     assert "job.deadline_s has passed" in ended.stderr
     assert not (output / "_SUCCESS").exists()
@@ -271,7 +277,7 @@ def test_two_workers_give_what_one_gives(demo, tmp_path, summarize_here):
     """Who does what, and beside whom, changes no summary."""
     _, output = demo
     others = settings(job={"workers": 2}, decoding={"max_batch_size": 1})
-    ended = summarize_here("--output", str(tmp_path / "two"), *others)
+    ended = summarize_here("--output", tmp_path / "two", *others)
     assert ended.code == 0, ended.stderr
     pairs = zip(rows(tmp_path / "two" / "summaries"), rows(output / "summaries"), strict=True)
     assert all(mine["summary"] == theirs["summary"] for mine, theirs in pairs)
@@ -283,9 +289,9 @@ def test_a_model_whose_weights_hold_nan_ends_the_run(tmp_path, summarize_here):
     weights = load_file(target / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    corpus, output = write_corpus(tmp_path / "a.parquet", [TEXT, TEXT]), tmp_path / "out"
-    changes = settings(target={"model": target}, input={"id_column": "null"})
-    assert summarize_here("--input", str(corpus), "--output", str(output), *changes).code == 3
+    corpus = write_corpus(tmp_path / "a.parquet", [TEXT, TEXT])
+    output = tmp_path / "out"
+    assert summarize_here(*on(corpus, output, f"target.model={target}", "input.id_column=null")).code == 3
     assert [(row["error_class"], row["stage"]) for row in rows(output / "errors")] == [
         ("NonFiniteLogits", "decode")
     ] * 2

@@ -211,7 +211,7 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"tasks": ["facts", "question"]}, "two write the column answer"),
         ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),

@@ -78,14 +78,17 @@ def test_results_come_in_the_form_of_the_documents(pairs, engine):
     summarizer = Summarizer(config, lambda _: engine)
     table = documents().select(["text", "name", "year"])
     expected = summarizer(table)["summary"].to_pylist()
-    rows, by_column = table.to_pylist(), table.to_pydict()
+    rows = table.to_pylist()
+    by_column = table.to_pydict()
     assert [row["summary"] for row in summarizer(rows)] == expected
     assert summarizer(by_column)["summary"] == expected
     arrays = {name: np.array(values, object) for name, values in by_column.items()}
     assert summarizer(arrays)["summary"] == expected
     frame = pa.Table.from_pandas(summarizer(table.to_pandas())).to_pydict()
-    assert (frame["summary"], frame["year"]) == (expected, by_column["year"])
-    assert (summarizer(rows[2])["summary"], summarizer(rows[2])["year"]) == (expected[2], 2003)
+    assert frame["summary"] == expected
+    assert frame["year"] == by_column["year"]
+    assert summarizer(rows[2])["summary"] == expected[2]
+    assert summarizer(rows[2])["year"] == 2003
     alone = Summarizer(tiny_config(pairs("llama"), decoding__max_new_tokens=20), lambda _: engine)
     assert alone(TEXTS["b"])["summary"] == expected[2]
     found = alone([TEXTS["b"], None, TEXTS["c"]])
@@ -133,7 +136,7 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
         ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
@@ -155,7 +158,7 @@ def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(con
 
 
 @pytest.mark.parametrize(
-    ("changes", "batch", "message"),
+    "changes, batch, message",
     [
         (
             {"text_column": "body"},

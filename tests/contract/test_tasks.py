@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from specextend import RunConfig, Summarizer, load_engine
+from tests.contract.test_configuration import LEAST
 from tests.job.conftest import ROOT, rows, specextend
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -43,7 +44,8 @@ def test_an_instruction_takes_the_columns_of_its_row(answers):
     written = ["t3 t5 t6  {{ document }}", "t3  t9 2 {{ document }}"]
     for row, instruction in zip(found, written, strict=False):
         [expected] = answers({"text": [TEXT]}, prompt__instruction=instruction)
-        assert (row["summary"], row["num_prompt_tokens"]) == (expected["summary"], expected["num_prompt_tokens"])
+        assert row["summary"] == expected["summary"]
+        assert row["num_prompt_tokens"] == expected["num_prompt_tokens"]
     assert found[2]["error_class"] is None
     assert len({row["content_sha256"] for row in found}) == 3, "another topic makes another answer"
 
@@ -98,7 +100,7 @@ def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
 
 
 @pytest.mark.parametrize(
-    ("instruction", "message"),
+    "instruction, message",
     [
         ("Ask {title}", r"has \{title\}, which would be read as text; write \{\{ title \}\}"),
         ("{% if %}", "prompt.instruction is not a template"),
@@ -116,15 +118,8 @@ def test_bytes_that_are_no_text_and_numbers_that_are_none_are_one_row(answers):
     ],
 )
 def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, message):
-    sections = {
-        "input": {"path": "in"},
-        "output": {"path": "out"},
-        "target": {"model": "a"},
-        "draft": {"kind": "ngram"},
-        "prompt": {"instruction": instruction},
-    }
     with pytest.raises(ValueError, match=message):
-        RunConfig.from_values(sections)
+        RunConfig.from_values(LEAST | {"prompt": {"instruction": instruction}})
 
 
 def test_a_row_may_have_options_of_its_own(answers):

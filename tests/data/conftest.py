@@ -23,6 +23,11 @@ def opened(path, **options):
     return open_source(InputOptions(path=str(path), **options))
 
 
+def location(path):
+    """A place on this machine."""
+    return resolve(str(path))
+
+
 @pytest.fixture
 def write(tmp_path):
     """Write columns as `<tmp_path>/<name>`, in row groups of `group_rows`."""
@@ -42,7 +47,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def output(tmp_path):
-    return resolve(str(tmp_path / "output"))
+    return location(tmp_path / "output")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pyarrow import fs
 from scripts.simulated_store import SimulatedStore
 from specextend.data.storage import Location
 
-FAULTS: dict[str, int | float] = {name: getattr(errno, name) for name in ("EIO", "EMFILE", "ESTALE", "EACCES")}
+FAULTS = {name: getattr(errno, name) for name in ("EIO", "EMFILE", "ESTALE", "EACCES")}
 FAULTS |= {"nothing": 0.0, "a half": 0.5}
 """What a read comes to: an error of the system, or a share of the bytes."""
 
@@ -27,7 +27,7 @@ class _Reader:
 
     def read(self, size=-1):
         """Read up to `size` bytes."""
-        data: bytes = self.file.read(size)
+        data = self.file.read(size)
         fault = self.store.take_fault()
         if isinstance(fault, int):
             raise OSError(fault, os.strerror(fault))
@@ -42,7 +42,7 @@ class FaultyStore(SimulatedStore):
 
     def __init__(self):
         super().__init__(0)
-        self.fault: int | float = 1.0
+        self.fault = 1.0
         self.num_faults = 0.0
 
     def __getstate__(self):

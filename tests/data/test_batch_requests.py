@@ -46,15 +46,19 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     words = shlex.split(found.settings)
     assert words[::2] == ["--set"] * (len(words) // 2)
     config = RunConfig.load(tmp_path / "run.yaml", words[1::2])
-    assert (config.input.id_column, config.input.max_new_tokens_column) == ("id", "max_new_tokens")
+    assert config.input.id_column == "id"
+    assert config.input.max_new_tokens_column == "max_new_tokens"
     assert config.input.passthrough == (), "the demo's configuration names columns of its reports"
-    assert (config.prompt.instruction, config.prompt.system) == ("{{ document }}", SYSTEM["content"])
-    assert (config.decoding.temperature, config.decoding.seed, config.decoding.stop) == (0.5, 7, ("END",))
+    assert config.prompt.instruction == "{{ document }}"
+    assert config.prompt.system == SYSTEM["content"]
+    assert config.decoding.temperature == 0.5
+    assert config.decoding.seed == 7
+    assert config.decoding.stop == ("END",)
     assert config.decoding.top_p == 1.0, "not named, so the run's own"
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    "second, message",
     [
         ("{", "is not JSON"),
         (line(7, user("x")), "has no custom_id; every request needs one, a string"),

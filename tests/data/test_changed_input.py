@@ -13,7 +13,7 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError
 from specextend.data.storage import list_files
 from tests.data.conftest import opened
-from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
+from tests.job.conftest import end_of, on, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
 
@@ -72,18 +72,15 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     as_it_was = tmp_path / "as it was"
     shutil.copy2(path, as_it_was)
     output = tmp_path / "out"
-    arguments = ["--input", str(path), "--output", str(output), "--set", "input.id_column=null"]
+    arguments = on(path, output, "input.id_column=null")
     running = start(*arguments, command=pausing_command)
     wait_for_pause(running)
     write_corpus(path, ["another"] * 16)
     running.send_signal(signal.SIGCONT)
-    said = running.communicate(timeout=LONGEST_S)[0]
-    assert running.returncode == 2, said
+    said = end_of(running, 2)
     assert "error: a.parquet was written to (" in said
     assert "Traceback" not in said
-    assert start(*arguments).wait(LONGEST_S) == 5, "the file is another one"
+    end_of(start(*arguments), 5)  # the file is another one
     shutil.copy2(as_it_was, path)
-    again = start(*arguments)
-    said = again.communicate(timeout=LONGEST_S)[0]
-    assert again.returncode == 0, said
+    end_of(start(*arguments))
     assert len(rows(output / "summaries")) == 16

@@ -1,11 +1,9 @@
 """Whatever Parquet can hold passes through with its values, and with its type if all files have the same."""
 
 import datetime
-from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -28,7 +26,7 @@ NESTED = pa.struct(
     [("title", pa.string()), ("tags", pa.list_(pa.struct([("name", pa.large_string()), ("at", pa.int8())])))]
 )
 
-COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
+COLUMNS = {
     "string": (pa.string(), lambda i: f"text {i}"),
     "string_view": (pa.string_view(), lambda i: f"a text of more than twelve bytes {i}"),
     "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda i: f"category {i // 300}"),
@@ -90,7 +88,8 @@ def test_text_is_read_in_every_encoding(tmp_path, summaries_of, encoding, kind):
     for row in range(0, NUM_ROWS, 7):
         assert source.read(DocumentKey(0, row)).document.text == texts[row]
     written = summaries_of(source, NUM_ROWS)["text"]
-    assert (written.type, written.to_pylist()) == (kind, texts)
+    assert written.type == kind
+    assert written.to_pylist() == texts
 
 
 YEARS = [datetime.datetime(year, 12, 31, 23, 59, 59, 999_999) for year in (9999, 2026, 1, 1816)]
@@ -130,7 +129,7 @@ def utc(*kinds):
 
 S, L, V = pa.string(), pa.large_string(), pa.string_view()
 NOON = datetime.datetime(2026, 1, 1, 12)
-JOINED: dict[str, tuple[list[pa.DataType], Any, pa.DataType]] = {
+JOINED = {
     "strings": ([S, L], "x", L),
     "views": ([V, S], "x", S),
     "dictionaries": ([pa.dictionary(pa.int8(), S), pa.dictionary(pa.int32(), S), S], "x", S),
@@ -170,7 +169,7 @@ def test_types_that_have_room_in_one_are_joined(tmp_path, output, done, name):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "one, other",
     [
         (pa.array(["x"]), pa.array([1])),
         (pa.array(["x"]), pa.array([b"x"])),
@@ -208,7 +207,8 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
 @pytest.mark.parametrize("column", ["text", "topic"])
 def test_what_pyarrow_cannot_decode_in_a_later_row_group_is_found_by_the_check(tmp_path, column):
     """A file with LZO behind its first rows is not damaged: nobody can repair it, but its writer can write it anew."""
-    path, codec = tmp_path / "a.parquet", b"\x18" + bytes([len(column)]) + column.encode() + b"\x15"
+    path = tmp_path / "a.parquet"
+    codec = b"\x18" + bytes([len(column)]) + column.encode() + b"\x15"
     table = pa.table({"text": ["x"] * 4, "topic": ["y"] * 4})
     pq.write_table(table, path, row_group_size=2, compression="snappy")
     before, found, behind = path.read_bytes().rpartition(codec + b"\x02")
@@ -238,4 +238,5 @@ def test_no_other_column_is_guessed_to_be_the_text_because_its_type_is_odd(tmp_p
     with pytest.raises(InputError, match=r"a.parquet: column 'text' looks like the text, but is .*; (cast|join) it"):
         guess_columns(str(path))
     pq.write_table(pa.table({"text": ["a text"], "uuid": pa.array([b"1" * 16], pa.uuid())} | others), path)
-    assert (guess_columns(str(path)).text, guess_columns(str(path)).id) == ("title", "uuid")
+    assert guess_columns(str(path)).text == "title"
+    assert guess_columns(str(path)).id == "uuid"

@@ -88,7 +88,7 @@ def prepare(folder):
 
 def documents(folder, *flags):
     """Prepare a folder as a user does."""
-    return in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{folder}.out")
+    return in_process("prepare.py", "documents", folder, *flags, "--output", f"{folder}.out")
 
 
 def rows(folder, *columns):
@@ -145,7 +145,8 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     (folder / "photo.jpg").write_bytes(b"\xff\xd8")
     (folder / "blank.md").write_text(" \n")
     ended = documents(folder)
-    assert (ended.code, rows(folder, "id")) == (3, ["fine.pdf"])
+    assert ended.code == 3
+    assert rows(folder, "id") == ["fine.pdf"]
     assert failures(folder) == {
         "scan.pdf": "no text",
         "locked.pdf": "password",
@@ -169,7 +170,8 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     assert "; 0 files read, 7 failed, 1 unchanged; " in told.stdout
     (folder / "a.csv").unlink()
     again = documents(folder, "--encoding", "latin-1", "--skip-unreadable")
-    assert (again.code, rows(folder, "text")) == (0, ["One report.", "café"])
+    assert again.code == 0
+    assert rows(folder, "text") == ["One report.", "café"]
 
 
 @pytest.mark.parametrize("title", ["(anonymous)", "Untitled", "Microsoft Word - draft.doc"])
@@ -187,14 +189,16 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
     (folder / "e.txt").write_bytes(b"\xe9")
     (folder / "many.jsonl").write_text('{"text": "1"}\n{"text": "2"}\n')
     first = prepare(limit=4)
-    assert (first.num_read, first.num_waiting) == (4, 2)
+    assert first.num_read == 4
+    assert first.num_waiting == 2
     prepare()
     (folder / "a.txt").write_text("changed")
     (folder / "b.txt").unlink()
     (folder / "f.txt").write_text("new")
     os.utime(folder / "c.txt", ns=(1, 1))
     second = prepare(encoding="latin-1")
-    assert (second.num_read, second.num_unchanged) == (4, 2)
+    assert second.num_read == 4
+    assert second.num_unchanged == 2
     assert rows(folder, "text") == ["changed", "b", "c", "d", "é", "new", "1", "2"]
     assert failures(folder) == {"b.txt": "gone"}
     assert not second.has_failed
@@ -205,7 +209,8 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
         assert not prepare().has_failed
         assert failures(folder) == {"b.txt": "gone", "bad.pdf": "gone"}
     third = prepare(remove_gone=True)
-    assert (third.num_read, rows(folder, "text")) == (0, ["changed", "c", "d", "é", "new", "1", "2"])
+    assert third.num_read == 0
+    assert rows(folder, "text") == ["changed", "c", "d", "é", "new", "1", "2"]
     assert failures(folder) == {"b.txt": "gone"}
     assert len(list(Path(f"{folder}.out").glob("part-*"))) == 1
 
@@ -274,7 +279,8 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
         {"id": "y", "title": None, "text": "last", "n": None, "tags": None, "big": None, "text_": None},
         {"id": "z", "title": None, "text": "fine", "n": "many", "tags": None, "big": None, "text_": None},
     ]
-    repeated, bad = "repeated id", "bad row"
+    repeated = "repeated id"
+    bad = "bad row"
     assert failures(folder) == {
         "a.jsonl:3": repeated,
         **{f"a.jsonl:{number}": bad for number in (4, 5, 7, 8, 9, 10, 11)},
@@ -292,7 +298,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     for name in ("x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
-    arguments = ["documents", str(folder), "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
+    arguments = ["documents", folder, "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
     assert in_process("prepare.py", *arguments).code == 0
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
@@ -330,11 +336,13 @@ def test_an_object_store_is_read_and_written(monkeypatch, prepare):
         write_bytes(resolve("s3://corpus/in/b.jsonl"), b'{"text": "two"}\n')
         for read in (2, 0):
             done = prepare("s3://corpus/in/", output="s3://corpus/out")
-            assert (done.num_documents, done.num_read, done.failures) == (2, read, [])
+            assert done.num_documents == 2
+            assert done.num_read == read
+            assert done.failures == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["documents", "nowhere"], "nowhere does not exist; give a file, a folder or a glob"),
         (["documents", "empty"], "there is no file to read in empty"),
@@ -356,8 +364,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("a")
     output = [] if "--output" in arguments else ["--output", "out"]
     ended = in_process("prepare.py", *arguments, *output)
-    assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert said in ended.stderr
+    assert said in ended.line()
     assert not (tmp_path / "out").exists()
 
 
@@ -371,10 +378,11 @@ def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch):
 def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     """By its name and split, here one in a local folder."""
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
-    arguments = ["hf", str(folder), "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
+    arguments = ["hf", folder, "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
     for _ in range(2):
         ended = in_process("prepare.py", *arguments)
-        assert (ended.code, ended.stdout.partition(";")[0]) == (3, f"2 documents in {folder}.out"), ended.stderr
+        assert ended.code == 3, ended.stderr
+        assert ended.stdout.partition(";")[0] == f"2 documents in {folder}.out"
     assert rows(folder, "id", "text", "pages") == [
         {"id": f"{folder}:test:0", "text": "one", "pages": 1},
         {"id": f"{folder}:test:2", "text": "three", "pages": 3},
@@ -389,7 +397,7 @@ def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prep
     hub.mkdir()
     pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
     for _ in range(2):
-        assert in_process("prepare.py", "hf", str(hub), "--output", f"{folder}.out").code == 3
+        assert in_process("prepare.py", "hf", hub, "--output", f"{folder}.out").code == 3
         assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
 
 
@@ -398,7 +406,8 @@ def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
     (folder / "a.txt").write_text("one two three")
     prepare()
     source = opened(f"{folder}.out")
-    assert (source.options.id_column, source.doc_id(DocumentKey(0, 0))) == ("id", "a.txt")
+    assert source.options.id_column == "id"
+    assert source.doc_id(DocumentKey(0, 0)) == "a.txt"
     pq.write_table(pa.table({"text": ["another"]}), f"{folder}.out/mine.parquet")
     assert opened(f"{folder}.out").options.id_column is None
 
@@ -408,7 +417,7 @@ def test_two_fields_are_not_one_text(folder):
     (folder / "a.jsonl").write_text('{"title": "a", "body": "b"}')
     fields = ("--text-field", "title", "--text-field", "body")
     ended = documents(folder, *fields)
-    assert (ended.code, "one field holds the text" in ended.stderr) == (2, True)
+    assert "one field holds the text" in ended.line()
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):
@@ -491,7 +500,8 @@ def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(folder, pr
     (folder / "broken.xhtml").write_text("<p>never closed")
     prepare(encoding="koi8-r")
     assert failures(folder) == {"broken.xhtml": "damaged"}
-    euro, other = "caf\xe9 \u20ac", "\u0414\u0430"
+    euro = "caf\xe9 \u20ac"
+    other = "\u0414\u0430"
     assert rows(folder, "text") == [euro, euro, "\u9555", other, other, euro, euro, euro]
 
 
@@ -503,7 +513,7 @@ def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
     )
     for flags, text in (([], "Top\nMenu\nText\nWe value you\nBottom"), (["--main-only"], "Text")):
         output = f"{folder}{len(flags)}"
-        assert in_process("prepare.py", "documents", str(folder), *flags, "--output", f"{output}.out").code == 0
+        assert in_process("prepare.py", "documents", folder, *flags, "--output", f"{output}.out").code == 0
         assert rows(Path(output), "text") == [text]
 
 
@@ -512,7 +522,8 @@ def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder, prepare):
     (folder / "bare.txt").write_bytes("fine".encode("utf-16-le"))
     (folder / "marked.txt").write_bytes("fine".encode("utf-32"))
     prepare()
-    assert (rows(folder, "text"), failures(folder)) == (["fine"], {"bare.txt": "encoding"})
+    assert rows(folder, "text") == ["fine"]
+    assert failures(folder) == {"bare.txt": "encoding"}
     prepare(encoding="utf-16-le")
     assert rows(folder, "text") == ["fine", "fine"]
 
@@ -527,7 +538,7 @@ def test_text_of_which_each_byte_is_ascii_may_be_in_another_encoding(folder, pre
 
 
 @pytest.mark.parametrize(
-    ("page", "text"),
+    "page, text",
     [
         ("<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d", "a\nb\nc\nd"),
         ("<select><option>a</option><option>b</option></select><textarea>c</textarea><nav>d", "a\nb\nc\nd"),
@@ -606,7 +617,7 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
 
 
 @pytest.mark.parametrize(
-    ("xml", "text"),
+    "xml, text",
     [
         (
             "<w:r><w:drawing><w:txbxContent><w:p><w:r><w:t>box</w:t></w:r></w:p></w:txbxContent></w:drawing></w:r>",

@@ -20,7 +20,7 @@ def passages(fields, document=DOCUMENT):
 
 
 @pytest.mark.parametrize(
-    ("value", "passage"),
+    "value, passage",
     [
         ("Department of Justice", "Department\nof Justice"),
         (" CRIMES ", "crimes"),
@@ -40,7 +40,7 @@ def test_a_string_is_found_where_it_stands_first_or_nearly(value, passage):
 
 
 @pytest.mark.parametrize(
-    ("value", "document", "passage"),
+    "value, document, passage",
     [
         ("15", "In 2015, 150 paid 15 each.", "15"),
         ("15", "In 2015, 150 paid.", None),

@@ -117,7 +117,8 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
 def test_a_bit_that_changes_in_a_footer_changes_no_row_unnoticed(source, finished):
     """Pages have checksums and a footer none: of 3,000 bits 129 renamed a column, changed a value or lost the rows."""
     file = Path(finished.path) / "summaries" / "part-00000.parquet"
-    whole, table = file.read_bytes(), read(finished, "summaries", 0)
+    whole = file.read_bytes()
+    table = read(finished, "summaries", 0)
     for place in range(0, len(whole), 97):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
@@ -130,7 +131,8 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
     source = opened(write("a.parquet", {"text": ["x"] * 60}))
     requests = []
     for num_parts in (20, 60):
-        store, figures = SimulatedStore(latency_s=0.0), RunFigures()
+        store = SimulatedStore(latency_s=0.0)
+        figures = RunFigures()
         output = Location(fs.PyFileSystem(store), str(tmp_path / f"output-{num_parts}"))
         writer = CommitWriter(output, "0000000a")
         for part in range(num_parts):

@@ -1,15 +1,14 @@
 """Memory grows neither with the input nor with the results: two gigabytes are read like two megabytes."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.job.conftest import ROOT, ran
+
 MODELS = ROOT / ".models" / "tiny-random"
 MIB = 1 << 20
 
@@ -96,6 +95,7 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
+
 from specextend.report import RunFigures, write_report
 
 folder = Path(sys.argv[1])
@@ -173,12 +173,6 @@ def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path):
 
 def measured(script, *arguments):
     """The numbers that a script prints in a process of its own."""
-    process = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return [int(number) for number in process.stdout.split()]
+    ended = ran(sys.executable, "-c", script, *map(str, arguments))
+    assert ended.code == 0, ended.stderr
+    return [int(number) for number in ended.stdout.split()]

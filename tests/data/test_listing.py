@@ -71,7 +71,8 @@ def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path, write):
     for link in ("a.parquet", "b.parquet"):
         (tmp_path / "in" / link).symlink_to("..data/a.parquet")
     listing = list_input(str(tmp_path / "in"))
-    assert (listing.relative_paths, listing.num_repeated) == (("a.parquet",), 1)
+    assert listing.relative_paths == ("a.parquet",)
+    assert listing.num_repeated == 1
 
 
 def test_a_link_to_nothing_is_out_of_reach_and_not_left_out(tmp_path, write):
@@ -95,7 +96,7 @@ def test_missing_input_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "output", "message"),
+    "path, output, message",
     [
         ("in", "in", "inside the input folder"),
         ("in", "in/_out", "inside the input folder"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -27,11 +26,10 @@ from specextend.data.run_folder import (
     write_audit,
     write_success,
 )
-from specextend.data.source import Source
-from specextend.data.storage import Location, resolve, write_bytes
+from specextend.data.storage import write_bytes
 from specextend.report import export
 from tests.damage import DAMAGES, damage
-from tests.data.conftest import opened
+from tests.data.conftest import location, opened
 from tests.data.faulty_store import FAULTS, FaultyStore
 
 TEXTS = ["one", "two", "three"]
@@ -42,7 +40,7 @@ def run(tmp_path, write, done):
     """A finished run and its input."""
     write("in/a.parquet", {"text": TEXTS})
     source = opened(tmp_path / "in")
-    output = resolve(str(tmp_path / "out"))
+    output = location(tmp_path / "out")
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, row) for row in range(3)])
     write_audit(output, {"documents": 1})
@@ -57,7 +55,7 @@ def store():
     return FaultyStore()
 
 
-READERS: dict[str, Callable[[Source, Location], object]] = {
+READERS = {
     "commits": lambda source, output: read_commits(output),
     "an audit": lambda source, output: read_audit(output),
     "manifest": lambda source, output: read_manifest(output),
@@ -84,7 +82,8 @@ def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path, run, store,
     store.fault = FAULTS[fault]
     for store.num_faults in (1.0, 2.0, 3.0, math.inf):
         lasts = store.num_faults == math.inf
-        found, code = None, EXIT_DONE
+        found = None
+        code = EXIT_DONE
         try:
             found = read()
         except (OSError, ValueError) as error:
@@ -101,7 +100,8 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
 ):
     """Exit 2 and "repair it or take it out" was said of a good file; nor may its rows become error rows."""
     monkeypatch.setattr("specextend.data.listing.resolve", lambda path: store.at(path))
-    store.fault, store.num_faults = FAULTS[fault], math.inf
+    store.fault = FAULTS[fault]
+    store.num_faults = math.inf
     with pytest.raises(InputError, match=r"^a.parquet cannot be reached \(.*\); run again$") as said:
         opened(tmp_path / "in")
     assert exit_code_of_command(said.value) == EXIT_FAILED
@@ -121,7 +121,7 @@ def test_a_document_of_which_not_all_bytes_come_is_unreachable(tmp_path, store, 
             SourceFile(store.at(tmp_path / kind), kind, kind, kind, len(content), datetime.now(UTC))
             for kind, content in contents.items()
         ]
-        readings = list(read_files(files, resolve(str(tmp_path)), DocumentOptions(workers=1)))
+        readings = list(read_files(files, location(tmp_path), DocumentOptions(workers=1)))
         read = [row for reading in readings for row in reading.rows]
         for reading in readings:
             read += pq.read_table(tmp_path / reading.pending).to_pylist() if reading.pending else []

@@ -32,7 +32,8 @@ def sizes(text, spans):
 def test_the_parts_are_the_whole_text_in_order_and_none_is_too_long(words, most):
     text = " ".join(words)
     spans = split(text, starts_of(text), most)
-    assert (spans[0].begin, spans[-1].end) == (0, len(text))
+    assert spans[0].begin == 0
+    assert spans[-1].end == len(text)
     assert all(before.end == after.begin < after.end for before, after in pairwise(spans))
     assert all(size <= most for size in sizes(text, spans))
 
@@ -40,7 +41,7 @@ def test_the_parts_are_the_whole_text_in_order_and_none_is_too_long(words, most)
 SENTENCE = "one two three four. "
 
 
-@pytest.mark.parametrize(("separator", "begins"), [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
+@pytest.mark.parametrize("separator, begins", [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
 def test_a_part_ends_where_the_text_does_best(separator, begins):
     """What is better than a sentence's end wins although it is farther from the middle."""
     text = SENTENCE * 9 + separator + SENTENCE * 11
@@ -96,7 +97,8 @@ def test_summaries_that_do_not_fit_together_are_merged_group_by_group(chat_token
     merges = [chat_tokenizer.decode(prompt.token_ids) for prompt in prompts.merges(texts, 40, None)]
     counts = [sum(text in merge for text in texts) for merge in merges]
     assert len(merges) > 1
-    assert (sum(counts), min(counts) >= 2) == (9, True)
+    assert sum(counts) == 9
+    assert min(counts) >= 2
     assert len(prompts.merges(texts[:2], 40, None)) == 1
     with pytest.raises(DocumentError, match="two summaries of parts have up to"):
         prompts.merges(["x" * 300, "y" * 300], 40, None)

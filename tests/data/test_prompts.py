@@ -7,7 +7,6 @@ import string
 from datetime import date, datetime
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +55,7 @@ def test_examples_are_turns_before_the_question(chat_tokenizer, plain_tokenizer)
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize(("begin", "end"), THINKING)
+@pytest.mark.parametrize("begin, end", THINKING)
 def test_markers_of_thoughts_are_known_from_the_template_or_the_vocabulary(plain_tokenizer, begin, end, is_special):
     """Mistral's are special tokens, which are no text: the thought was glued to the answer. A template may be one of
     several that have names, and write the beginning for the model, or all of a thought, to have none.
@@ -93,7 +92,8 @@ def test_a_template_that_looks_at_the_document_sees_what_is_left_of_it(chat_toke
     prompt = render(tokenizer, " " + "a" * 300, 180, instruction="", length_policy="head")
     kept = " " + "a" * (300 - prompt.num_dropped_tokens)
     expected = tokenizer.apply_chat_template([{"role": "user", "content": kept}])["input_ids"]
-    assert (prompt.token_ids, prompt.coverage) == (expected, len(kept) / 301)
+    assert prompt.token_ids == expected
+    assert prompt.coverage == len(kept) / 301
     assert 80 < len(prompt.token_ids) <= 180
 
 
@@ -163,18 +163,20 @@ def test_a_rows_own_instruction_takes_room(chat_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"), [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
+    "policy, kept", [("head", "abcde"), ("tail", "vwxyz"), ("middle", "abcyz")]
 )  # fmt: skip
 def test_an_over_long_document_keeps_what_the_policy_names(plain_tokenizer, policy, kept):
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="", length_policy=policy), 10_000)
     limit = prompts.num_template_tokens + 5 + 16
     prompt = render(plain_tokenizer, "abcdefghijklmnopqrstuvwxyz", limit, 16, instruction="", length_policy=policy)
     assert plain_tokenizer.decode(prompt.token_ids) == f"{kept}\n\nSummary:"
-    assert (prompt.num_dropped_tokens, prompt.length_policy, len(prompt.token_ids)) == (21, policy, limit - 16)
+    assert prompt.num_dropped_tokens == 21
+    assert prompt.length_policy == policy
+    assert len(prompt.token_ids) == limit - 16
 
 
 def test_under_policy_error_an_over_long_document_is_a_row_error(plain_tokenizer):
-    options: dict[str, Any] = {"instruction": "", "length_policy": "error"}
+    options = {"instruction": "", "length_policy": "error"}
     template = len("\n\nSummary:")
     assert render(plain_tokenizer, "abc", template + 3 + 4, 4, **options).num_dropped_tokens == 0
     with pytest.raises(DocumentError, match="PromptTooLong: the prompt has 14 tokens, the limit is 13") as caught:
@@ -191,14 +193,16 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", bos)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|im_end|>")
     ids = render(tokenizer, "A TEXT").token_ids
-    assert (ids[0], ids.count(bos)) == (bos, 1)
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
     tokenizer.chat_template = "<|bos|>{{ messages[0].content }}"
     ids = render(tokenizer, "A TEXT").token_ids
-    assert (ids[0], ids.count(bos)) == (bos, 1)
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    "template, message",
     [
         ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
@@ -378,7 +382,7 @@ def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind, pieces):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "policy"),
+    "kind, name, policy",
     [
         *((kind, "odd pieces", "middle") for kind in ("gpt-2", "llama-3", "llama-2")),
         *(("gpt-2", "words", "head"), ("llama-3", "no spaces", "middle"), ("llama-2", "one endless word", "head")),
@@ -386,7 +390,9 @@ def test_no_text_makes_a_control_token_and_none_of_it_is_dropped(kind, pieces):
 )
 def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(kind, name, policy, monkeypatch):
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
-    text, tokenizer, options = LONG_TEXTS[name], tokenizer_like(kind), PromptOptions(length_policy=policy)
+    text = LONG_TEXTS[name]
+    tokenizer = tokenizer_like(kind)
+    options = PromptOptions(length_policy=policy)
     prompts = Prompts(tokenizer, options, 10_000)
     whole = prompts.render(text, 9_000)
     monkeypatch.setattr("specextend.data.prompts.PIECE_CHARACTERS", 3000)

@@ -39,7 +39,7 @@ def assessed(
 
 
 @pytest.mark.parametrize(
-    ("text", "token_ids", "reason", "flags"),
+    "text, token_ids, reason, flags",
     [
         ("A summary.", [1, 2, 3], "stop", []),
         (" \n", [1], "stop", ["empty"]),
@@ -55,7 +55,7 @@ def test_flags_of_the_tokens(text, token_ids, reason, flags):
 
 
 @pytest.mark.parametrize(
-    ("text", "flags"),
+    "text, flags",
     [
         ("one two three four " * 4, ["repeated_ngrams"]),  # 13 runs, 4 of them different
         ("one two three four five one two three four six", []),  # 1 of 7 runs
@@ -73,7 +73,7 @@ def test_flags_of_the_text(text, flags):
 
 
 @pytest.mark.parametrize(
-    ("document", "dropped", "flags"),
+    "document, dropped, flags",
     [
         (DOCUMENT, 0, []),
         (DOCUMENT, 1, ["shortened"]),
@@ -95,7 +95,7 @@ FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des é
 
 
 @pytest.mark.parametrize(
-    ("text", "document", "flags"),
+    "text, document, flags",
     [
         (ENGLISH, GERMAN, ["wrong_language"]),
         (GERMAN, GERMAN[50:] + " Am Abend ging man nach Hause.", []),
@@ -131,7 +131,7 @@ PUBLISHED = [
 """Summary, reference and what the package `rouge-score` 0.1.2 returns, without stemming."""
 
 
-@pytest.mark.parametrize(("summary", "reference", "scores"), PUBLISHED)
+@pytest.mark.parametrize("summary, reference, scores", PUBLISHED)
 def test_rouge_is_that_of_the_package_that_papers_use(summary, reference, scores):
     """Else nobody could compare with a published figure."""
     found = assessed(summary, reference=reference)

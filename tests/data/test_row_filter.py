@@ -22,7 +22,7 @@ TABLE = pa.table(
 
 
 @pytest.mark.parametrize(
-    ("text", "rows"),
+    "text, rows",
     [
         ("lang == 'en' -- and not another", [0, 3]),
         ("not lang = 'en'", [1]),
@@ -43,7 +43,7 @@ def test_rows_match_as_in_sql(text, rows):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("lang = ", "syntax error"),
         ("", "names no column"),
@@ -71,7 +71,7 @@ def test_what_reaches_beyond_a_row_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    "text, what",
     [
         ("pages == 'two'", "'two'.* pages is int64"),
         ("lang", "lang is dictionary"),

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from specextend.data.storage import (
 )
 from tests.data.conftest import opened
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, s3_server
-from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
+from tests.job.conftest import CONFIG, on, parts, rows, specextend, summarize
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +74,6 @@ def two_files_again():
     )
 
 
-def test_a_commit_is_one_put(s3, output, done):
-    """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
-    writer = CommitWriter(output, "0000000a")
-    s3.requests.clear()
-    name = writer.commit([done(0, row, "a summary of some length " * 200) for row in range(64)])
-    assert set(s3.changes()) == {("PUT", f"/corpus/runs/one night/_run/parts/{name}")}, "sent again if it takes long"
-    assert read_commits(output).done == {DocumentKey(0, row) for row in range(64)}
-
-
 def test_keys_are_named_as_they_are(s3, output, done):
     """Hive folders as Spark writes them, and `#` in a name: what is written there has the very key."""
     folder = "in/date=2026-01-01%2000%3A00/run#1"
@@ -109,12 +98,14 @@ def test_a_run_is_written_resumed_and_finished(s3, output, done, failed):
     CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
     CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
     followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live")
-    assert (followed.code, followed.stdout) == (0, "4 of 5 documents in s3://corpus/live; 1 failed\n")
+    assert followed.code == 0
+    assert followed.stdout == "4 of 5 documents in s3://corpus/live; 1 failed\n"
     assert s3.files().keys() > {"live/part-0000000b-000000.parquet", "live/part-0000000a-000001.parquet"}
     assert finalize(source, output) == Counts(5, 4, 1)
     write_success(output, Counts(5, 4, 1))
     exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv")
-    assert (exported.code, exported.stdout) == (0, "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n")
+    assert exported.code == 0
+    assert exported.stdout == "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n"
     folder = output.child("summaries")
     tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
     assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
@@ -138,7 +129,7 @@ def test_a_table_on_a_store_is_refused_by_its_name(s3, path):
         opened(f"s3://corpus/{path}")
 
 
-REFUSALS: dict[str, Callable[[str, str], bool]] = {
+REFUSALS = {
     "a small file": lambda method, path: method == "PUT",
     "a piece": lambda method, path: "partNumber=2" in path,
     "the last request of an upload": lambda method, path: method == "POST" and "uploadId" in path,
@@ -208,7 +199,7 @@ def test_a_passing_403_or_an_empty_body_damages_neither_a_commit_nor_the_input(
     source = two_files()
     write_manifest(output, build_manifest(source, {}, {}))
     CommitWriter(output, "0000000a").commit([done(0, 0)])
-    readers: list[Callable[[], object]] = [
+    readers = [
         lambda: read_commits(output),
         lambda: read_manifest(output),
         two_files_again,
@@ -301,13 +292,9 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
     upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)
-    arguments = ["--config", str(CONFIG), "--input", "s3://corpus/in", "--output", "s3://corpus/out"]
     settings = ["input.id_column=null", "input.passthrough=[topic]", "job.max_error_fraction=0.5"]
-    arguments += [part for setting in settings for part in ("--set", setting)]
-    ended = subprocess.run(
-        command(*arguments), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = summarize(*on("s3://corpus/in", "s3://corpus/out", *settings))
+    assert ended.code == 0, ended.stderr
     files = s3.files()
     for name, data in files.items():
         target = tmp_path / name

@@ -14,7 +14,7 @@ from specextend.data.fingerprint import build_manifest, differences, write_manif
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import open_source
-from specextend.data.storage import resolve
+from tests.data.conftest import location
 from tests.properties.rows import done
 
 
@@ -82,7 +82,8 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
     write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
     options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
-    source, output = select_rows(open_source(replace(options, limit=6))), resolve(str(tmp_path / "out"))
+    source = select_rows(open_source(replace(options, limit=6)))
+    output = location(tmp_path / "out")
     write_selection(source, output)
     recalled = recall_selection(open_source(options), output, manifest_of(source))
     bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
@@ -91,7 +92,8 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
         assert {each.doc_id(row.key) for row in each.scan() if row.error_class == "BadId"} == bad
     with pytest.raises(DocumentError, match="BadId: the id is that of an earlier row: '7'") as caught:
         source.read(DocumentKey(1, 0))
-    assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
+    assert caught.value.doc_id == "b.parquet:0"
+    assert caught.value.retryable is False
 
 
 def manifest_of(source, max_new_tokens=5):
@@ -109,7 +111,8 @@ def night(options, output, *, failing="", retryable=True, max_new_tokens=5):
     CommitWriter(output, "0" * 8).commit([result_of(source, key, failing, retryable) for key in keys_of(source)])
     assert not list(pending(map(source.rows, range(len(source.files))), read_commits(output)))
     counts = finalize(source, output)
-    assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
+    assert counts.rows == source.num_rows
+    assert counts.errors == int(bool(failing))
     return source
 
 
@@ -136,7 +139,7 @@ def rewrite(path, **changed):
 
 def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, write):
     """Rows are found by id, in whichever file they are by now, and compared by content; errors are tried again."""
-    nights = [resolve(str(tmp_path / "out" / str(number))) for number in range(4)]
+    nights = [location(tmp_path / "out" / str(number)) for number in range(4)]
     options = corpus(except_done_in=(str(tmp_path / "out" / "*"),), passthrough=("lang", "pages"))
     first = night(options, nights[0], failing="de3")
     assert counts_of(first) == {"unchanged": 0, "changed": 0, "new": 10, "selected": 10}
@@ -162,8 +165,9 @@ def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus, tmp_path, 
 
 def test_a_row_that_would_fail_again_waits_until_it_changes(corpus, tmp_path):
     """An empty text counted as new, and as a failure, every night: also where the file is written anew each day."""
-    options, file = corpus(except_done_in=(str(tmp_path / "out" / "*"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
-    outputs = [resolve(str(tmp_path / "out" / str(number))) for number in range(3)]
+    options = corpus(except_done_in=(str(tmp_path / "out" / "*"),))
+    file = tmp_path / "in/lang=de/year=2020/a.parquet"
+    outputs = [location(tmp_path / "out" / str(number)) for number in range(3)]
     night(options, outputs[0], failing="de3", retryable=False)
     rewrite(file, de1="another text")
     second = night(options, outputs[1])
@@ -179,21 +183,23 @@ def test_only_files_that_were_written_since_are_read(corpus, tmp_path):
 
     Whoever changes a file and sets its old time again, byte for byte of the same size, is not found out.
     """
-    options, file = corpus(except_done_in=(str(tmp_path / "out"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
+    options = corpus(except_done_in=(str(tmp_path / "out"),))
+    file = tmp_path / "in/lang=de/year=2020/a.parquet"
     pq.write_table(pq.read_table(file, partitioning=None), file, compression="none")
-    night(options, resolve(str(tmp_path / "out")))
+    night(options, location(tmp_path / "out"))
     time = file.stat().st_mtime_ns
     file.write_bytes(file.read_bytes().replace(b"text of de2", b"TEXT of de2"))
     for changed_ns, num_changed in ((0, 0), (1, 1)):
         os.utime(file, ns=(time, time + changed_ns))
         whole = open_source(options)
-        earlier, _ = find_earlier(options.except_done_in, resolve(str(tmp_path / "other")), manifest_of(whole))
+        earlier, _ = find_earlier(options.except_done_in, location(tmp_path / "other"), manifest_of(whole))
         assert counts_of(select_rows(whole, earlier))["changed"] == num_changed
 
 
 def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
     """A night that is resumed must not take in what has arrived since, nor drop what another run has done since."""
-    options, output = corpus(except_done_in=(str(tmp_path / "out-*"),)), resolve(str(tmp_path / "out-1"))
+    options = corpus(except_done_in=(str(tmp_path / "out-*"),))
+    output = location(tmp_path / "out-1")
     source = night(options, output)
     manifest = manifest_of(source)
     write("in/new.parquet", {"id": ["n"], "text": ["t"], "pages": [1]})
@@ -208,10 +214,11 @@ def test_rows_stay_those_of_the_first_start(corpus, tmp_path, write):
 
 def test_an_earlier_output_must_be_one(corpus, tmp_path):
     """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
-    manifest, own = manifest_of(open_source(corpus())), resolve(str(tmp_path / "own"))
+    manifest = manifest_of(open_source(corpus()))
+    own = location(tmp_path / "own")
     with pytest.raises(InputError, match="is no output folder"):
         find_earlier([str(tmp_path / "typo")], own, manifest)
     assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
-    write_manifest(resolve(str(tmp_path / "night-1")), manifest)
+    write_manifest(location(tmp_path / "night-1"), manifest)
     _, notes = find_earlier([str(tmp_path / "night-*")], own, manifest)
     assert notes == (f"not counted as done: rows of {tmp_path}/night-1, which is not finished",)

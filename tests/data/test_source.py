@@ -65,7 +65,7 @@ def test_every_type_of_text_is_text(write, kind):
 
 
 @pytest.mark.parametrize(
-    ("ids", "expected"),
+    "ids, expected",
     [
         (pa.array([7, 8], pa.int64()), ["7", "8"]),
         (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
@@ -123,7 +123,7 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
 
 
 @pytest.mark.parametrize(
-    ("option", "column", "cast"),
+    "option, column, cast",
     [
         ("text_column", "number", 'CAST("number" AS VARCHAR)'),
         ("text_column", "bytes", 'decode("bytes")'),
@@ -189,7 +189,7 @@ def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path, write):
 
 
 @pytest.mark.parametrize(
-    ("values", "path_value"),
+    "values, path_value",
     [
         (pa.array([2025]), "unknown"),
         (pa.array([25], pa.int8()), "300"),
@@ -218,7 +218,7 @@ def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("text", "error_class"),
+    "text, error_class",
     [
         (pa.array([None], pa.string()), "NullText"),
         (pa.array([None], pa.null()), "NullText"),
@@ -233,7 +233,10 @@ def test_a_bad_text_costs_its_row_and_no_more(write, text, error_class):
     with pytest.raises(DocumentError) as caught:
         source.read(DocumentKey(0, 0))
     error = caught.value
-    assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
+    assert error.error_class == error_class
+    assert error.stage == "read"
+    assert error.retryable is False
+    assert error.doc_id == "one"
     assert [row.error_class for row in source.scan()] == [error_class]
 
 

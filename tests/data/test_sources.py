@@ -22,7 +22,7 @@ def passages(text, document=REPORT):
 
 
 @pytest.mark.parametrize(
-    ("sentence", "passage"),
+    "sentence, passage",
     [
         ("A second ferry cost 4,310 dollars.", "A second ferry cost 4,310 dollars,\r\nwhich the state paid."),
         ("The state bought a ferry for $4,310", "A second ferry cost 4,310 dollars,\r\nwhich the state paid."),
@@ -47,7 +47,7 @@ def test_each_sentence_of_a_text_has_its_passages_the_best_first():
 
 
 @pytest.mark.parametrize(
-    ("document", "sentence", "passage"),
+    "document, sentence, passage",
     [
         (
             "Une e\u0301cole. Le the\u0301a\u0302tre ferme. Rien.",

@@ -1,7 +1,6 @@
 """A file is there whole or not at all, on every file system."""
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path):
         resolve("file://a/b")
 
 
-@pytest.mark.parametrize(("scheme", "parameters"), [("s3", "?region=us-east-1"), ("gs", "")])
+@pytest.mark.parametrize("scheme, parameters", [("s3", "?region=us-east-1"), ("gs", "")])
 @pytest.mark.parametrize("key", ["date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
 def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme, parameters, key):
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
@@ -90,7 +89,7 @@ def write_through(location):
         Path(path).write_bytes(b"new")
 
 
-CHANGES: dict[str, Callable[[Location], object]] = {
+CHANGES = {
     "write_bytes": lambda location: write_bytes(location, b"new"),
     "atomic_output": write_through,
     "delete": delete,
@@ -123,7 +122,7 @@ NO_NETWORK = "When resolving region for bucket 'bucket': AWS Error NETWORK_CONNE
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "said"),
+    "answer, error, said",
     [
         (NO_NETWORK, OSError, f"s3://bucket/x cannot be reached: {NO_NETWORK}; run again"),
         ("Bucket 'bucket' not found", ValueError, "cannot open s3://bucket/x: Bucket 'bucket' not found"),
@@ -140,4 +139,5 @@ def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(monkeypatc
     monkeypatch.setattr(fs, "FileSystem", FileSystem)
     with pytest.raises((OSError, ValueError)) as raised:
         resolve("s3://bucket/x")
-    assert (type(raised.value), str(raised.value)) == (error, said)
+    assert type(raised.value) is error
+    assert str(raised.value) == said

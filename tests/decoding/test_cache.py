@@ -13,7 +13,7 @@ from specextend.decoding.cache import ALIGNMENT, Region, RowAllocator, aligned
 def test_regions_never_overlap_and_all_rows_come_back(num_blocks, actions):
     """Two sequences on one row would mix two documents' text; a lost row would shrink every later batch."""
     rows = RowAllocator(num_blocks * ALIGNMENT)
-    taken: list[Region] = []
+    taken = []
     for action in actions:
         if action < 0:
             if taken:

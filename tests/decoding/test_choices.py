@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specextend.data.answers import choices_of, schema_of
 from tests.tiny_models import (
     load_reference,
+    of_length,
     random_prompt,
     request,
     tiny_engine,
@@ -37,9 +38,13 @@ def own(pair):
     """Each prompt's answer by transformers, a row for each value: its text, and all log probabilities."""
     from specextend.models import load_tokenizer
 
-    model, tokenizer, found = load_reference(pair), load_tokenizer(pair.target), {}
+    model = load_reference(pair)
+    tokenizer = load_tokenizer(pair.target)
+    found = {}
     for length in LENGTHS:
-        prompt, text, all_log_probs = random_prompt(length), "", []
+        prompt = random_prompt(length)
+        text = ""
+        all_log_probs = []
         for choice in CHOICES:
             paths = tokenizer([text + each for each in choice.texts], add_special_tokens=False)["input_ids"]
             inputs = pad_sequence([torch.tensor(prompt + path) for path in paths], batch_first=True)
@@ -53,12 +58,12 @@ def own(pair):
 
 
 def asked(length, **changes):
-    given = request(str(length), random_prompt(length), 200, temperature=changes.pop("temperature", 0.0), seed=length)
+    given = of_length(length, 200, temperature=changes.pop("temperature", 0.0), seed=length)
     return replace(given, choices=CHOICES, **changes)
 
 
 @pytest.mark.parametrize(
-    ("mode", "draft", "batch", "temperature"),
+    "mode, draft, batch, temperature",
     [("autoregressive", None, 1, 0.0), ("tree", "good", 4, 0.9), ("specextend", "eagle", 2, 0.0)],
 )
 def test_log_probabilities_are_those_of_transformers(mode, draft, batch, temperature, pair, own):
@@ -73,7 +78,8 @@ def test_log_probabilities_are_those_of_transformers(mode, draft, batch, tempera
     for length in LENGTHS:
         text, log_probs = own[length]
         completion = found[str(length)]
-        assert (completion.text, completion.finish_reason) == (text, "stop")
+        assert completion.text == text
+        assert completion.finish_reason == "stop"
         assert [each.value for each in completion.scored] == [value for each in CHOICES for value in each.values]
         torch.testing.assert_close(
             torch.tensor([each.log_prob for each in completion.scored]), log_probs.float(), atol=1e-4, rtol=1e-4

@@ -65,7 +65,8 @@ class Graph:
     """A captured function: it has memory of its own if it fits into no other one's."""
 
     def __init__(self, outputs):
-        self.outputs, self.takes = outputs, 0
+        self.outputs = outputs
+        self.takes = 0
         self.size = sum(each.numel() for each in outputs)
 
     def replay(self):

@@ -36,7 +36,7 @@ def alone(pair):
     return token_ids
 
 
-@pytest.mark.parametrize(("draft", "backend", "batch"), each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
+@pytest.mark.parametrize("draft, backend, batch", each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
 def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
     changes = {"attention__backend": backend, "decoding__max_batch_size": batch, "cache__policy": "full"}
     engine = tiny_engine(pair, draft, **changes)
@@ -51,7 +51,7 @@ def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch,
 
 
 @pytest.mark.parametrize(
-    ("common", "own", "cached"),
+    "common, own, cached",
     [
         (LEAST_REUSED, 20, LEAST_REUSED),
         (LEAST_REUSED - 1, 20, 0),
@@ -69,7 +69,8 @@ def test_a_short_beginning_is_read_again(common, own, cached, pair):
 def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
     """Nor the one before it, whose rows may have been written meanwhile."""
     engine = tiny_engine(pair)
-    forward, calls = engine.target.forward_with_features, []
+    forward = engine.target.forward_with_features
+    calls = []
 
     def fail_in_the_second_document(token_ids, *rest):
         calls.append(token_ids)

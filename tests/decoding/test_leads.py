@@ -30,7 +30,8 @@ def test_the_lead_is_the_change_that_reverses_a_choice(sampling):
     params = SamplingParams(**sampling, seed=3)
     generator = torch.Generator().manual_seed(0)
     for position in range(40):
-        logits, at = torch.randn(50, generator=generator), torch.tensor(position)
+        logits = torch.randn(50, generator=generator)
+        at = torch.tensor(position)
         chosen = int(choose_tokens(logits[None], at[None], params))
         lead = lead_of(logits, at, params, chosen)
         for shift, wins in ((lead + 1e-4, False), (0.99 * lead - 1e-4, True)):

@@ -19,7 +19,8 @@ def without_weights(folder):
 def test_the_work_of_a_model_is_counted_from_its_shapes(tmp_path, family):
     """A step reads every weight once, of an embedding with an output layer beside it only a row."""
     options = TargetOptions(model=write_model(tiny_model(FAMILIES[family], 0), tmp_path), dtype="bfloat16")
-    work, model = count_work(without_weights(options.model), DTYPES[options.dtype]), load_target(options)
+    work = count_work(without_weights(options.model), DTYPES[options.dtype])
+    model = load_target(options)
     read = [weight for name, weight in model.named_parameters() if "embed" not in name or FAMILIES[family].tied]
     matrices = [weight for name, weight in model.named_parameters() if "layers" in name and weight.dim() == 2]
     assert work.weight_bytes == sum(weight.numel() * 2 for weight in read)
@@ -33,7 +34,8 @@ def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
     from torch.utils.flop_counter import FlopCounterMode
 
     options = TargetOptions(model=write_model(tiny_model(FAMILIES["llama"], 0), tmp_path), dtype="float32")
-    work, model = count_work(without_weights(options.model), DTYPES[options.dtype]), load_target(options)
+    work = count_work(without_weights(options.model), DTYPES[options.dtype])
+    model = load_target(options)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 50, dtype=torch.long), logits_to_keep=1)

@@ -16,7 +16,7 @@ from specextend.data.answers import answer_fields, schema_of
 from specextend.decoding.device import Graphs
 from specextend.decoding.speculation import Adaptive
 from tests.contract.test_lossless_penalties import engine_of
-from tests.covering import covering
+from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import generate
 from tests.test_adaptive import NUM_NODES, PausesAtRandom, ScriptedCosts, adaptive_engine
@@ -50,8 +50,6 @@ AXES = (
     ("good", "bad", "eagle", "eagle3", "ngram", "merged-good"),
     (4, 1),
 )
-FAST = covering(*AXES, strength=1)
-SLOW = [case for case in covering(*AXES) if case not in FAST]
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +107,7 @@ def outputs(engine, **sampling):
     return {completion.request_id: completion for completion in engine.generate(requests(**sampling))}
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own):
     found = outputs(engine_of(pair, mode, draft, batch))
     for name in OPTIONS:
@@ -123,7 +119,7 @@ def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own)
 SAMPLED = {"temperature": 0.8, "top_k": 30, "top_p": 0.95}
 
 
-@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
+@pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_under_a_schema_in_every_mode(mode, draft, batch, pair):
     """The noise is added to the masked logits, also where the schema leaves fewer tokens than top_k."""
     plain = outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)

@@ -80,7 +80,8 @@ def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
 
 def test_more_rows_than_a_sequence_has_are_those_of_several(pair):
     """Each has rows of its own, as requests do."""
-    target, taken = tiny_engine(pair, attention__backend="reference").target, {}
+    target = tiny_engine(pair, attention__backend="reference").target
+    taken = {}
     attend = target.attend
 
     def noting(q, k, v, span, scale):
@@ -144,7 +145,8 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
 
 def test_a_measurement_that_shares_its_core_is_disturbed():
     """Counts of preemptions do not tell: Ray's threads wake 400 times a second, and take 2% of the time."""
-    cores, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    cores = os.sched_getaffinity(0)
+    core = min(os.sched_getaffinity(0))
     busy = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
 
     def spin():

@@ -53,7 +53,8 @@ def in_one_call(model):
 def forwards(model):
     """Return what two sequences give and write: a chunk of a prompt, another one behind it, a tree and a plain step."""
     model.cache.stored[:] = 0
-    generator, results = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    results = []
     length = 0
     for num_new, mask in ((70, None), (130, None), (9, TREE.expand(2, -1, -1)), (1, None)):
         length += num_new
@@ -67,7 +68,9 @@ def forwards(model):
 def test_it_is_as_exact_as_layer_after_layer(models):
     """Outputs, features and queries that are kept, and the cache, for biases, norms of heads and heads in groups."""
     exact, rounded = models
-    expected, plain, found = forwards(exact), forwards(rounded), forwards(in_one_call(rounded))
+    expected = forwards(exact)
+    plain = forwards(rounded)
+    found = forwards(in_one_call(rounded))
     assert rounded._decoder is not None
     for right, before, after in zip(expected, plain, found, strict=True):
         assert after.shape == right.shape
@@ -117,7 +120,8 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
 def head_of(dtype, in_one_call, without=()):
     """Return the shipped head behind a random embedding, with 60 rows that it sees; without parts if need be."""
     shape = read_head(HEAD)
-    weights, vocabulary = read_weights(shape), read_vocabulary(shape)
+    weights = read_weights(shape)
+    vocabulary = read_vocabulary(shape)
     if "copies" in without:
         shape = replace(shape, copy_heads=0)
         weights = {name: weights[name][:, : shape.hidden_size] if "o_proj" in name else weights[name]
@@ -145,7 +149,8 @@ def head_of(dtype, in_one_call, without=()):
 @torch.inference_mode()
 def head_forwards(network):
     """Return what decided tokens and a level of a tree give, of two sequences, and write."""
-    generator, results = torch.Generator().manual_seed(7), []
+    generator = torch.Generator().manual_seed(7)
+    results = []
     for num_new, mask in ((3, None), (9, TREE.expand(2, -1, -1))):
         token_ids, history = (torch.randint(0, 49152, (2, num_new, *more), generator=generator) for more in ((), (3,)))
         hidden = torch.randn(2, num_new, network.hidden_size, generator=generator).bfloat16()
@@ -189,7 +194,7 @@ def grown(network, least_gain, depth):
 
 
 @pytest.mark.parametrize("without", [(), ("copies",), ("list of tokens",)])
-@pytest.mark.parametrize(("least_gain", "depth"), [(0.0, 4), (0.2, 4), (0.0, 1)])
+@pytest.mark.parametrize("least_gain, depth", [(0.0, 4), (0.2, 4), (0.0, 1)])
 def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, without):
     """But for nodes that are nearly as likely as others: its sums are rounded at other places."""
     joined = head_of(torch.bfloat16, True, without)

@@ -9,7 +9,7 @@ from tests.tiny_models import load_reference, random_prompt, request, tiny_engin
 SIZES = {"num_nodes": 8, "max_depth": 4, "chunk_size": 8, "refresh_every": 3}
 
 
-@pytest.mark.parametrize(("policy", "top_k_chunks"), [("full", 1000), ("retrieval", 6)])
+@pytest.mark.parametrize("policy, top_k_chunks", [("full", 1000), ("retrieval", 6)])
 def test_the_method_on_one_page_and_the_engine_give_the_targets_tokens_in_as_many_steps(
     policy, top_k_chunks, pair, references
 ):

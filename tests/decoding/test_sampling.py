@@ -19,7 +19,7 @@ def slow_probs(logits, sampling):
     ranked = sorted(weight, key=lambda token: (-logits[token], token))
     ranked = ranked[: sampling.top_k or None]
     total = math.fsum(weight[token] for token in ranked)
-    kept: list[int] = []
+    kept = []
     for token in ranked:
         kept.append(token)
         if sampling.top_p < 1 and math.fsum(weight[token] for token in kept) >= sampling.top_p * total:

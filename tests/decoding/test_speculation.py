@@ -68,7 +68,8 @@ def test_a_draft_that_pays_is_used_throughout():
 @pytest.mark.parametrize("accepted", [[0], [1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]])
 def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted, length):
     """A first verdict costs two plain steps; later tries are paid from a purse of 2% of the decoding so far."""
-    state, account = Speculation(), Experience()
+    state = Speculation()
+    account = Experience()
     num_steps = lost = num_tokens = 0
     while num_tokens < length:
         number = accepted[num_steps % len(accepted)]
@@ -81,7 +82,9 @@ def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted,
 
 def test_many_documents_pay_for_one_first_try():
     """Short documents that each found out for themselves would lose a tenth; here the run does once, and then 2%."""
-    account, lost, num_tokens = Experience(), 0.0, 0
+    account = Experience()
+    lost = 0.0
+    num_tokens = 0
     for _ in range(40):
         state = account.begin(LENGTH)
         if account.is_known and not who_speculates([state], verify_s, lambda _: DRAFT, in_credit=account.in_credit):
@@ -134,7 +137,7 @@ STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
 
 
 @pytest.mark.parametrize(
-    ("probabilities", "seconds", "expected"),
+    "probabilities, seconds, expected",
     [
         ([0.6, 0.4, 0.2] + [0.01] * 12, FLAT, 16),  # more rows for nothing
         ([0.6, 0.2, 0.1] + [0.01] * 12, STEEP, 2),

@@ -43,7 +43,7 @@ def traced_steps(pair, batch, calls_before_capture, monkeypatch):
     return [step for step in tracer.steps if step.num_sequences == batch][:-1]
 
 
-@pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 156, 1), (3, 158, 2)])
+@pytest.mark.parametrize("batch, operators, uploads", [(1, 156, 1), (3, 158, 2)])
 def test_an_eager_step_has_few_operators_and_uploads(batch, operators, uploads, pair, monkeypatch):
     """Eight nodes, four levels. `docs/dev/log.md` says what the figures were before."""
     steps = traced_steps(pair, batch, sys.maxsize, monkeypatch)
@@ -67,8 +67,10 @@ def test_a_step_crosses_at_most_fifteen_modules(draft, pair, monkeypatch):
     """Who follows one through the code holds as many pages in the head; options that it reads do not count."""
     changes = {"cache__refresh_every": 1, "tree__nodes": "auto", "attention__backend": "sdpa"}
     engine = tiny_engine(pair, draft, **changes)
-    drafter, steps = engine.drafter, list[set[str]]()
-    propose, absorb = drafter.propose, drafter.absorb
+    drafter = engine.drafter
+    steps = list[set[str]]()
+    propose = drafter.propose
+    absorb = drafter.absorb
 
     def note(frame, event, arg):
         _, _, module = frame.f_code.co_filename.rpartition("/specextend/")

@@ -95,7 +95,8 @@ def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
     check.push(token_ids)
     expected = slow_stop(tokenizer, token_ids, stop)
     if expected is None:
-        assert (check.finish_reason, check.text) == (None, text)
+        assert check.finish_reason is None
+        assert check.text == text
     else:
         assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
 
@@ -105,7 +106,7 @@ def loop_checker(max_new_tokens=10**6):
 
 
 @pytest.mark.parametrize(
-    ("period", "tokens_needed"), [(1, 64), (2, 64), (15, 64), (16, 64), (17, 68), (64, 256), (65, None)]
+    "period, tokens_needed", [(1, 64), (2, 64), (15, 64), (16, 64), (17, 68), (64, 256), (65, None)]
 )
 def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_needed):
     """Four repeats and 64 tokens; a longer stretch than 64 tokens is not looked for."""
@@ -131,7 +132,8 @@ class CountingTokenizer:
     """The real one, and how many tokens it was asked to decode."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.num_decoded = tokenizer, 0
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
 
     def decode(self, token_ids, **options):

@@ -29,8 +29,8 @@ class TableDraft:
 
     def __init__(self, tables):
         self.tables = tables
-        self.expanded: list[list[tuple[int, int]]] = [[] for _ in tables]  # (token id, depth)
-        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of the previous call
+        self.expanded = [[] for _ in tables]  # (token id, depth)
+        self.paths = [[()] for _ in tables]  # of the previous call
         self.num_calls = 0
 
     def root_logits(self):
@@ -65,10 +65,11 @@ def grow(tables, options, *, adaptive=True):
 
 def weights_of(tree):
     """Path -> log probability of every node but the root, after checking the tree's form."""
-    parents, token_ids = tree.parents.tolist(), tree.token_ids.tolist()
+    parents = tree.parents.tolist()
+    token_ids = tree.token_ids.tolist()
     assert parents[0] == -1
     assert tree.depths[0] == 0
-    paths: list[tuple[int, ...]] = [()]
+    paths = [()]
     for node in range(1, len(parents)):
         assert 0 <= parents[node] < node, "parents come first"
         paths.append((*paths[parents[node]], token_ids[node]))
@@ -79,7 +80,7 @@ def weights_of(tree):
 
 def brute_force(table, options):
     """The likeliest nodes of all there are down to the depth."""
-    weights: dict[tuple[int, ...], float] = {(): 0.0}
+    weights = {(): 0.0}
     for depth in range(options.depth):
         for path in [path for path in weights if len(path) == depth]:
             for token_id, log_prob in enumerate(table(path).log_softmax(-1).tolist()):
@@ -90,14 +91,15 @@ def brute_force(table, options):
 
 
 @pytest.mark.parametrize(
-    ("seed", "depth", "nodes", "adaptive"), covering(range(4), [1, 2, 4], [1, 2, 5, 16, 50], [True, False])
+    "seed, depth, nodes, adaptive", covering(range(4), [1, 2, 4], [1, 2, 5, 16, 50], [True, False])
 )
 def test_the_tree_is_the_best_nodes_of_all(seed, depth, nodes, adaptive):
     """Nothing is lost by expanding only nodes among the best so far; the last level is used, too."""
     table = random_table(seed)
     options = TreeOptions(nodes=nodes, depth=depth, threshold=0)
     [tree], _ = grow([table], options, adaptive=adaptive)
-    found, expected = weights_of(tree), brute_force(table, options)
+    found = weights_of(tree)
+    expected = brute_force(table, options)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
@@ -120,7 +122,7 @@ def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
         assert torch.equal(a.parents, b.parents)
 
 
-@pytest.mark.parametrize(("threshold", "num_levels"), [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
+@pytest.mark.parametrize("threshold, num_levels", [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
 def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     """Level d + 1 of this chain adds 0.5^(d + 1): the first that adds less than the threshold is the last."""
     options = TreeOptions(nodes=6, depth=6, threshold=threshold)
@@ -136,7 +138,8 @@ def test_a_node_sees_itself_and_its_ancestors_alone(draws):
     mask = tree_mask(torch.tensor(batch), 8)
     for parents, seen in zip(batch, mask.tolist(), strict=True):
         for node in range(len(parents)):
-            path, at = {node}, node
+            path = {node}
+            at = node
             while (at := parents[at]) >= 0:
                 path.add(at)
             assert {other for other, visible in enumerate(seen[node]) if visible} == path

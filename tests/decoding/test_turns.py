@@ -8,6 +8,7 @@ from specextend.decoding import device
 from tests.alive import fresh
 from tests.covering import covering
 from tests.faults.scarce import before_forwards, run_out
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHUNK = 64
@@ -21,7 +22,8 @@ PROMPTS = [
     [*DOCUMENT[:300], 7],
 ]
 """The third and the last take rows over from the one before them, or do not: only one that was read whole counts."""
-GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1}
+GREEDY = {}
+SAMPLED = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1}
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle", None)
 
 
@@ -45,7 +47,7 @@ def fail():
 
 def run(engine, sampling, on_error=None):
     requests = [request(str(n), prompt, NEW, **sampling) for n, prompt in enumerate(PROMPTS)]
-    return {each.request_id: each.token_ids for each in engine.generate(requests, on_error)}
+    return tokens_of(engine.generate(requests, on_error))
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def alone(in_turns):
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "batch", "sampling"),
+    "draft, policy, batch, sampling",
     covering(DRAFTS, ["full", "streaming", "retrieval"], [2, 4], [GREEDY, SAMPLED], strength=1),
 )
 def test_turns_change_no_token(draft, policy, batch, sampling, in_turns):
@@ -72,7 +74,7 @@ def test_turns_change_no_token(draft, policy, batch, sampling, in_turns):
 def test_running_documents_wait_for_one_chunk_at_most(share, in_turns, alone):
     """They stood still for whole prompts: seconds on a GPU."""
     engine = in_turns("good", 3, share)
-    seen: list[tuple[bool, bool]] = []
+    seen = []
     before_forwards(engine, lambda forward: seen.append((forward.is_step, engine.num_active > 1)))
     assert run(engine, GREEDY) == alone
     chunks = [n for n, (is_step, others_wait) in enumerate(seen) if others_wait and not is_step]
@@ -82,7 +84,7 @@ def test_running_documents_wait_for_one_chunk_at_most(share, in_turns, alone):
 
 def test_without_a_share_prompts_are_read_whole(in_turns, alone):
     engine = in_turns("good", 2, share=0)
-    kinds: list[bool] = []
+    kinds = []
     before_forwards(engine, lambda forward: kinds.append(forward.is_step))
     assert run(engine, GREEDY) == alone
     assert kinds.index(True) == 1 + -(-len(DOCUMENT) // CHUNK)
@@ -94,7 +96,8 @@ def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
     engine = in_turns("eagle", 2, cache__policy="full")
     before = fresh(engine)
     acts = {"cancelled": lambda: engine.cancel("1"), "failed": fail}
-    half_read, done = [False], [False]
+    half_read = [False]
+    done = [False]
 
     def look(forward):
         half_read[0] |= not forward.is_step and forward.longest == 4 * CHUNK
@@ -103,7 +106,7 @@ def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
             acts.get(how, run_out)()
 
     before_forwards(engine, look)
-    errors: list[str] = []
+    errors = []
     outputs = run(engine, GREEDY, lambda name, error: errors.append(name))
     assert done[0]
     assert errors == (["1"] if how == "failed" else [])

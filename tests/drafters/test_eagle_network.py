@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -60,7 +59,9 @@ class SlowHead:
     """The formulas of the papers and of the formats' own models; each slot is computed again from the start."""
 
     def __init__(self, variant, folder, target):
-        self.variant, self.prefix, self.eps = variant, PREFIXES[variant], 1e-6 if variant in OURS else 1e-5
+        self.variant = variant
+        self.prefix = PREFIXES[variant]
+        self.eps = 1e-6 if variant in OURS else 1e-5
         self.w = load_file(f"{folder}/model.safetensors")
         config = json.loads(Path(f"{folder}/config.json").read_text())
         layer = config.get("transformer_layer_config", config)
@@ -88,7 +89,8 @@ class SlowHead:
         A slot has its next token [n], the three before that one [n, 3], nearest first, and what `features` or this
         gave [n, C].
         """
-        embedded, copies = self.embedding[token_ids], None
+        embedded = self.embedding[token_ids]
+        copies = None
         if self.variant in OURS:
             x = linear(torch.cat([self.norm("en", embedded), self.norm("hn", hidden)], -1), self.fc)
             inputs = self.norm("layer.input_layernorm", x)
@@ -144,7 +146,8 @@ class SlowHead:
     def log_probs(self, output):
         """[V] of the target's ids; -inf for those that the head has not."""
         if self.variant in OURS:
-            logits, all_ids = linear(output, self.lm_head), torch.arange(len(self.lm_head))
+            logits = linear(output, self.lm_head)
+            all_ids = torch.arange(len(self.lm_head))
             own = self.w.get("draft_token_ids", all_ids)
             return torch.full_like(logits, -torch.inf).index_copy(0, own, logits[own]).log_softmax(-1)
         last = {"speculators-eagle": "pre_lm_head_layernorm", "eagle1": None, "eagle1-biased": None}
@@ -167,7 +170,8 @@ class Case:
         head = read_head(pair.drafts[variant])
         layers = head.hidden_layers(3)
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
-        weights, vocabulary = read_weights(head), read_vocabulary(head)
+        weights = read_weights(head)
+        vocabulary = read_vocabulary(head)
         lm_head = model.lm_head.weight
         self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, (4096, 4096), rope, layers)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
@@ -204,9 +208,11 @@ class Case:
     def assert_tree_is_the_twins(self, row, visible):
         """Every node's weight is the twin's, and the first level has the twin's best."""
         [tree] = self.drafter.propose([row])
-        weights, paths = [0.0], [()]
+        weights = [0.0]
+        paths = [()]
         for node in range(1, len(tree.parents)):
-            parent, token_id = int(tree.parents[node]), int(tree.token_ids[node])
+            parent = int(tree.parents[node])
+            token_id = int(tree.token_ids[node])
             weights.append(weights[parent] + float(self.slow_log_probs(visible, paths[parent])[token_id]))
             paths.append((*paths[parent], token_id))
         assert tree.log_probs.tolist() == pytest.approx(weights, abs=5e-4)
@@ -223,7 +229,7 @@ def pair(tmp_path_factory):
     return SimpleNamespace(target=write_model(model, folder / "target"), drafts=drafts)
 
 
-@pytest.mark.parametrize(("variant", "length", "chunk"), covering([*ALL], [1, 2, 40], [1, 7, 512]))
+@pytest.mark.parametrize("variant, length, chunk", covering([*ALL], [1, 2, 40], [1, 7, 512]))
 @torch.inference_mode()
 def test_a_head_equals_its_twin(variant, length, chunk, pair):
     """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight."""
@@ -252,7 +258,8 @@ def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
 def test_a_batch_of_unequal_rows_is_each_row_alone(pair, variant):
     """Rows absorb one, three and four tokens at once; padding must not reach a neighbour or the row itself."""
     case = Case(pair, variant)
-    lengths, news = [5, 60, 31], [1, 4, 3]
+    lengths = [5, 60, 31]
+    news = [1, 4, 3]
     for row, length in enumerate(lengths):
         case.prefill(row, length, 16)
         case.drafter.select(row, torch.arange(length))
@@ -268,9 +275,10 @@ class Clairvoyant:
     """Proposes two right tokens and a wrong one, and notes the features that the drafter behind it is given."""
 
     def __init__(self, drafter, token_ids):
-        self.drafter, self.token_ids = drafter, token_ids
-        self.prefilled: list[Tensor] = []
-        self.absorbed: list[Tensor] = []
+        self.drafter = drafter
+        self.token_ids = token_ids
+        self.prefilled = []
+        self.absorbed = []
 
     def __getattr__(self, name):
         return getattr(self.drafter, name)

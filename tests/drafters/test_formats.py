@@ -90,7 +90,7 @@ def test_the_two_keys_of_layers_count_as_their_readers_do(write):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values, message",
     [
         ({"eagle_config": None}, "takes the outputs of layers 1, 0, -1, counted from 0; the target has 3 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "outputs of layers 1, 0, 2, counted from 0"),
@@ -111,7 +111,7 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
 
 
 @pytest.mark.parametrize(
-    ("variant", "change", "message"),
+    "variant, change, message",
     [
         ("eagle3", {"fc__weight": torch.zeros(48, 96)}, "(EAGLE-3): fc.weight is [48, 96], config.json says [48, 144]"),
         ("eagle3", {"d2t": torch.full((60,), 61)}, "60 different token ids below 120; it leads to 60, from 61 to 120"),

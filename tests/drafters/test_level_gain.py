@@ -4,7 +4,9 @@ import pytest
 
 from specextend.drafters.causal import LevelGain
 
-LEVEL_S, STEP_S, NUM_TOKENS = 0.003, 0.03, 2
+LEVEL_S = 0.003
+STEP_S = 0.03
+NUM_TOKENS = 2
 
 
 class Clock:

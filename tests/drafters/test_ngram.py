@@ -13,8 +13,8 @@ from tests.tiny_models import (
     FAMILIES,
     Pair,
     engine_with,
+    of_length,
     random_prompt,
-    request,
     tiny_config,
     tiny_engine,
     tiny_model,
@@ -45,8 +45,9 @@ def references(looping):
 
 
 def run(engine):
-    total, outputs = DecodingStats(), {}
-    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
+    total = DecodingStats()
+    outputs = {}
+    for completion in engine.generate([of_length(length, NEW) for length in LENGTHS]):
         outputs[int(completion.request_id)] = completion.token_ids
         total.add(completion.stats)
     return outputs, total
@@ -69,7 +70,8 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     engine = tiny_engine(
         looping[0], "merged-eagle", decoding__max_batch_size=3, tree__nodes=14, tree__depth=1, cache__policy="full"
     )
-    absorb, widest = engine.drafter.absorb, 0
+    absorb = engine.drafter.absorb
+    widest = 0
 
     def noting(rows, decided):
         nonlocal widest

@@ -22,7 +22,7 @@ def state_of(prompt, output, max_new_tokens=1000):
 
 def paths(nodes):
     """Every path from the root, without the root."""
-    by_number: list[tuple[int, ...]] = [()]
+    by_number = [()]
     for node in nodes[1:]:
         by_number.append((*by_number[node.parent], node.token_id))
     return set(by_number[1:])
@@ -30,7 +30,10 @@ def paths(nodes):
 
 def draft_tree(*nodes):
     """Node 0 is the root; others as (token, parent, probability after it)."""
-    token_ids, parents, depths, log_probs = [0], [-1], [0], [0.0]
+    token_ids = [0]
+    parents = [-1]
+    depths = [0]
+    log_probs = [0.0]
     for token_id, parent, probability in nodes:
         token_ids.append(token_id)
         parents.append(parent)
@@ -45,7 +48,7 @@ def proposals(draw):
     """A text of few tokens, and a draft's tree behind it."""
     tokens = st.integers(0, 4)
     nodes = draw(st.lists(st.tuples(tokens, st.integers(0, 5), st.floats(0.01, 1.0)), max_size=12))
-    grown: dict[tuple[int, int], tuple[int, int, float]] = {}
+    grown = {}
     for number, (token_id, parent, probability) in enumerate(nodes):
         parent = min(parent, number)
         siblings = [other for other in grown.values() if other[1] == parent]
@@ -65,7 +68,8 @@ def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth
         state.absorb([token_id])
         nodes = state.propose(num_nodes, depth, children_of(draft_tree(*drafted)))
     assert len(nodes) <= 1 + num_nodes
-    assert (nodes[0].token_id, nodes[0].parent) == (output[-1], -1)
+    assert nodes[0].token_id == output[-1]
+    assert nodes[0].parent == -1
     for number, node in enumerate(nodes[1:], start=1):
         parent = nodes[node.parent]
         assert node.parent < number

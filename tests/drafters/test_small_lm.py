@@ -56,7 +56,7 @@ def run_in_pieces(pair, prompt, window, chunk):
 
 
 @pytest.mark.parametrize(
-    ("family", "window_and_chunk", "attend"),
+    "family, window_and_chunk, attend",
     covering(NAMES, [(16, 64), (16, 40), (16, 7), (1, 5), (31, 30), (500, 64)], [attend_reference, attend_by_head]),
 )
 @torch.inference_mode()
@@ -84,7 +84,7 @@ def assert_visible(cache, expected_keys, expected_values):
     torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("draft", "num_rows"), [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])
+@pytest.mark.parametrize("draft, num_rows", [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""

@@ -23,7 +23,8 @@ def searched(text, most=MOST):
 @given(st.lists(st.lists(TOKENS, max_size=3 * LONGEST), max_size=4), TEXTS)
 def test_a_prompt_in_chunks_is_a_text_like_any_other(chunks, output):
     """Only the last tokens of a chunk are matched; a match across the border of two must not be cut."""
-    index, text = SuffixIndex(), []
+    index = SuffixIndex()
+    text = []
     for chunk in chunks:
         index.extend(chunk)
         text += chunk

@@ -86,7 +86,8 @@ class DiesOnce:
         engine = load_engine(config)
         del engine.__dict__["num_steps"]
         engine.__class__ = MortalEngine
-        engine.moment, engine.marker = self.moment, self.marker
+        engine.moment = self.moment
+        engine.marker = self.marker
         return engine
 
 

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ class Node:
     """A node that can be killed, and frozen and thawed."""
 
     def __init__(self, cluster):
-        self._node: Any = cluster.add_node(num_cpus=CPUS, object_store_memory=80 << 20)
+        self._node = cluster.add_node(num_cpus=CPUS, object_store_memory=80 << 20)
         [self._raylet] = self._node.all_processes["raylet"]
 
     @property
@@ -66,7 +65,7 @@ class Nodes:
     def __init__(self):
         self._cluster = Cluster()
         self._cluster.head_node = ray._private.worker._global_node
-        self._added: list[Node] = []
+        self._added = []
 
     def add(self):
         self._added.append(Node(self._cluster))

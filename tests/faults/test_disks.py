@@ -8,7 +8,6 @@ import pytest
 import ray
 
 from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
-from tests.cluster.conftest import Job
 from tests.contract.conftest import commits
 from tests.faults.conftest import each
 from tests.faults.engines import WordyEngine
@@ -90,7 +89,7 @@ def at_row(run, number, action):
 def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk, kind):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
     fault = FAULTS[kind]()
-    run: Job = job(TEXTS, **SLOWLY)
+    run = job(TEXTS, **SLOWLY)
     at_row(run, 5, lambda: fault.happens(disk))
     with pytest.raises(
         OutputError, match=f"{run.output} cannot be written to: .*{fault.error}.*run again to resume"
@@ -110,7 +109,7 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
 def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk, kind):
     """Not after ten minutes of loading one."""
     fault = FAULTS[kind]()
-    run: Job = job(TEXTS)
+    run = job(TEXTS)
     fault.happens(disk)
     with pytest.raises((OutputError, RefusedError), match=f"cannot be written to|{fault.error}") as said:
         run.run()
@@ -123,7 +122,7 @@ def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_l
 def test_a_full_object_store_stops_nobody(job):
     """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
     ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80
-    run: Job = job(TEXTS)
+    run = job(TEXTS)
     assert run.run(WordyEngine) == EXIT_DONE
     lengths = {len(row["summary"]) for row in run.summaries().values()}
     assert len(run.summaries()) == len(TEXTS)

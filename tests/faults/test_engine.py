@@ -6,9 +6,9 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
 from specextend.decoding.admission import PATIENCE
 from specextend.decoding.device import is_out_of_memory
 from tests.alive import fresh
-from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
+from tests.faults.scarce import Breaks, Memory, Scarce, before_forwards, run_out
 from tests.job.conftest import rows
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import of_length, tiny_engine
 
 LENGTHS = (300, 37, 129, 90)
 NEW = 24
@@ -27,7 +27,7 @@ def alone(pair):
 
 
 def run(engine, *lengths, on_error=None):
-    requests = (request(str(length), random_prompt(length), NEW) for length in lengths)
+    requests = (of_length(length, NEW) for length in lengths)
     return {each.request_id: each for each in engine.generate(requests, on_error)}
 
 
@@ -37,14 +37,12 @@ def tokens(completions):
 
 def watched(engine):
     """The engine's forwards, those that ran."""
-    seen: list[Forward] = []
+    seen = []
     before_forwards(engine, seen.append)
     return seen
 
 
-@pytest.mark.parametrize(
-    ("draft", "memory"), [*zip(DRAFTS, (BATCHES, TREES, PLAIN, CHUNKS), strict=True), ("good", PLAIN)]
-)
+@pytest.mark.parametrize("draft, memory", [*zip(DRAFTS, (BATCHES, TREES, PLAIN, CHUNKS), strict=True), ("good", PLAIN)])
 def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, pair, alone):
     """Every rung of the ladder is lossless: a batch, a tree and a chunk decide when a token comes, never which one."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
@@ -154,7 +152,9 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
     errors = rows(real_job.output / "errors")
     assert len(errors) + len(small) == len(undisturbed)
     for error in errors:
-        assert (error["error_class"], error["stage"], error["retryable"]) == ("OutOfMemoryError", "decode", True)
+        assert error["error_class"] == "OutOfMemoryError"
+        assert error["stage"] == "decode"
+        assert error["retryable"] is True
         assert error["message"].startswith("even alone and without a draft: ")
         assert error["attempts"] == 1
     assert len(set(real_job.column("worker"))) == 1

@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE
-from tests.cluster.conftest import Job
 from tests.contract.conftest import committed
 from tests.faults.nodes import CPUS, thaw
 from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
@@ -54,7 +53,7 @@ def all_done_once(run):
 def test_a_node_that_is_removed_charges_no_document(job, nodes):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
+    run = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
     def remove(snapshot):
         if snapshot.num_done < 3:
@@ -75,7 +74,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
     first = nodes.add()
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
-    run: Job = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
+    run = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
 
     def drain(snapshot):
         if snapshot.num_done < 3:
@@ -99,8 +98,8 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
 def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
-    frozen: list[psutil.Process] = []
+    run = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
+    frozen = []
 
     def hang(snapshot):
         if snapshot.num_done < 3:
@@ -129,7 +128,8 @@ def other_cluster():
     """A cluster in processes of its own: its address, and the process that started them."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, "-m", "tests.job.nodes"], env=environment(), cwd=ROOT, **pipes)
-    address, family = process.stdout.readline().strip(), psutil.Process(process.pid)
+    address = process.stdout.readline().strip()
+    family = psutil.Process(process.pid)
     process.stdin.write("add\n")
     process.stdin.flush()
     assert process.stdout.readline() == "done\n"

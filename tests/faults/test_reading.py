@@ -21,7 +21,6 @@ from specextend.cluster.exits import (
 )
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
-from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import wait_for
 
@@ -54,7 +53,7 @@ def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
     The others decode nothing until one of them has failed: the worker that reads would be done with all.
     """
     (tmp_path / "held").touch()
-    run: Job = job([f"crawl@{tmp_path}/held {text}" for text in TEXTS], workers=3)
+    run = job([f"crawl@{tmp_path}/held {text}" for text in TEXTS], workers=3)
 
     def let_go(name, facts):
         if name == "document_unread":
@@ -76,7 +75,8 @@ def test_what_most_workers_cannot_read_another_one_does(job, tmp_path):
 
 def write_unnoticed(path, data):
     """As a disk does it that loses its mind, or who puts back a file with its times: those and the size stay."""
-    times, written = os.stat(path), path.with_name(f"{os.getpid()}.tmp")
+    times = os.stat(path)
+    written = path.with_name(f"{os.getpid()}.tmp")
     written.write_bytes(data)
     os.utime(written, ns=(times.st_atime_ns, times.st_mtime_ns))
     written.replace(path)  # at once, or somebody who reads meanwhile would see another file
@@ -86,7 +86,7 @@ def write_unnoticed(path, data):
 def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, monkeypatch):
     """Who repairs the file has them done alone."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
-    run: Job = job(TEXTS[:9], workers=2)
+    run = job(TEXTS[:9], workers=2)
     path = run.folder / "input.parquet"
     pq.write_table(pq.read_table(path), path, row_group_size=3)
     whole, texts = path.read_bytes(), pq.read_metadata(path).row_group(1).column(1)
@@ -119,7 +119,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
     """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
-    run: Job = job(TEXTS)
+    run = job(TEXTS)
 
     def after_planning(snapshot):
         patch.setattr(Source, "check_unchanged", answers_nothing)
@@ -139,7 +139,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
 
 def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeypatch):
     """Exit 2 would tell a scheduler that running again changes nothing."""
-    run: Job = job(TEXTS)
+    run = job(TEXTS)
 
     def at_the_end(snapshot):
         if snapshot.num_done == len(TEXTS):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", ["prefix", "causal", "own", "tree"])
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (32, 8)])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_sdpa_equals_the_reference_on_cuda(dtype, error, heads, kind):
     """The kernels have other traps than the CPU's: fewer key heads than query heads, mask alignment, padded LSE."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -42,7 +42,7 @@ TREE_CALLS = covering(
 )
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "num_queries", "prefixes", "kind", "dtype", "num_splits"), TREE_CALLS)
+@pytest.mark.parametrize("head_dim, heads, num_queries, prefixes, kind, dtype, num_splits", TREE_CALLS)
 def test_the_triton_kernel_equals_its_twin_on_cuda(head_dim, heads, num_queries, prefixes, kind, dtype, num_splits):
     """On a CPU it was only interpreted, without bfloat16 and without tensor cores."""
     kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
@@ -67,7 +67,7 @@ LAYER_CALLS = covering(
 )
 
 
-@pytest.mark.parametrize(("num_rows", "size", "heads", "head_dim", "norms", "dtype"), LAYER_CALLS)
+@pytest.mark.parametrize("num_rows, size, heads, head_dim, norms, dtype", LAYER_CALLS)
 def test_the_kernels_of_a_layer_equal_their_twins_on_cuda(num_rows, size, heads, head_dim, norms, dtype):
     """On a CPU they were only interpreted, without bfloat16."""
     kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)

@@ -1,6 +1,7 @@
 """The job as its users start it: a process with arguments, an exit code, and an output folder."""
 
 import io
+import json
 import os
 import runpy
 import signal
@@ -38,6 +39,12 @@ class Ended:
     stdout: str
     stderr: str
 
+    def line(self, code=2):
+        """The one line that it ended with."""
+        assert self.code == code, self.stderr
+        [line] = self.stderr.splitlines()
+        return line
+
 
 def command(*arguments):
     return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
@@ -64,10 +71,18 @@ def wait_for_pause(process):
     assert process.poll() is None, process.communicate()
 
 
+def end_of(process, code=0):
+    """What a process has said, once it has ended with a code."""
+    said = "".join(filter(None, process.communicate(timeout=LONGEST_S)))
+    assert process.returncode == code, said
+    return said
+
+
 def parse(words):
     """What the job makes of a command line: the folder of `--status`, and all others."""
     given = summarize_command.make_context("summarize.py", list(words)).params
-    status, _ = given.pop("status"), given.pop("dry_run")
+    status = given.pop("status")
+    _ = given.pop("dry_run")
     return status, Arguments(**given)
 
 
@@ -76,28 +91,26 @@ def environment():
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
+def ran(*command, cwd=ROOT, env=None):
+    """Run a program to its end."""
+    pipes = {"capture_output": True, "text": True, "timeout": LONGEST_S, "check": False}
+    process = subprocess.run(command, cwd=cwd, env=env or environment(), **pipes)
+    return Ended(process.returncode, process.stdout, process.stderr)
+
+
 def summarize(*arguments, config=CONFIG):
     """Run the job to its end."""
-    process = subprocess.run(
-        command("--config", str(config), *arguments),
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-    )
-    return Ended(process.returncode, process.stdout, process.stderr)
+    return ran(*command("--config", config, *arguments))
 
 
 @pytest.fixture
 def start():
     """Start the job and go on; what is left of it is ended after the test."""
-    processes: list[subprocess.Popen[str]] = []
+    processes = []
 
     def start(*arguments, command=command):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command("--config", str(CONFIG), *arguments), env=environment(), cwd=ROOT, **pipes)
+        process = subprocess.Popen(command("--config", CONFIG, *arguments), env=environment(), cwd=ROOT, **pipes)
         processes.append(process)
         return process
 
@@ -134,7 +147,7 @@ def _as_main(run, *argv):
 
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch, kept_handlers():
-        patch.setattr(sys, "argv", [*argv])
+        patch.setattr(sys, "argv", [*map(str, argv)])
         patch.setattr(os, "_exit", leave)
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]), pytest.raises(SystemExit) as ended:
             run()
@@ -174,6 +187,11 @@ def write_corpus(path, texts, **columns):
     return path
 
 
+def on(corpus, output, *settings):
+    """Arguments of a run over a corpus, with settings of its own."""
+    return ["--input", corpus, "--output", output, *(part for each in settings for part in ("--set", each))]
+
+
 def long_texts(num_documents=40):
     return [f"{number} {TEXT}" * 40 for number in range(num_documents)]
 
@@ -181,8 +199,12 @@ def long_texts(num_documents=40):
 def long_corpus(folder, num_documents=40):
     """Arguments of a run that takes a while, and commits each row at once."""
     corpus = write_corpus(folder / "in.parquet", long_texts(num_documents))
-    arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
+    arguments = ["--input", corpus, "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
     return [*arguments, "--set", f"job.commit_every_s={AT_ONCE_S}"]
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def rows(folder):

@@ -19,7 +19,8 @@ START_S = 900
 @pytest.fixture(scope="module")
 def spec():
     manifest = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    assert manifest["apiVersion"] == "ray.io/v1"
+    assert manifest["kind"] == "RayJob"
     return manifest["spec"]
 
 

@@ -64,7 +64,8 @@ def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
     for name in ("CORPUS", "SUMMARIES"):
         monkeypatch.setenv(name, f"/data/{name.lower()}")
     configuration = "".join(re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-    own, models = tmp_path / "nightly.yaml", {"target": {"model": "owner/t"}, "decoding": {"mode": "autoregressive"}}
+    own = tmp_path / "nightly.yaml"
+    models = {"target": {"model": "owner/t"}, "decoding": {"mode": "autoregressive"}}
     own.write_text(yaml.safe_dump(models) + configuration)
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
     command = command.partition("specextend run ")[2].partition(" 2>>")[0]
@@ -85,10 +86,13 @@ def test_airflow_repeats_what_may_succeed():
 
 def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
     job = cron_job()
-    assert (job["apiVersion"], job["kind"], job["spec"]["concurrencyPolicy"]) == ("batch/v1", "CronJob", "Forbid")
+    assert job["apiVersion"] == "batch/v1"
+    assert job["kind"] == "CronJob"
+    assert job["spec"]["concurrencyPolicy"] == "Forbid"
     spec = job["spec"]["jobTemplate"]["spec"]
     [rule] = spec["podFailurePolicy"]["rules"]
-    assert (rule["action"], set(rule["onExitCodes"]["values"])) == ("FailJob", FINAL)
+    assert rule["action"] == "FailJob"
+    assert set(rule["onExitCodes"]["values"]) == FINAL
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "a failure policy asks for it"
     assert pod["terminationGracePeriodSeconds"] > exits.GRACE_S

@@ -24,8 +24,11 @@ from tests.job.conftest import (
     environment,
     is_paused,
     long_corpus,
+    on,
     parts,
     pausing_command,
+    ran,
+    read_json,
     rows,
     wait_for,
     write_corpus,
@@ -71,20 +74,12 @@ class Cluster:
     def run(self, *command, token=None):
         """Run a command of a user who has the token, or another one."""
         own = {"RAY_ADDRESS": self.dashboard, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token or self.token}
-        return subprocess.run(
-            command,
-            env=environment() | own | {"PATH": SEARCH_PATH},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_S,
-            check=False,
-        )
+        return ran(*command, env=environment() | own | {"PATH": SEARCH_PATH})
 
     def ray(self, *arguments):
         """Output of `ray job`, which must succeed."""
         ended = self.run(*RAY, "job", *arguments)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.code == 0, ended.stdout + ended.stderr
         return ended.stdout
 
     def submit(self, name, *arguments, job=("jobs/summarize.py",)):
@@ -134,18 +129,18 @@ def is_told_to_stop(pid):
 def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_it(cluster, tmp_path):
     """`ray job stop`, a preempted driver: the attempt's record says 75, the next job does the rest."""
     output = tmp_path / "out"
-    arguments = [*long_corpus(tmp_path), "--output", str(output)]
+    arguments = [*long_corpus(tmp_path), "--output", output]
     _, *pausing_job = pausing_command()
     cluster.submit("first", *arguments, job=pausing_job)
     wait_for(lambda: parts(output), "part")
-    driver = json.loads((output / "_run" / "lock").read_text())["pid"]
+    driver = read_json(output / "_run" / "lock")["pid"]
     wait_for(lambda: is_paused(driver), "pause")
     cluster.ray("stop", "--no-wait", "first")
     wait_for(lambda: is_told_to_stop(driver), "SIGTERM")
     os.kill(driver, signal.SIGCONT)
     assert cluster.ended("first") == ("STOPPED", None)
     [attempt] = (output / "_run" / "attempts").glob("*.json")
-    assert json.loads(attempt.read_text())["exit_code"] == 75
+    assert read_json(attempt)["exit_code"] == 75
     kept = {path: path.read_bytes() for path in parts(output)}
     assert 0 < len(kept) < 40
     cluster.submit("second", *arguments)
@@ -157,14 +152,14 @@ def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_
 def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster, tmp_path):
     """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both."""
     corpus = write_corpus(tmp_path / "in.parquet", ["The committee met and talked about the weather.", None])
-    arguments = [*TINY, "--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
+    arguments = [*TINY, *on(corpus, tmp_path / "out", "input.id_column=null")]
     ended = cluster.run("scripts/submit.sh", *arguments)
-    assert ended.returncode == 3, ended.stdout + ended.stderr
+    assert ended.code == 3, ended.stdout + ended.stderr
     for said in ("2 of 2 rows to do", "2 rows: 1 done, 1 failed", "rows done", "Summary of in.parquet:0:"):
         assert said in ended.stdout
     assert not any("\x1b" in line for line in ended.stdout.splitlines() if "rows" in line), "progress in plain lines"
     again = cluster.run("scripts/submit.sh", *arguments, "--set", "job.max_error_fraction=0.5")
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.code == 0, again.stdout + again.stderr
     [one, other] = [job for job in cluster.job() if (job["submission_id"] or "").startswith("specextend-")]
     assert {one["driver_exit_code"], other["driver_exit_code"]} == {0, 3}
 
@@ -172,13 +167,13 @@ def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster, tmp
 def test_nobody_submits_without_the_token(cluster):
     """Whoever submits a job runs code on the cluster."""
     refused = cluster.run(*RAY, "job", "submit", "--no-wait", "--", "true", token="0" * 64)
-    assert refused.returncode != 0
+    assert refused.code != 0
     assert "token" in refused.stdout + refused.stderr
     assert not any(job["entrypoint"] == "true" for job in cluster.job())
 
 
 def test_the_log_of_a_job_holds_no_token(cluster, tmp_path):
     """Logs are kept, and read by more people than may run code."""
-    cluster.submit("quiet", *long_corpus(tmp_path, 1), "--output", str(tmp_path / "out"))
+    cluster.submit("quiet", *long_corpus(tmp_path, 1), "--output", tmp_path / "out")
     assert cluster.ended("quiet") == ("SUCCEEDED", 0)
     assert cluster.token not in cluster.ray("logs", "quiet")

@@ -1,14 +1,13 @@
 """Tiny random checkpoints, written as a user would have them: with `save_pretrained`."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -35,7 +35,8 @@ def interleaved(weight, num_heads):
 
 def tensors_of(model):
     """A transformers Llama's weights under GGUF's names."""
-    config, state = model.config, model.state_dict()
+    config = model.config
+    state = model.state_dict()
     yield "token_embd.weight", state["model.embed_tokens.weight"]
     yield "output.weight", state["lm_head.weight"]
     yield "output_norm.weight", state["model.norm.weight"]
@@ -82,7 +83,8 @@ def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
 @pytest.fixture
 def folder_and_file(write_model, tmp_path):
     """The same random model as a folder and as a GGUF file."""
-    folder, file = write_model(), tmp_path / "tiny.gguf"
+    folder = write_model()
+    file = tmp_path / "tiny.gguf"
     model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
     write_gguf(file, model, load_tokenizer(str(folder)))
     return folder, file
@@ -178,7 +180,7 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("add", "rope"),
+    "add, rope",
     [
         (scaled("linear"), {"rope_type": "linear", "factor": 4.0}),
         (scaled("none"), {}),
@@ -198,7 +200,7 @@ def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes, said",
     [
         ({"add": scaled("longrope")}, "RoPE type 'longrope'"),
         ({"add": scaled("yarn", lambda writer: writer.add_rope_scaling_attn_factors(9.0))}, "rope.scaling.attn_factor"),

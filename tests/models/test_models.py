@@ -36,7 +36,7 @@ def refusal(folder, read=read_facts):
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    "rope, expected",
     [
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1024),
         (YARN, 1024),
@@ -70,7 +70,8 @@ def test_outputs_end_where_config_generation_config_tokenizer_or_template_say(wr
     edit_json(folder / "config.json", eos_token_id=3)
     edit_json(folder / "generation_config.json", eos_token_id=[4, 99])
     facts = check_pair(TargetOptions(model=str(folder)), None)
-    assert (facts.ends, facts.eos_token_ids) == (ENDS, (3, 4, 2, 1))
+    assert facts.ends == ENDS
+    assert facts.eos_token_ids == (3, 4, 2, 1)
     assert call(check, ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"], "check") == 0
     said = '3 ! (config.json), 4 " (generation_config.json), 99 None (generation_config.json), 2 </s> (tokenizer)'
     assert f"ends of sequence: {said}, 1 <s> (chat template)\n" in capsys.readouterr().out
@@ -108,7 +109,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values, message",
     [
         ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "has the activation 'gelu'; served is silu"),
@@ -161,7 +162,8 @@ def test_a_pipe_in_the_place_of_weights_is_refused(write_model):
 
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
     """A run must resume after its models moved, and must not resume with others."""
-    first, moved = write_model("first"), write_model("moved")
+    first = write_model("first")
+    moved = write_model("moved")
     assert identify(str(first)) == identify(str(moved))
     edit_json(moved / "config.json", rms_norm_eps=1e-3)
     changed = identify(str(moved))
@@ -173,7 +175,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
+    "name, key, value",
     [
         ("config.json", "num_key_value_heads", "0"),
         ("config.json", "hidden_act", '"nonsense"'),
@@ -226,7 +228,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    "tensors, message",
     [
         (
             {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
@@ -272,7 +274,8 @@ def test_what_was_checked_is_what_is_loaded(write_model):
 
     The index decides, as it does in vLLM, also beside a file that transformers would take; a lone file has any name.
     """
-    folder, file = write_model(), "model.safetensors"
+    folder = write_model()
+    file = "model.safetensors"
     whole = load(folder).state_dict()
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
     (folder / file).unlink()

@@ -36,7 +36,8 @@ def test_a_draft_without_a_model_fits_every_target_and_has_no_hash(write_model):
 @pytest.mark.parametrize("num_rows", [48, 80])
 def test_a_draft_of_the_same_tokens_fits_whatever_the_rows_of_either(write_model, num_rows):
     """Qwen2.5 7B and 0.5B differ in padding rows only; a target with a few control tokens more is as common."""
-    target, draft = write_model("target"), write_model("draft", vocab_size=num_rows)
+    target = write_model("target")
+    draft = write_model("draft", vocab_size=num_rows)
     assert check_pair(target_of(target), model_draft(draft)).vocab_size == 64
     if num_rows == 80:
         assert check_pair(target_of(draft), model_draft(target)).vocab_size == num_rows
@@ -44,7 +45,8 @@ def test_a_draft_of_the_same_tokens_fits_whatever_the_rows_of_either(write_model
 
 def test_another_token_under_the_same_id_is_refused(write_model):
     """Everything would run, and no guess would ever be right: the slowest way to find out."""
-    target, draft = write_model("target"), write_model("draft")
+    target = write_model("target")
+    draft = write_model("draft")
     tokenizer = json.loads((draft / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
@@ -55,6 +57,7 @@ def test_another_token_under_the_same_id_is_refused(write_model):
 
 def test_other_special_tokens_are_refused(write_model, edit_json):
     """The draft would guess on past the end of an answer."""
-    target, draft = write_model("target"), write_model("draft")
+    target = write_model("target")
+    draft = write_model("draft")
     edit_json(draft / "tokenizer_config.json", eos_token="<s>")
     assert refusal(target, model_draft(draft)).endswith("eos_token_id is 1, the target's is 2")

@@ -70,7 +70,7 @@ def hidden(span, lost):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kinds"),
+    "kernel, kinds",
     [
         (lost_split, ("plain", "tree")),
         (a_key_too_few, ("plain", "tree")),

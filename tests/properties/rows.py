@@ -18,7 +18,8 @@ from specextend.stats import DecodingStats
 def done(key, text="a summary"):
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
-    prompt, times = Prompt([1], 0, "middle"), {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
+    prompt = Prompt([1], 0, "middle")
+    times = {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
     return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 

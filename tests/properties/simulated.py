@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 from specextend.cluster.driver import Driver
 from specextend.cluster.lock import OutputLock
@@ -11,7 +12,6 @@ from specextend.cluster.messages import (
     Died,
     Done,
     Draining,
-    Event,
     Failed,
     Lease,
     Polled,
@@ -31,6 +31,7 @@ from specextend.data.commits import CommitWriter
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
 from tests.cluster.lengths import estimates_of
+from tests.contract.test_configuration import LEAST
 from tests.properties.rows import done
 
 LEASES = 4
@@ -64,6 +65,7 @@ class Being:
     cancelled: set[str] = field(default_factory=set)
 
 
+@dataclass
 class SimulatedPool:
     """Stands where the pool of Ray actors stands; one thing happens at each `wait`.
 
@@ -72,28 +74,22 @@ class SimulatedPool:
     makes of a document. sick: places where a worker dies over each document. deadly: documents that kill their worker.
     """
 
-    def __init__(
-        self,
-        draw,
-        clock,
-        trouble,
-        poison,
-        num_places,
-        summary_of=lambda key: "a summary",
-        sick=frozenset(),
-        deadly=frozenset(),
-    ):
-        self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
-        self._num_places, self._summary_of = num_places, summary_of
-        self._sick, self._deadly = sick, deadly
-        self.deaths: Counter[int] = Counter()
-        """At each place, of what is sick or deadly."""
-        self.workers: dict[str, Being] = {}
-        self.most_leases = 0
+    draw: Random
+    clock: Clock
+    trouble: int
+    poison: frozenset
+    num_places: int
+    summary_of: Callable = lambda key: "a summary"
+    sick: frozenset = frozenset()
+    deadly: frozenset = frozenset()
+    deaths: Counter = field(default_factory=Counter)
+    """At each place, of what is sick or deadly."""
+    workers: dict = field(default_factory=dict)
+    most_leases: int = 0
 
     def start(self, worker):
         taken = {being.place for being in self.workers.values()}
-        self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
+        self.workers[worker] = Being(self.draw.choice([at for at in range(self.num_places) if at not in taken]))
 
     def run(self, worker, lease):
         being = self.workers[worker]
@@ -117,19 +113,19 @@ class SimulatedPool:
 
     def wait(self, timeout_s):
         """One thing that happens. Raises Killed."""
-        self.clock.now += self._draw.uniform(0.0, 3.0)
+        self.clock.now += self.draw.uniform(0.0, 3.0)
         if not self.workers:
             return []
-        worker = self._draw.choice(sorted(self._ailing() or self.workers))
+        worker = self.draw.choice(sorted(self._ailing() or self.workers))
         being = self.workers[worker]
-        if self._trouble > 0 and self._draw.random() < 0.4:
-            self._trouble -= 1
+        if self.trouble > 0 and self.draw.random() < 0.4:
+            self.trouble -= 1
             return self._go_wrong(worker, being)
         return self._go_well(worker, being)
 
     def _ailing(self):
         """Workers that are about to die of their place: this is faster than any document."""
-        return [name for name, being in self.workers.items() if being.place in self._sick and being.leases]
+        return [name for name, being in self.workers.items() if being.place in self.sick and being.leases]
 
     def _go_well(self, worker, being):
         if not being.is_up:
@@ -138,11 +134,11 @@ class SimulatedPool:
         if being.is_hung:
             return [Polled(worker, WorkerReport(being.num_steps, {}))]
         being.num_steps += 1
-        if not being.leases or (being.place not in self._sick and self._draw.random() < 0.3):
-            begun = self._draw.sample(sorted(being.leases), self._draw.randint(0, len(being.leases)))
+        if not being.leases or (being.place not in self.sick and self.draw.random() < 0.3):
+            begun = self.draw.sample(sorted(being.leases), self.draw.randint(0, len(being.leases)))
             return [Polled(worker, WorkerReport(being.num_steps, dict.fromkeys(begun, 1)))]
-        lease = being.leases[self._draw.choice(sorted(being.leases))]
-        if being.place in self._sick or lease.key in self._deadly:
+        lease = being.leases[self.draw.choice(sorted(being.leases))]
+        if being.place in self.sick or lease.key in self.deadly:
             self.deaths[being.place] += 1
             begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
             return [begun, *self._die(worker)]
@@ -151,16 +147,16 @@ class SimulatedPool:
     def _end(self, worker, being, lease):
         """A call returns."""
         del being.leases[lease.lease_id]
-        if lease.lease_id in being.cancelled and self._draw.random() < 0.7:
+        if lease.lease_id in being.cancelled and self.draw.random() < 0.7:
             return CallLost(worker, lease, "cancelled")
-        if lease.key in self._poison:
+        if lease.key in self.poison:
             return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
-        text = LATE if lease.lease_id in being.cancelled else self._summary_of(lease.key)
+        text = LATE if lease.lease_id in being.cancelled else self.summary_of(lease.key)
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
         return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
 
     def _go_wrong(self, worker, being):
-        choices: list[Callable[[], list[Event]]] = [self._kill_driver]
+        choices = [self._kill_driver]
         if not being.is_up:
             choices += [lambda: self._fail_to_start(worker)]
         else:
@@ -168,7 +164,7 @@ class SimulatedPool:
             if live(being):
                 choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
                 choices += [lambda: self._cannot_read(worker, being), lambda: [Draining(worker)]]
-        return self._draw.choice(choices)()
+        return self.draw.choice(choices)()
 
     def _kill_driver(self):
         raise Killed
@@ -179,7 +175,7 @@ class SimulatedPool:
 
     def _die(self, worker):
         del self.workers[worker]
-        with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
+        with_node = not (self.sick or self.deadly) and self.draw.random() < 0.3
         return [Died(worker, "gone", with_node=with_node)]
 
     def _hang(self, worker, being):
@@ -194,11 +190,11 @@ class SimulatedPool:
 
     def _cannot_read(self, worker, being):
         """What it was just given; the file is there for others."""
-        lease = being.leases.pop(self._draw.choice(sorted(live(being))))
+        lease = being.leases.pop(self.draw.choice(sorted(live(being))))
         return [Returned(worker, lease, Failed("", "OSError", "no such mount", "read", retryable=True))]
 
     def _lose_call(self, worker, being):
-        lease = being.leases.pop(self._draw.choice(sorted(live(being))))
+        lease = being.leases.pop(self.draw.choice(sorted(live(being))))
         return [CallLost(worker, lease, "lost on the way")]
 
 
@@ -215,11 +211,9 @@ def driver_of(
     tried=None,
 ):
     """The real driver of one start around a pool that is made up, on the pool's clock."""
-    config = RunConfig.from_values(
-        {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
-    )
     lock = OutputLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
-    planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
+    planned = estimates_of(estimates)
+    record = StartRecord(output, run_id, RunConfig.from_values(LEAST))
     return Driver(
         scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),
         pool=pool,

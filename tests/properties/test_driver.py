@@ -17,7 +17,6 @@ from specextend.core import DocumentKey
 from specextend.data.commits import pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.run_folder import Counts
-from specextend.data.source import Source
 from specextend.data.storage import resolve
 from tests.job.conftest import rows as rows_of
 from tests.properties.rows import in_a_folder, name_of, source_of
@@ -39,7 +38,7 @@ class Night:
         self.draw = random.Random(seed)
         self.sizes = [self.draw.randint(0, 9) for _ in range(self.draw.randint(1, 4))]
         self.keys = [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
-        self.source: Source = source_of(folder / "input", self.sizes)
+        self.source = source_of(folder / "input", self.sizes)
         self.output = resolve(str(folder / "output"))
         self.poison = frozenset(key for key in self.keys if self.draw.random() < 0.1)
         self.interrupt = interrupt

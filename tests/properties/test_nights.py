@@ -15,7 +15,6 @@ from pyarrow import fs
 from specextend.cluster import lock
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, RunError, exit_code, writing
 from specextend.cluster.lock import OutputLock, read_lock
-from specextend.core import DocumentKey
 from specextend.data import parquet
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
@@ -67,13 +66,16 @@ class Start:
     """One start of the run: waits for the lock, commits what is left to do row by row, finalizes."""
 
     def __init__(self, night, machine, run_id):
-        self.night, self.machine, self.run_id = night, machine, run_id
+        self.night = night
+        self.machine = machine
+        self.run_id = run_id
         self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
         self.output = night.output.behind(self.lock.check)
-        self.asleep_until, self.beat_at = 0.0, 0.0
-        self.left: list[DocumentKey] | None = None
+        self.asleep_until = 0.0
+        self.beat_at = 0.0
+        self.left = None
         """Keys still to do, once the folder is ours."""
-        self.code: int | None = None
+        self.code = None
 
     def step(self):
         try:
@@ -202,7 +204,7 @@ def object_store(folder):
 
 def play(seed, where, num_schedulers):
     """A night; checks what holds for each, and returns the exit codes of each scheduler."""
-    codes: list[list[int]] = []
+    codes = []
 
     def check(folder):
         night = Night(folder, random.Random(seed), where(folder), num_schedulers)

@@ -44,8 +44,10 @@ def night(
     max_attempts=3,
 ):
     """Do all documents on some GPUs."""
-    source, output = source_of(folder / "input", [num_documents]), resolve(str(folder / "output"))
-    draw, keys = random.Random(0), [DocumentKey(0, row) for row in range(num_documents)]
+    source = source_of(folder / "input", [num_documents])
+    output = resolve(str(folder / "output"))
+    draw = random.Random(0)
+    keys = [DocumentKey(0, row) for row in range(num_documents)]
     killers = frozenset(keys[row] for row in deadly)
     pool = SimulatedPool(draw, Clock(), 0, frozenset(), GPUS, sick=frozenset(sick), deadly=killers)
     job = JobOptions(workers=GPUS, max_attempts=max_attempts, stall_s=1e6, document_deadline_s=1e6)
@@ -68,13 +70,14 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path, in
     assert run.deaths.keys() == {5}
     assert run.deaths[5] <= MAX_DEATHS + 1, "the last one may have been on its way"
     [left_out] = run.screen.told("place_left_out")
-    assert (left_out["host"], left_out["place"]) == ("host-1", "GPU 5")
+    assert left_out["host"] == "host-1"
+    assert left_out["place"] == "GPU 5"
     [note] = [note for note in run.screen.notes if "is left out" in note]
     assert "host-1 (GPU 5, H200) is left out" in note
     assert "workers died there in a row and no document was done: the worker died: gone" in note
 
 
-@pytest.mark.parametrize(("sick", "max_attempts"), [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
+@pytest.mark.parametrize("sick, max_attempts", [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
 def test_healthy_documents_are_done_however_few_attempts_they_have(tmp_path, interrupt, sick, max_attempts):
     """Up to half of the GPUs are broken."""
     run = night(tmp_path, interrupt, sick, 300, max_attempts=max_attempts)

@@ -18,7 +18,8 @@ from specextend.data.schema import result_row
 from specextend.data.storage import resolve
 from specextend.stats import DecodingStats
 
-FIRST, SECOND = "0000000a", "0000000b"
+FIRST = "0000000a"
+SECOND = "0000000b"
 NIGHT_S = 1_800_000_000.0
 """When the first driver began, in seconds since the epoch."""
 NEXT_NIGHT_S = NIGHT_S + 86_400.0
@@ -109,13 +110,16 @@ def second_night(output, config):
 
 
 def some_stats(draw):
-    prompt, steps, plain = int(draw.lognormvariate(7.5, 0.8)) + 1, draw.randint(5, 60), draw.randint(0, 8)
+    prompt = int(draw.lognormvariate(7.5, 0.8)) + 1
+    steps = draw.randint(5, 60)
+    plain = draw.randint(0, 8)
     histogram = [0] * 5
     for _ in range(steps):
         histogram[draw.choice([0, 0, 1, 1, 2, 3, 4])] += 1
     accepted = sum(number * count for number, count in enumerate(histogram))
     seconds = {name: draw.uniform(0.01, 0.2) for name in ("draft_prefill_s", "draft_s", "verify_s", "retrieval_s")}
-    prefill, other = prompt / 4000, draw.uniform(0.0, 0.02)
+    prefill = prompt / 4000
+    other = draw.uniform(0.0, 0.02)
     return DecodingStats(
         num_prompt_tokens=prompt,
         num_cached_tokens=prompt // 3 * draw.randint(0, 1),
@@ -186,7 +190,8 @@ def write_manifest_file(output, config, num_rows, digest="f" * 64):
 
 def write_run(folder, **report):
     """Write the folder of the run; returns its path. report: options of the section `report`."""
-    output, draw = resolve(str(folder)), random.Random(7)
+    output = resolve(str(folder))
+    draw = random.Random(7)
     config = config_of(str(folder), **report)
     write_manifest_file(output, config, NUM_DOCUMENTS)
     first_night(output, config)

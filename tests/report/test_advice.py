@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specextend.core import Values
 from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
-QUIET: Values = {
+QUIET = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
@@ -116,7 +115,7 @@ BELOW = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "report", "said"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("rule, report, said", CASES, ids=[case[0] for case in CASES])
 def test_a_rule_says_what_it_found_with_its_figures(rule, report, said):
     """A finding without figures cannot be checked."""
     [advice] = give_advice(report)

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `make chromium` installs it where root may"),
 ]
-VISITS: dict[str, dict[str, Any]] = {
+VISITS = {
     "screen": {"viewport": {"width": 1280, "height": 900}},
     "telephone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
 }
@@ -49,8 +48,8 @@ class Visit:
     def __init__(self, browser, file, how):
         self.page = browser.new_context(**VISITS[how]).new_page()
         self.page.set_default_timeout(LONGEST_MS)
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
+        self.complaints = []
+        self.requests = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -70,7 +69,8 @@ def test_markup_in_an_id_is_shown_and_does_nothing(visit):
 
     On a telephone wide tables scroll alone, and all drawings fit.
     """
-    assert (visit.requests, visit.complaints) == ([visit.page.url], [])
+    assert visit.requests == [visit.page.url]
+    assert visit.complaints == []
     assert visit.page.locator("figure").count() == 5
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert visit.page.evaluate(

@@ -10,15 +10,16 @@ from specextend.cli.report import compare as compare_command
 from specextend.cli.report import over_limits
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
-from specextend.data.storage import resolve
 from specextend.report import compare
+from tests.data.conftest import location
 from tests.job.conftest import specextend
 from tests.properties.rows import done
 from tests.report.made_up import config_of, write_manifest_file
 
 
 def run_of(folder, texts, digest="a" * 64, **decoding):
-    output, config = resolve(str(folder)), config_of("/same")
+    output = location(folder)
+    config = config_of("/same")
     values = config.model_copy(update={"decoding": type(config.decoding)(mode="autoregressive", **decoding)})
     write_manifest_file(output, values, len(texts), digest)
     CommitWriter(output, "0000000a").commit([done(DocumentKey(0, row), text) for row, text in texts.items()])
@@ -62,7 +63,7 @@ def test_figures_stand_side_by_side(pair, capsys):
 
 
 @pytest.mark.parametrize(
-    ("limits", "code", "said"),
+    "limits, code, said",
     [
         ((), 0, ""),
         (("--max-differing", "0.34"), 0, "note: 3 documents in both runs, 1 in only one"),
@@ -99,14 +100,14 @@ def test_a_slower_candidate_is_named_with_both_speeds():
 
 def test_there_is_nothing_to_compare_without_a_common_document(tmp_path):
     """A gate that nothing has passed through is neither open nor closed."""
-    here, there = run_of(tmp_path / "here", {0: "a"}), run_of(tmp_path / "there", {1: "a"})
+    here = run_of(tmp_path / "here", {0: "a"})
+    there = run_of(tmp_path / "there", {1: "a"})
     ended = specextend("compare", here, there, "--max-differing", "1")
-    assert ended.code == 2
-    assert "nothing to compare: " in ended.stderr
+    assert "nothing to compare: " in ended.line()
 
 
 def test_a_run_that_has_nothing_done_is_a_run(tmp_path):
     """It was interrupted before its first commit."""
-    write_manifest_file(resolve(str(tmp_path)), config_of("/same"), 3)
+    write_manifest_file(location(tmp_path), config_of("/same"), 3)
     with pytest.raises(ValueError, match="holds a run of which nothing is done yet"):
         compare(str(tmp_path), str(tmp_path))

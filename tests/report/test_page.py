@@ -18,9 +18,9 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements = []
         self.text = ""
-        self._open: list[str] = []
+        self._open = []
         self.feed(html)
         assert self._open == []
 
@@ -138,7 +138,7 @@ def test_a_start_without_a_worker_has_its_place_in_time(report):
 
 
 @pytest.mark.parametrize(
-    ("code", "age_s", "said"),
+    "code, age_s, said",
     [(0, None, "complete"), (75, None, "stopped"), (1, None, "failed with exit 1"), (None, 300, "no end")],
 )
 def test_the_page_says_how_the_run_stands(report, code, age_s, said):

@@ -181,7 +181,8 @@ def test_what_the_paid_time_was_spent_on(rows, report):
 def test_the_tail(rows, report):
     """One long document at the end, for which one worker stayed and the other waited."""
     second = f"from done where run_id = '{SECOND}'"
-    last, num = one(rows, f"max(ended) {second}"), one(rows, f"count(*) {second}")
+    last = one(rows, f"max(ended) {second}")
+    num = one(rows, f"count(*) {second}")
     idle = last - one(rows, f"max(ended) {second} and worker = 'host:12'")
     before = rows.execute(f"select ended {second} order by ended desc").fetchall()[2][0]
     assert report["tail"] == {

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from specextend.loading import load_engine
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import random_prompt, request
 
 
@@ -13,7 +14,8 @@ class Shown:
     """What a training showed, until it was interrupted at the first of some stops."""
 
     def __init__(self, *stops):
-        self.stops, self.all = list(stops), []
+        self.stops = list(stops)
+        self.all = []
 
     def __call__(self, stage, done, total, detail=""):
         if self.stops and (stage, done, total) == self.stops[0]:
@@ -25,7 +27,8 @@ class Shown:
 @pytest.fixture(scope="module")
 def draft(workshop, tmp_path_factory):
     """A trained head, its figures in `figures.json` and what its training showed in `shown.json`."""
-    folder, shown = tmp_path_factory.mktemp("drafts") / "head", Shown()
+    folder = tmp_path_factory.mktemp("drafts") / "head"
+    shown = Shown()
     figures = workshop.train(folder, shown)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "shown.json").write_text(json.dumps(shown.all))
@@ -37,7 +40,7 @@ def test_a_trained_draft_is_loaded_and_lossless(workshop, draft):
     requests = [request(str(length), random_prompt(length, vocab_size=257), 16) for length in (40, 150)]
     plain = load_engine(workshop.config(decoding={"mode": "autoregressive", "cache_gib": 0.05}))
     drafted = load_engine(workshop.config(draft={"kind": "eagle", "model": str(draft)}))
-    expected, found = ({c.request_id: c.token_ids for c in engine.generate(requests)} for engine in (plain, drafted))
+    expected, found = (tokens_of(engine.generate(requests)) for engine in (plain, drafted))
     assert found == expected
     assert all(len(token_ids) > 4 for token_ids in found.values())
 
@@ -52,7 +55,8 @@ def test_the_loss_falls(draft):
 
 def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(draft):
     """A loss that falls does not say that more is accepted; a last round that was worse must not be shipped."""
-    figures, card = json.loads((draft / "figures.json").read_text()), (draft / "README.md").read_text()
+    figures = json.loads((draft / "figures.json").read_text())
+    card = (draft / "README.md").read_text()
     assert [(each["round"], each["answers"]) for each in figures["rounds"]] == [(1, 8), (2, 16)]
     assert all(f"| {each['tokens_per_step']:.3f} |" in card for each in figures["rounds"])
     best = max(figures["rounds"], key=lambda each: each["tokens_per_step"])["round"]

@@ -44,7 +44,7 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    "more, message",
     [
         (["--min-tokens", "900", "--max-tokens", "900"], "at least two texts must have the 900 tokens that"),
         (["--epochs", "0"], "num_epochs must be at least 1"),

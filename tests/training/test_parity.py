@@ -26,7 +26,8 @@ def load_tiny(folder):
 
 def drafted(network, slots):
     """[2, C]: what the network gives for the last slot but one of the answer, and behind it from its own output."""
-    prompt, own = (~slots.is_answer).nonzero()[:, 0], slots.is_answer.nonzero()[:, 0]
+    prompt = (~slots.is_answer).nonzero()[:, 0]
+    own = slots.is_answer.nonzero()[:, 0]
     num_read = len(prompt) + 1
     assert network.cache.admit(0, 64, 64)
     token_ids = torch.cat([slots.history[:1, 0], slots.token_ids[prompt]])
@@ -61,12 +62,14 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     folder = write_eagle(tmp_path / "head", target.model, VOCABULARY // 2, copy_heads)
     config = EagleConfig.model_validate_json(Path(folder, "config.json").read_text())
     weights = load_file(f"{folder}/{WEIGHTS_FILE}")
-    embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
+    embedding = target.model.get_input_embeddings().weight
+    lm_head = target.model.lm_head.weight
     head = EagleHead(config, weights, embedding, lm_head)
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
     own = read_head(folder)
     rope = rope_frequencies(own.rope, own.head_dim, "tiny")
     network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, (64, 64), rope)
-    expected, found = drafted(network, slots), trained(head, slots)
+    expected = drafted(network, slots)
+    found = trained(head, slots)
     assert torch.allclose(found, expected, atol=1e-4)
     assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)

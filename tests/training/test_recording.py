@@ -24,7 +24,9 @@ def text_of(words):
 
 def test_a_document_that_fits_is_answered_whole_at_first():
     """The draft learns what the run will ask: prompts of whole documents; of the others and again, of pieces."""
-    tokenizer, short, long = byte_tokenizer(), document(0)[:250], document(1)
+    tokenizer = byte_tokenizer()
+    short = document(0)[:250]
+    long = document(1)
     assert short in tokenizer.decode(maker().prompt(text_of(short), 0, whole=True))
     assert short not in tokenizer.decode(maker().prompt(text_of(short), 0, whole=False))
     assert len(long) > OPTIONS.max_tokens
@@ -46,7 +48,8 @@ def test_pieces_leave_room_in_the_context():
 def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
     """A draft learns from the states that it will see: those behind the whole prompt, each at its own token."""
     model, other = (load_causal_lm(workshop.target, "float32", "cpu") for _ in range(2))
-    answer, vocabulary = Answer([*range(1, 40)], [5, 6, 7, 8]), torch.tensor([5, 9, 30])
+    answer = Answer([*range(1, 40)], [5, 6, 7, 8])
+    vocabulary = torch.tensor([5, 9, 30])
     recording = record(CachedModel(other, attend_reference, 256), vocabulary, answer)
     assert recording.token_ids.tolist() == answer.prompt_token_ids + answer.output_token_ids
     assert recording.token_ids[recording.is_answer].tolist() == answer.output_token_ids
