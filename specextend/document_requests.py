@@ -233,6 +233,7 @@ def finished_row(
             prompt.num_dropped_tokens,
             row.reference,
             config.quality,
+            " ".join(row.instruction or [config.prompt.instruction]),
             config.output.evidence_for,
             prompt.left_out if config.output.sources else None,
         )

@@ -96,25 +96,29 @@ def assess(
     num_dropped_tokens: int,
     reference: str | None,
     options: QualityOptions,
+    instruction: str = "",
     evidence_for: Collection[str] | None = None,
     sources_without: range | None = None,
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
     num_dropped_tokens: of the document, which were not read. reference: another summary to compare
-    with, if any. evidence_for: fields of the answer whose strings are looked for in the document,
-    if that is wanted. sources_without: characters of the document that were not read, if sources of
-    the sentences are wanted.
+    with, if any. instruction: what was asked. evidence_for: fields of the answer whose strings are
+    looked for in the document, if that is wanted. sources_without: characters of the document that
+    were not read, if sources of the sentences are wanted.
     """
     text = completion.text
     summary = split_words(completion.text)
     copied = copied_fraction(summary, document)
+    asked = split_words(instruction)
+    length = min(COPIED_WORDS, len(asked))
     flags = {
         "empty": not text.strip(),
         "truncated": completion.finish_reason == "length",
         "repeated": is_loop(completion.token_ids),
         "repeated_ngrams": repeated_fraction(summary) > MOST_REPEATED,
         "copied": copied is not None and copied > MOST_COPIED,
+        "echo": length and not {*_runs(asked, length)}.isdisjoint(_runs(summary, length)),
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,

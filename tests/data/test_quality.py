@@ -14,6 +14,7 @@ FLAGS = [
     "repeated",
     "repeated_ngrams",
     "copied",
+    "echo",
     "wrong_script",
     "wrong_language",
     "control_characters",
@@ -70,6 +71,20 @@ def test_flags_of_the_tokens(text, token_ids, reason, flags):
 def test_flags_of_the_text(text, flags):
     """A flag that is raised by what is usual is one that nobody looks at."""
     assert assessed(text).quality_flags == flags
+
+
+@pytest.mark.parametrize(
+    "instruction, text, flags",
+    [
+        ("Summarize the document.", "Please summarize the document: it met.", ["echo"]),
+        ("Name what the committee decided on Monday about schools.", "What the committee decided.", []),
+        ("", "It met.", []),
+    ],
+)
+def test_a_text_that_repeats_what_was_asked_is_flagged(instruction, text, flags):
+    """Small models answer with their instruction: eight words of it in a row, or all of a shorter one."""
+    completion = Completion("x", [1, 2, 3], text, "stop", DecodingStats())
+    assert assess(completion, DOCUMENT, 0, None, DEFAULTS, instruction).quality_flags == flags
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def done_row(row, stats, worker, started_at, draw, doc_id=""):
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
     text = "" if draw.random() < 0.05 else f"text {row}. No."
     completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
-    quality = assess(completion, "Another text. A text.", 0, None, QualityOptions(), None, range(0))
+    quality = assess(completion, "Another text. A text.", 0, None, QualityOptions(), "", None, range(0))
     return result_row(
         DocumentKey(0, row),
         doc_id or f"doc-{row:04d}",
