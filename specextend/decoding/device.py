@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import HostReadError
+from specextend.core import how_to_install
 
 Outputs = tuple[Tensor, ...]
 Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
@@ -159,6 +160,15 @@ def multiplies_bf16(device: torch.device | None = None) -> bool:
     mkldnn = torch.backends.mkldnn
     is_cpu = device is None or device.type == "cpu"
     return not is_cpu or (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def warn_of_slow_bf16() -> None:
+    """Say what to do where nothing multiplies bf16 fast."""
+    _log.warning(
+        "this processor has no products of bfloat16, so prompts take ten times as long as they "
+        "could: %s, or set target.dtype: float32",
+        how_to_install("cpu"),
+    )
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

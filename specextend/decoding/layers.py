@@ -14,7 +14,6 @@ cache rows, `D` head size.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,13 +28,10 @@ from specextend.attention.backends import compiled
 from specextend.attention.plain import HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.torch_kernels import TORCH
-from specextend.core import how_to_install
-from specextend.decoding.device import multiplies_bf16, traits_of
+from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_bf16
 
 PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 """The linear layers of a layer."""
-
-_log = logging.getLogger(__name__)
 
 
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
@@ -197,11 +193,7 @@ def pack(module: nn.Module) -> None:
     kernel = compiled_kernel()
     linears = {name: child for name, child in module.named_modules() if _is_plain_bf16(child)}
     if kernel is None and linears and not multiplies_bf16():
-        _log.warning(
-            "this processor has no products of bfloat16, so prompts take ten times as long as they "
-            "could: %s, or set target.dtype: float32",
-            how_to_install("cpu"),
-        )
+        warn_of_slow_bf16()
     for name, linear in linears.items():
         if kernel is not None and kernel.products.takes(linear.weight):
             module.set_submodule(name, CompiledLinear(linear, kernel))
