@@ -20,7 +20,7 @@ PROMPT = {"prefill.read", "plan.new_rows", "engine._prefill"}
 """Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""
 RETRIEVAL = {"engine._retrieve"}
 STEP = {"verification.verify"}
-LEVELS = {"tree.live", "tree.grow_trees"}
+LEVELS = {"tree._live", "tree.grow_trees"}
 """Where a tree that is not captured waits in each level: for the nodes worth expanding, and for the end."""
 
 

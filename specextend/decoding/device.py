@@ -166,7 +166,8 @@ def warn_of_slow_bf16() -> None:
     """Say what to do where nothing multiplies bf16 fast."""
     _log.warning(
         "this processor has no products of bfloat16, so prompts take ten times as long as they "
-        "could: %s, or set target.dtype: float32",
+        "could: %s, or set "
+        "target.dtype: float32",
         how_to_install("cpu"),
     )
 
@@ -281,14 +282,15 @@ class Graphs:
     device's allocator may not be trusted with another one.
     """
 
-    def __init__(self, capture: Capture | None = None, num_eager_calls: int = CALLS_BEFORE_CAPTURE):
+    def __init__(self, capture: Capture | None = None, num_eager_calls: int | None = None):
         """Take the way to capture; without one everything runs eagerly.
 
-        num_eager_calls: those with inputs of the same shapes before it. They build the kernels,
-        which a capture may not, so there must be one.
+        num_eager_calls: those with inputs of the same shapes before it; None:
+        `CALLS_BEFORE_CAPTURE`. They build the kernels, which a capture may not, so there must be
+        one.
         """
         self._capture = capture
-        self._num_eager_calls = num_eager_calls
+        self._num_eager_calls = CALLS_BEFORE_CAPTURE if num_eager_calls is None else num_eager_calls
         self._num_calls: Counter[Key] = Counter()
         self._graphs: dict[Key, tuple[Outputs, Callable[[], None], Outputs] | None] = {}
         """The memory that a captured function reads, its replay, and what that writes; None: it

@@ -211,11 +211,13 @@ def _expected_accepted(levels: list[_Level], num_nodes: int) -> Tensor:
 
 def _best_of(levels: list[_Level], num_nodes: int) -> DraftTrees:
     """Make the trees of the root and the best nodes."""
-    depths = [torch.full_like(each.indices, depth) for depth, each in enumerate(levels)]
+    numbers = torch.arange(len(levels), device=levels[0].indices.device).split(1)
+    pairs = zip(numbers, levels, strict=True)
+    depths = torch.cat([number.expand(each.indices.shape[1]) for number, each in pairs])
     token_ids, parents, log_probs = (torch.cat(each, 1) for each in zip(*levels, strict=True))
     log_probs = log_probs.nan_to_num(nan=_NEVER).clamp(min=_NEVER)
     batch, size = parents.shape
-    trees = DraftTrees(token_ids, parents, torch.cat(depths, 1), log_probs, [size] * batch)
+    trees = DraftTrees(token_ids, parents, depths.expand(batch, -1), log_probs, [size] * batch)
     return prune(trees, 1 + num_nodes)
 
 

