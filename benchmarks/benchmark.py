@@ -116,9 +116,12 @@ class Benchmark(BaseModel):
         sizes = {"decoding.max_batch_size": 1, "decoding.max_new_tokens": self.max_new_tokens}
         shared = {**sizes, **self.set, "input.path": self.documents}
         values = shared | variant if isinstance(variant, dict) else shared
-        return RunConfig.load(
+        config = RunConfig.load(
             self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()]
         )
+        if config.tasks:
+            raise ValueError("a benchmark measures one task")
+        return config
 
     @classmethod
     def load(

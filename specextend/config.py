@@ -233,7 +233,7 @@ class RunConfig(BaseModel):
         values, origins = merge(config, overrides)
         if asked := _asked(values.pop("tasks", None)):
             given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
-            others = [each for each in overrides if not each.strip().startswith("tasks")]
+            others = [each for each in overrides if each.partition("=")[0].strip() != "tasks"]
             return _joined(
                 {
                     name: cls.load(
@@ -301,7 +301,14 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     for values, origin in chain.from_iterable(map(_read, given_configs)):
         _drop_demo(values, origin, merged, origins)
         _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
+        are_listed = bool(merged.get("tasks"))
         for section, options in values.items():
+            own = _keys(values, section).keys() & OF_TASKS.get(section, set())
+            if are_listed and own:
+                raise ConfigError(
+                    f"{origin.name} sets {section}.{min(own)} behind a list of tasks, which have "
+                    "their own; put it before the list, or use --set"
+                )
             if section == "tasks":
                 options = _placed(options, origin.folder)
             merged[section] = (
@@ -394,6 +401,8 @@ OF_TASKS = {
 
 def _placed(tasks: Any, folder: str) -> Any:
     """Return a list of tasks, each with the folder that its paths are relative to."""
+    if isinstance(tasks, str):
+        tasks = [tasks]
     if isinstance(tasks, dict):
         tasks = [
             keys | {"name": name} if isinstance(keys, dict) else keys
@@ -431,9 +440,11 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
     name_of_first, first = next(iter(each.items()))
     if len(each) < 2:
         return first
-    if first.input.instruction_column is not None:
+    if nested := [name for name, config in each.items() if config.tasks]:
+        raise ConfigError(f"tasks: {nested[0]} lists tasks itself; list them in its place")
+    if first.input.instruction_column is not None or first.input.has_limits:
         raise ConfigError(
-            "tasks: input.instruction_column gives a row one instruction; leave out one of both"
+            "tasks: a column of instructions, limits or options is about one task; leave it out"
         )
     columns = [config.output.column for config in each.values()]
     if twice := [column for column in columns if columns.count(column) > 1]:

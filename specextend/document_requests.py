@@ -417,7 +417,10 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    advice = "do it again with --retry-errors=all --retry-truncated LIMIT"
+    advice = (
+        "do it again with --retry-errors=all --retry-truncated LIMIT (one of several tasks: in a "
+        "run of its own)"
+    )
     if is_loop:
         advice = "set decoding.repetition_penalty"
     elif config.input.has_limits:

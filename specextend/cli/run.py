@@ -73,11 +73,15 @@ class Arguments:
         from specextend.cluster.environment import is_submitted
         from specextend.cluster.exits import RefusedError
         from specextend.config import ConfigError, RunConfig
+        from specextend.shipped import TASKS, find_config
 
         allow_relative = not is_submitted(os.environ)
         try:
-            tasks: list[Any] = [{"tasks": [*self.task]}] if self.task else []
-            config = [*self.config, *tasks]
+            config: list[Any] = [*self.config]
+            if self.task:
+                if given := [name for name in config if find_config(name).parent == TASKS]:
+                    raise ConfigError(f"{given[0]} is a task: give it by --task, too")
+                config.append({"tasks": [*self.task]})
             return RunConfig.load(
                 config, self.overrides, allow_relative=allow_relative, run_date=self.run_date
             )

@@ -532,7 +532,8 @@ def _checks(prepared: Prepared, plan: Plan) -> list[Values]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the
     `outcome` for such rows.
     """
-    policy = prepared.config.prompt.length_policy
+    policies = [task.config.prompt.length_policy for task in prepared.tasks]
+    policy = "error" if "error" in policies else policies[0]
     counts = plan.rejected
     over = _OVER_LENGTH.get(policy, f"cut ({policy})")
     found: list[tuple[str, int | None, str]] = [

@@ -125,7 +125,8 @@ def _estimate(
     for task in others:
         if not task.config.input.has_limits:
             limits = np.full_like(limits, task.config.decoding.max_new_tokens)
-        own, most, _ = _request_tokens(documents, limits, task.prompts)
+        own, most, is_too_long = _request_tokens(documents, limits, task.prompts)
+        is_long = is_long | is_too_long
         outputs += most
         if task.prompts.opening in openings:
             own = np.maximum(own - documents, np.minimum(own, task.prompts.num_template_tokens))

@@ -73,6 +73,8 @@ def build_manifest(
     free = tuple(f"{name}." for name in _FREE + _HASHED)
     binding = {name: value for name, value in flattened(config) if not f"{name}.".startswith(free)}
     identity: Values = {"files": files, "hashes": dict(hashes), "config": binding}
+    if config.get("tasks"):
+        identity["tasks"] = [*config["tasks"]]  # in their order
     selection = source.selection
     if selection is not None:
         identity["selection"] = {"rows": source.num_rows, "sha256": selection.sha256}
@@ -213,6 +215,8 @@ def _flat_identity(manifest: ReadOnly) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
     yield from identity["config"].items()
     yield from ((f"weights of {name}", value[:12]) for name, value in identity["hashes"].items())
+    if tasks := identity.get("tasks"):
+        yield "tasks", tasks
     if selection := identity.get("selection"):
         yield (
             "selected rows",

@@ -99,7 +99,7 @@ def truncated(report: Report) -> Finding | None:
         report, "run.input.max_new_tokens_column"
     )
     own = f" or the limit in column '{shortened(column)}'" if column else ""
-    if not is_loop and not column:
+    if not is_loop and not column and not look_up(report, "run.tasks"):
         advice += ", or do them again with --retry-truncated"
     of = f"{rows:,} of {counted(report['rows']['done'], 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."

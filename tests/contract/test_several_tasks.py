@@ -12,6 +12,7 @@ from tests.job.conftest import (
     AT_ONCE_S,
     CONFIG,
     LONGEST_S,
+    ROOT,
     dying_command,
     in_process,
     long_texts,
@@ -125,6 +126,8 @@ def test_another_list_of_tasks_is_another_run(ask):
     assert ended.code == 5
     assert "run a new task as a run of its own" in ended.stderr
     assert "tasks: kind, outline there, outline, kind, about here" in ended.stderr
+    ended, _ = ask("out", tasks=listed("kind", "outline"))
+    assert ended.code == 5, "the column tasks would have two orders"
     ended, output = ask("plain")
     assert not any(name.startswith("tasks") for name in manifest_of(output)["identity"]["config"])
     assert "tasks" not in rows(output / "summaries")[0]
@@ -210,6 +213,7 @@ def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
     assert len(both[0]) == 12
 
 
+LISTING = str(ROOT / "examples" / "reports-three-ways.yaml")
 BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "a"}, "draft": {"kind": "ngram"}}
 
 
@@ -225,14 +229,25 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
         ),
         (
             {"tasks": ["summary", "keywords"], "input": {"path": "in", "instruction_column": "ask"}},
-            "gives a row one instruction",
+            "is about one task",
         ),
+        ({"tasks": ["summary", {"name": "x", "base": LISTING}]}, "x lists tasks itself"),
     ],
 )
 def test_what_tasks_cannot_be_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refused:
         RunConfig.load([BASE | changes])
     assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_behind_a_list_of_tasks_changes_none_of_them_in_silence():
+    """A limit, and a whole question, were not seen."""
+    listing = {"tasks": ["translation", "summary", "facts"]}
+    with pytest.raises(ValueError, match=r"sets decoding\.max_new_tokens behind a list of tasks"):
+        RunConfig.load([BASE, listing, {"decoding": {"max_new_tokens": 4}}])
+    with pytest.raises(ValueError, match="behind a list of tasks"):
+        RunConfig.load([BASE, listing, "question"])
+    assert RunConfig.load([BASE | listing, {"job": {"commit_every_s": 1}}]).tasks
 
 
 def test_columns_of_tasks_that_collide_are_refused_before_anything_is_read(corpus, tmp_path):
@@ -252,4 +267,6 @@ def test_what_is_set_on_the_command_line_counts_for_every_task():
     assert RunConfig.from_values(config.model_dump(mode="json")) == config
     with pytest.raises(ValueError, match="a Summarizer answers one task"):
         Summarizer(config)
+    with pytest.raises(ValueError, match="tasksx"):
+        RunConfig.load([BASE, {"tasks": ["summary", "keywords"]}], ["tasksx.y=1"])
     assert RunConfig.load([BASE], ["tasks=[summary, keywords]"]).tasks.keys() == config.tasks.keys()
