@@ -110,7 +110,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of each document."""
+    """Says what is asked of each document."""
 
     name: str
     """Empty if it is the only one."""

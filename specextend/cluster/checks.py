@@ -123,13 +123,19 @@ def prepare(
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    openings = [task.prompts.opening for task in tasks]
-    notes += tuple(
-        f"task {task.name} reads each document again: its prompt begins otherwise than those before"
-        for place, task in enumerate(tasks)
-        if place and task.prompts.opening not in openings[:place]
-    )
+    notes = (*notes, *_that_read_again(tasks))
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_truncated)
+
+
+def _that_read_again(tasks: list[Task]) -> Iterator[str]:
+    """Yield a line for each task that has to read a document from its beginning."""
+    openings = [task.prompts.opening for task in tasks]
+    for place, task in enumerate(tasks):
+        if place and task.prompts.opening not in openings[:place]:
+            yield (
+                f"task {task.name} reads each document again: its prompt begins otherwise than "
+                "those before"
+            )
 
 
 def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:

@@ -220,7 +220,7 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"tasks": ["facts", "question"]}, "two write the column answer"),
+        ({"tasks": ["question", {"name": "again", "base": "question"}]}, "two write the column answer"),
         ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),
         ({"tasks": ["summary", {"name": "x", "target": {"model": "b"}}]}, "x has target; a task has prompt"),
         (
