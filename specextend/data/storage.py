@@ -319,12 +319,6 @@ def out_of_reach(location: Location, error: Exception) -> OutOfReachError:
     return OutOfReachError(f"{location.path} is out of reach ({one_line(error)}); run again")
 
 
-_MARK_BYTES = 16
-"""Bytes at the end of a buffer that must have changed: of an empty body pyarrow says that it filled
-the buffer.
-"""
-
-
 class _Witness:
     """A file that remembers what was wrong with reading it: pyarrow's errors do not tell that from
     what it holds.
@@ -345,16 +339,21 @@ class _Witness:
 
     def read(self, size: int) -> bytes:
         """Read as a file does."""
-        wanted = min(size, max(0, self._num_bytes - self._file.tell()))
-        mark = secrets.token_bytes(min(wanted, _MARK_BYTES))
-        data = bytearray(wanted - len(mark)) + mark
-        try:
-            num_read = self._file.readinto(data)
-        except OSError as error:
-            self.trouble = first_line(error)
-            raise
-        if num_read < wanted or (mark and data.endswith(mark)):
-            self.trouble = f"less came than the {wanted:,} bytes that were asked for"
+        begin = self._file.tell()
+        wanted = min(size, max(0, self._num_bytes - begin))
+        num_read = 0
+        # of an empty body pyarrow says that it filled the buffer: no last byte is equal to both
+        for filler in (b"\x00", b"\xff"):
+            data = bytearray(filler * wanted)
+            try:
+                self._file.seek(begin)
+                num_read = self._file.readinto(data)
+            except OSError as error:
+                self.trouble = first_line(error)
+                raise
+            if num_read == wanted and data[-1:] != filler:
+                return bytes(data)
+        self.trouble = f"less came than the {wanted:,} bytes that were asked for"
         return bytes(data[:num_read])
 
     @property

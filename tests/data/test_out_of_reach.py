@@ -26,7 +26,7 @@ from specextend.data.run_folder import (
     write_audit,
     write_success,
 )
-from specextend.data.storage import write_bytes
+from specextend.data.storage import read_again, write_bytes
 from specextend.report import export
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import location, opened
@@ -106,6 +106,19 @@ def test_an_input_whose_store_fails_is_out_of_reach_from_the_footers_to_the_last
         opened(tmp_path / "in")
     assert exit_code_of_command(said.value) == EXIT_FAILED
     assert not is_damaged_row(replace(run, root=store.at(run.root.path)), DocumentKey(0, 1))
+
+
+def test_a_byte_that_came_is_not_called_missing_whichever_it_is(tmp_path):
+    """One damaged file in 256 was "out of reach", and then another: the reader's own mark was what it held."""
+    for byte in range(256):
+        (tmp_path / "a").write_bytes(bytes([byte]))
+        with pytest.raises(ValueError, match="no record"):
+            read_again(location(tmp_path / "a"), refuse)
+
+
+def refuse(file):
+    """What a parser does with a damaged file."""
+    raise ValueError(f"no record: {file.read()!r}")
 
 
 @pytest.mark.parametrize("fault", ["EIO", "nothing", "a half"])
