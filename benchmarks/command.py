@@ -108,6 +108,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         default=[],
         metavar="KEY=VALUE",
         help="override a key of the benchmark (repeats=3), or of the configuration for all "
-        "variants (cache.sinks=64)",
+        "variants (cache.recent=64)",
     )
     return parser

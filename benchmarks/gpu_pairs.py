@@ -84,7 +84,7 @@ _TINY: dict[str, Any] = {
     "target": _TINY_TARGET,
     "tree": TreeOptions(nodes=8, depth=4),
     "cache": CacheOptions(
-        chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
+        chunk_size=8, top_k_chunks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
     ),
 }
 TINY = (

@@ -64,11 +64,9 @@ class JobOptions:
     """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed
     batch, a passed deadline, text that cannot be read. Those lost with their node do not count."""
     max_error_fraction: float = 0.0
-    """Share of error rows, from 0 to 1, up to which a run ends with exit 0, else with exit 3."""
-    stop_error_fraction: float = 0.5
-    """Share of failed documents, from 0 to 1, above which a start stops early with exit 3, if it
-    is also above `max_error_fraction`; checked from 100 documents and 1% of those to process
-    on. 1 never stops a run."""
+    """Share of error rows, from 0 to 1, up to which a run ends with exit 0, else with exit 3. A
+    start stops early once more than half of its documents, and more than this share, have failed;
+    that is checked from 100 documents and 1% of those to process on."""
     commit_every_s: float = 30.0
     """Most seconds that a finished document waits before it is written."""
     document_deadline_s: float = 600.0
@@ -96,9 +94,10 @@ class JobOptions:
         for name in ("document_deadline_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
-        for name in ("max_error_fraction", "stop_error_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
+        if not 0 <= self.max_error_fraction <= 1:
+            raise ValueError(
+                f"job.max_error_fraction must be in [0, 1], got {self.max_error_fraction}"
+            )
 
     @property
     def num_cores(self) -> int:
@@ -390,7 +389,7 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
 OF_TASKS = {
     "prompt": {"instruction", "examples", "system", "length_policy"},
     "parts": {"tokens", "instruction", "merge_instruction"},
-    "output": {"column", "schema", "evidence", "sources"},
+    "output": {"column", "schema", "evidence"},
     "decoding": {
         *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
         *("repetition_penalty", "no_repeat_ngram_size"),
@@ -582,12 +581,22 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{key} must be {wanted}, got {shown(detail['input'])}{quote}"
 
 
+_INSTEAD = {
+    "cache.sinks": "; the first chunk of a text stays visible, of cache.chunk_size tokens",
+    "input.max_new_tokens_column": "; input.options_column takes an integer column, too",
+    "job.stop_error_fraction": "; a start stops early where more than half of its documents fail; "
+    "job.max_error_fraction allows more",
+    "output.sources": "; output.evidence finds the sources of texts, too",
+}
+"""What to do without keys that configurations from elsewhere may have."""
+
+
 def _unknown_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     known = _known_keys(section)
     kind = "key" if section else "section"
     hint = did_you_mean(name, known) or f"; known {kind}s are {', '.join(known)}"
-    return f"unknown {kind} {key}{hint}"
+    return f"unknown {kind} {key}{_INSTEAD.get(key, hint)}"
 
 
 def _known_keys(section: str) -> list[str]:

@@ -251,7 +251,6 @@ SECTIONS: dict[str, Values] = {
         "policy": "retrieval",
         "chunk_size": 8,
         "top_k_chunks": 6,
-        "sinks": 8,
         "recent": 16,
         "refresh_every": 3,
     },

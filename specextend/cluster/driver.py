@@ -5,7 +5,6 @@ else writes them.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
@@ -84,8 +83,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self._moved_at = self.clock()
-        limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
-        self._errors = ErrorGuard(limit, self.scheduler.num_open)
+        self._errors = ErrorGuard(self.job.max_error_fraction, self.scheduler.num_open)
 
     def drive(self) -> None:
         """Run until every document is done or given up; finished rows are on disk whatever happens.
@@ -285,10 +283,9 @@ class Driver:
                 continue
             self._kernels_said.add(message)
             why = kernel["why"]
-            say = self.display.event
-            if info.accelerators:
-                say = partial(self.display.note, f"{message}, {why}")
-            say("kernel", worker=worker, kernel=kernel["name"], taken=kernel["taken"], reason=why)
+            facts = {"worker": worker, "kernel": kernel["name"], "taken": kernel["taken"]}
+            said = f"{message}, {why}" if info.accelerators else ""
+            self.display.event("kernel", said, **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
@@ -339,7 +336,7 @@ class Driver:
         """Let another worker try a document that this one could not read, unless the document is at
         fault.
         """
-        self.display.event("document_unread", **lease_facts(worker, lease), message=failed.message)
+        self.display.event("document_unread", **lease_facts(worker, lease), reason=failed.message)
         was_told = self._is_stopping or self.scheduler.is_resting(worker, now)
         if was_told or not is_damaged_row(self.source, lease.key):
             self.scheduler.unread(lease.lease_id, now)

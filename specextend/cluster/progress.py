@@ -32,6 +32,8 @@ WINDOW_S = 600.0
 """Seconds of the past from which the rate is taken."""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
+LEAST_LIMIT = 0.5
+"""Share of failures up to which no run stops early."""
 MIN_ENDED = 100
 """Fewest documents that must have ended before the error rate is checked."""
 MIN_SHARE = 0.01
@@ -196,9 +198,9 @@ class ErrorGuard:
     a broken run.
     """
 
-    def __init__(self, limit: float, num_documents: int):
-        """Begin a start of `num_documents`. limit: share of failures above which the run stops."""
-        self._limit = limit
+    def __init__(self, allowed: float, num_documents: int):
+        """Begin a start of `num_documents`. allowed: share of failures with which a run may end."""
+        self._limit = max(LEAST_LIMIT, allowed)
         self._least = max(MIN_ENDED, MIN_SHARE * num_documents)
         self._num_done = 0
         self._failed: Counter[str] = Counter()
@@ -226,9 +228,9 @@ class ErrorGuard:
         [(name, _)] = self._failed.most_common(1)
         raise TooManyErrorsError(
             f"stopped early: {num_failed:,} of {counted(num_ended, 'document')} failed, more than "
-            f"job.stop_error_fraction {self._limit:g} allows, most often with {name}, such as "
-            f"{self._examples[name]}; "
-            "what is done is kept: fix the cause and run again with --retry-errors, or allow more"
+            f"{self._limit:.0%}, most often with {name}, such as {self._examples[name]}; what is "
+            "done is kept: fix the cause and run again with --retry-errors, or raise "
+            "job.max_error_fraction"
         )
 
 
@@ -311,10 +313,12 @@ class Display:
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """Report something to people and machines."""
-        self._write(printable(message))
+        self.event(event, message, **facts)
 
-    def event(self, name: str, **facts: Fact) -> None:
-        """Report something to machines only, because people would find it too detailed."""
+    def event(self, name: str, message: str = "", **facts: Fact) -> None:
+        """Report something to machines, and to people its message, if it has one."""
+        if message:
+            self._write(printable(message))
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -368,11 +372,7 @@ class JsonDisplay(Display):
         if self._pace.is_due(now):
             self.event("progress", **snapshot._asdict())
 
-    def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Write an event with a message."""
-        self.event(event, message=message, **facts)
-
-    def event(self, name: str, **facts: Fact) -> None:
+    def event(self, name: str, message: str = "", **facts: Fact) -> None:
         """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or
         NaN are left out.
         """
@@ -380,6 +380,7 @@ class JsonDisplay(Display):
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "run": self._run_id,
             "event": name,
+            "message": message or None,
         }
         known = {
             key: value

@@ -29,7 +29,7 @@ _OWN = ("model", "messages", "max_tokens", "max_completion_tokens")
 _ALWAYS: Values = {
     "input.id_column": "id",
     "input.passthrough": [],
-    "input.max_new_tokens_column": "max_new_tokens",
+    "input.options_column": "max_new_tokens",
     "prompt.instruction": "{{ document }}",
 }
 

@@ -164,10 +164,6 @@ def footer_sha256(file: pa.NativeFile) -> str:
     return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
 
 
-def _is_count(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_null(kind)
-
-
 def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
@@ -209,6 +205,16 @@ def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> No
         raise InputError(f"input.passthrough and tasks both name {passed[0]}; rename one of them")
 
 
+_OF_INPUT = {
+    "text_column": (is_text, "a string column"),
+    "id_column": (is_id, "a string, integer or UUID column"),
+    "options_column": (is_options, f"an integer column, or a struct of {', '.join(ROW_OPTIONS)}"),
+    "reference_column": (is_text, "a string column"),
+    "instruction_column": (is_text, "a string column"),
+}
+"""Columns that have a use: which types they may have, and how that is said."""
+
+
 def check_columns(
     file: str, schema: pa.Schema, reader: RowReader, *, others_may_have: Collection[str] = ()
 ) -> None:
@@ -218,59 +224,40 @@ def check_columns(
     others_may_have: passthrough columns that the file may lack.
     """
     options = reader.options
-    wanted = [
-        ("input.text_column", options.text_column, is_text, "a string column"),
-        ("input.id_column", options.id_column, is_id, "a string, integer or UUID column"),
-        (
-            "input.max_new_tokens_column",
-            options.max_new_tokens_column,
-            _is_count,
-            "an integer column",
-        ),
-        ("input.reference_column", options.reference_column, is_text, "a string column"),
-        ("input.instruction_column", options.instruction_column, is_text, "a string column"),
-        (
-            "input.options_column",
-            options.options_column,
-            is_options,
-            f"a struct of {', '.join(ROW_OPTIONS)}",
-        ),
-    ]
-    also_in_path = {
-        "input.passthrough": options.passthrough,
-        "input.filter": options.filter_columns,
-    }
-    for option, columns in (also_in_path | {"prompt.instruction": reader.template_columns}).items():
-        wanted += [(option, name, lambda kind: True, "any column") for name in columns]
-    for option, column, is_right, what in wanted:
-        if column is None:
+    for name, (is_right, what) in _OF_INPUT.items():
+        if (column := getattr(options, name)) is None:
             continue
-        found = schema.get_all_field_indices(column)
-        if (
-            not found
-            and option in also_in_path
-            and (
-                column in partition_values(file)
-                or (option == "input.passthrough" and column in others_may_have)
-            )
-        ):
-            continue
-        if not found:
-            raise _no_column(file, schema, column, option)
-        if len(found) > 1:
-            raise InputError(
-                f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one"
-            )
-        kind = schema.field(found[0]).type
+        kind = _field(file, schema, column, f"input.{name}").type
         if not is_right(kind):
-            cast = way_out(column, kind, "BIGINT" if is_right is _is_count else "VARCHAR")
+            cast = way_out(column, kind, "BIGINT" if name == "options_column" else "VARCHAR")
             raise InputError(
-                f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}"
+                f"{file}: column {column!r} (input.{name}) is {kind}, but must be {what}{cast}"
             )
+    in_path = partition_values(file).keys()
+    for option, columns, elsewhere in (
+        ("input.passthrough", options.passthrough, {*in_path, *others_may_have}),
+        ("input.filter", options.filter_columns, in_path),
+        ("prompt.instruction", reader.template_columns, ()),
+    ):
+        for column in columns:
+            if column in schema.names or column not in elsewhere:
+                _field(file, schema, column, option)
     for column, *path in (path for template in reader.templates for path in template.fields):
         _check_fields(
             f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path
         )
+
+
+def _field(file: str, schema: pa.Schema, column: str, option: str) -> pa.Field:
+    """Return the field of a column. Raises InputError unless a file has one of that name."""
+    found = schema.get_all_field_indices(column)
+    if not found:
+        raise _no_column(file, schema, column, option)
+    if len(found) > 1:
+        raise InputError(
+            f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one"
+        )
+    return schema.field(found[0])
 
 
 def _no_column(file: str, schema: pa.Schema, column: str, option: str) -> InputError:
@@ -479,23 +466,10 @@ def guess_columns(path: str) -> Guess:
         for column, ids in values.items()
         if column != text and len({*ids} - {None, b""}) == len(ids)
     ]
-    named = [column for column in unique if _ID_NAMES.search(column)]
-    found = min(
-        named,
-        key=lambda column: (column.lower() != "id", not column.lower().endswith("id")),
-        default=None,
-    )
-    why = (
-        f"named as an id, unique and never null in {rows}"
-        if found
-        else "no column is named as an id and unique"
-    )
-    if not found and len(values[text]) >= _ID_ROWS:  # the shortest texts, and before them integers
-        short = [column for column in unique if lengths.get(column, 0) <= _ID_CHARACTERS]
-        found = min(short, key=lambda column: lengths.get(column, 0), default=None)
-        why = f"unique in {rows}" if found else why
+    short = {column: lengths.get(column, 0) for column in unique}
+    found, why = _guess_id(short, rows, is_told=len(values[text]) >= _ID_ROWS)
     spoilt = [column for column in values if _ID_NAMES.search(column) and column not in unique]
-    if spoilt and found not in named:
+    if spoilt and not (found and _ID_NAMES.search(found)):
         why += (
             f"; {spoilt[0]} is named as one, but has nulls or repeats: input.on_bad_id: error "
             "takes it nevertheless"
@@ -503,6 +477,22 @@ def guess_columns(path: str) -> Guess:
     others = tuple(column for column in schema.names if column not in (text, found))
     why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
     return Guess(text, why_text, found, why, others, _difference(listing, schema))
+
+
+def _guess_id(unique: dict[str, float], rows: str, *, is_told: bool) -> tuple[str | None, str]:
+    """Choose the id among the columns that are unique, and say why.
+
+    unique: with the mean lengths of their texts. is_told: there are rows enough to tell.
+    """
+    named = [column for column in unique if _ID_NAMES.search(column)]
+    if named:
+        found = min(named, key=lambda name: (name.lower() != "id", not name.lower().endswith("id")))
+        return found, f"named as an id, unique and never null in {rows}"
+    # the shortest texts, and before them integers
+    short = [column for column in unique if unique[column] <= _ID_CHARACTERS]
+    if is_told and short:
+        return min(short, key=unique.__getitem__), f"unique in {rows}"
+    return None, "no column is named as an id and unique"
 
 
 def _first_rows(parquet: pq.ParquetFile) -> pa.Table:

@@ -110,8 +110,6 @@ class InputOptions:
     passthrough: tuple[str, ...] = ()
     """Columns of any type that are copied to the results; a file may lack them. Folders such as
     `year=2026` make a column, too."""
-    max_new_tokens_column: str | None = None
-    """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
@@ -120,7 +118,8 @@ class InputOptions:
     """
     options_column: str | None = None
     """A struct column whose fields, where not null, take the place of `decoding.*` for the row:
-    `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings)."""
+    `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings); or an
+    integer column, which is `max_new_tokens` alone."""
     filter: str | None = None
     """Only the rows that match a condition of SQL, such as `lang = 'en' AND pages > 2`."""
     sample: float | int | None = None
@@ -143,11 +142,6 @@ class InputOptions:
         ]:
             if holds_secret(path):
                 raise ValueError(f"input.{name} {NO_CREDENTIALS}")
-        if self.options_column is not None and self.max_new_tokens_column is not None:
-            raise ValueError(
-                "input.options_column has max_new_tokens itself: leave out "
-                "input.max_new_tokens_column"
-            )
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -179,7 +173,7 @@ class InputOptions:
     @property
     def has_limits(self) -> bool:
         """Return True if rows may have limits of their outputs themselves."""
-        return self.max_new_tokens_column is not None or self.options_column is not None
+        return self.options_column is not None
 
     @property
     def filter_columns(self) -> tuple[str, ...]:
@@ -200,23 +194,12 @@ class OutputOptions:
     or names with types, such as `{agency: string, sum: number, topics: [string], kind: audit |
     budget, date: "string?"}`. One of values alone is scored."""
     evidence: bool = False
-    """Look each string of an answer up in its document (column `evidence`), choices excepted."""
-    sources: bool = False
-    """Find for each sentence of a text the passages of its document that it rests on (column
-    `sources`)."""
+    """Find in its document what was written: each string of an answer, choices excepted (column
+    `evidence`), or the passages that each sentence of a text rests on (column `sources`)."""
 
     def __post_init__(self) -> None:
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
-            if self.sources:
-                raise ValueError(
-                    "output.sources looks up sentences: with output.schema, set output.evidence "
-                    "instead"
-                )
-        elif self.evidence:
-            raise ValueError(
-                "output.evidence looks up the strings of answers, so it needs output.schema"
-            )
         if not self.column:
             raise ValueError("output.column must not be empty")
         if not self.path:
@@ -234,7 +217,12 @@ class OutputOptions:
         """Return the fields whose strings are looked up in the document; None if that is not
         wanted.
         """
-        return string_fields(str(self.schema)) if self.evidence else None
+        return string_fields(str(self.schema)) if self.evidence and self.schema else None
+
+    @property
+    def sources(self) -> bool:
+        """Return True if the passages that the sentences of a text rest on are looked for."""
+        return self.evidence and not self.schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ class RowReader:
     def content_columns(self) -> list[str]:
         """Return the columns that `content_sha256` is made of."""
         options = self.options
-        wanted = (options.text_column, options.max_new_tokens_column, options.instruction_column)
-        return _named(*wanted, options.options_column, *self.template_columns)
+        wanted = (options.text_column, options.options_column, options.instruction_column)
+        return _named(*wanted, *self.template_columns)
 
     @property
     def document_columns(self) -> list[str]:
@@ -79,8 +79,8 @@ class RowReader:
         options = self.options
         try:
             text = decode_text(values[options.text_column])
-            own = own_options(values[options.options_column] if options.options_column else None)
-            max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", self.limit(values)))
+            own = own_options(self.own(values))
+            max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", None))
             instruction, *others = self._instructions(values)
         except DocumentError as error:
             error.doc_id, error.content_sha256 = doc_id, self.content(values)
@@ -100,24 +100,24 @@ class RowReader:
         hexadecimal digits.
         """
         options = self.options
-        own = values[options.options_column] if options.options_column else None
         asked = (values[options.instruction_column] if options.instruction_column else None) or b""
         if not asked.decode(errors="replace").strip():
             asked = b""
             used = {name: values[name] for name in self.template_columns}
         else:
             used = {}
-        told = {name: value for name, value in (own or {}).items() if value is not None} | used
-        others = json.dumps([self.limit(values), told], sort_keys=True, default=repr).encode()
+        told = {name: value for name, value in self.own(values).items() if value is not None}
+        others = json.dumps([told, used], sort_keys=True, default=repr).encode()
         digest = hashlib.sha256()
         for part in (values[options.text_column] or b"", asked, others):
             digest.update(f"{len(part)}:".encode() + part)
         return digest.hexdigest()
 
-    def limit(self, values: ReadOnly) -> int | None:
-        """Return the value of `input.max_new_tokens_column`."""
-        column = self.options.max_new_tokens_column
-        return values[column] if column else None
+    def own(self, values: ReadOnly) -> ReadOnly:
+        """Return the values of `input.options_column` by name; of an integer it is the limit."""
+        column = self.options.options_column
+        given = values[column] if column else None
+        return given if isinstance(given, dict) else {"max_new_tokens": given}
 
     def _instructions(self, values: ReadOnly) -> list[Around | None]:
         """Return the row's own instruction, or each of the run's with its values. Raises
@@ -135,11 +135,11 @@ class RowReader:
         return [each.around(values) if each.columns else None for each in self.templates] or [None]
 
 
-def own_options(values: ReadOnly | None) -> Values:
+def own_options(values: ReadOnly) -> Values:
     """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a
     value out of range.
     """
-    own = {name: value for name, value in (values or {}).items() if value is not None}
+    own = {name: value for name, value in values.items() if value is not None}
     if "stop" in own:
         own["stop"] = tuple(mended(own["stop"], decodes=True))
     try:
@@ -150,15 +150,17 @@ def own_options(values: ReadOnly | None) -> Values:
 
 
 def is_options(kind: pa.DataType) -> bool:
-    """Return True if a column may be `input.options_column`: a struct of known fields of the right
-    kinds.
+    """Return True if a column may be `input.options_column`: an integer, or a struct of known
+    fields of the right kinds.
     """
     kinds = {
         "temperature": pa.types.is_floating,
         "top_p": pa.types.is_floating,
         "stop": lambda of: pa.types.is_list(of) and pa.types.is_string(of.value_type),
     }
-    return pa.types.is_struct(kind) and all(
+    if not pa.types.is_struct(kind):
+        return pa.types.is_integer(kind) or pa.types.is_null(kind)
+    return all(
         each.name in ROW_OPTIONS and kinds.get(each.name, pa.types.is_integer)(each.type)
         for each in kind
     )

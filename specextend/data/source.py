@@ -349,7 +349,7 @@ class Source:
         }
         for batch in self.batches(file.number, sorted(unread)) if unread else ():
             self.passthrough(batch, file.number)
-        wanted = (options.text_column, options.max_new_tokens_column, options.options_column)
+        wanted = (options.text_column, options.options_column)
         batches = self.chosen_batches(file.number, list(dict.fromkeys(filter(None, wanted))))
         return list(batches) if file.is_small else batches
 
@@ -358,9 +358,7 @@ class Source:
         options = self.options
         error_class = None
         text = values[options.text_column]
-        limit = self.reader.limit(values)
-        if options.options_column:
-            limit = (values[options.options_column] or {}).get("max_new_tokens")
+        limit = self.reader.own(values).get("max_new_tokens")
         try:
             decode_text(text)
             check_max_new_tokens(limit)

@@ -148,13 +148,11 @@ class CacheOptions:
     """`full` shows the draft every token; `streaming` the first and the most recent chunks;
     `retrieval` those and the ones that the target attends to most."""
     chunk_size: int = 32
-    """Tokens in a chunk."""
+    """Tokens in a chunk. The first chunk of a text stays visible."""
     top_k_chunks: int = 32
-    """Chunks that the draft sees under `streaming` and `retrieval`, those of `sinks` and `recent`
-    included.
+    """Chunks that the draft sees under `streaming` and `retrieval`, the first one and those of
+    `recent` included.
     """
-    sinks: int = 32
-    """Tokens at the start of the text that stay visible, rounded up to whole chunks."""
     recent: int = 128
     """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole
     chunks.
@@ -166,18 +164,16 @@ class CacheOptions:
     (-1). Scores of several layers are averaged."""
 
     def __post_init__(self) -> None:
-        at_least("cache.sinks", self.sinks, 0)
         for name in ("chunk_size", "top_k_chunks", "recent", "refresh_every"):
             at_least(f"cache.{name}", getattr(self, name), 1)
         if not self.score_layers:
             raise ValueError("cache.score_layers must name at least one layer; -1 is the last one")
         # The end of the text may be aligned in any way: two tokens can touch two chunks.
-        forced = -(-self.sinks // self.chunk_size) + -(-(self.recent - 1) // self.chunk_size) + 1
+        forced = -(-(self.recent - 1) // self.chunk_size) + 2
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(
-                f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent "
-                f"alone can take {forced}; "
-                "raise it, or lower those"
+                f"cache.top_k_chunks is {self.top_k_chunks} but the first chunk and cache.recent "
+                f"alone can take {forced}; raise it, or lower cache.recent"
             )
 
 

@@ -67,11 +67,9 @@ def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tenso
 
 
 def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Mark the chunks [C] bool that hold some of the first `sinks` and of the last `recent`
-    tokens.
-    """
+    """Mark the first chunk, and the chunks [C] bool that hold some of the last `recent` tokens."""
     starts = torch.arange(0, num_tokens, options.chunk_size)
-    return (starts < options.sinks) | (starts + options.chunk_size > num_tokens - options.recent)
+    return (starts == 0) | (starts + options.chunk_size > num_tokens - options.recent)
 
 
 def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
@@ -86,15 +84,15 @@ def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Ten
 
 
 def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
-    """Select the sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with
+    """Select the first chunk and the most recent ones, `top_k_chunks` in all (StreamingLLM, with
     the same budget).
 
     Returns the chunks [n], ascending.
     """
     total = -(-num_tokens // options.chunk_size)
-    sinks = min(-(-options.sinks // options.chunk_size), total, options.top_k_chunks - 1)
-    first_recent = max(sinks, total - (options.top_k_chunks - sinks))
-    return torch.cat([torch.arange(sinks), torch.arange(first_recent, total)])
+    num_first = min(1, options.top_k_chunks - 1)
+    first_recent = max(num_first, total - (options.top_k_chunks - num_first))
+    return torch.cat([torch.arange(num_first), torch.arange(first_recent, total)])
 
 
 @dataclass

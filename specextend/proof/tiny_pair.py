@@ -29,7 +29,7 @@ _SHAPE = {
     "layer_types": None,
 }
 _CACHE = CacheOptions(
-    chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
+    chunk_size=8, top_k_chunks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
 )
 _OTHER = 0.02
 """How far the draft's weights are from the target's, in standard deviations: some of its guesses

@@ -95,9 +95,7 @@ def truncated(report: Report) -> Finding | None:
         return None
     is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
-    column = look_up(report, "run.input.options_column") or look_up(
-        report, "run.input.max_new_tokens_column"
-    )
+    column = look_up(report, "run.input.options_column")
     own = f" or the limit in column '{shortened(column)}'" if column else ""
     if not is_loop and not column and not look_up(report, "run.tasks"):
         advice += ", or do them again with --retry-truncated"

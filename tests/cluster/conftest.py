@@ -10,7 +10,7 @@ import pytest
 
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.lifecycle import run_job
-from specextend.cluster.progress import Fact, Snapshot
+from specextend.cluster.progress import Display, Fact, Snapshot
 from specextend.config import RunConfig
 from specextend.core import Values
 from tests.cluster.fakes import FakeEngine
@@ -33,14 +33,13 @@ class Screen:
     def show(self, snapshot, now):
         self.on_show(snapshot)
 
-    def note(self, message, event="note", **facts):
-        self.notes.append(message)
-        self.events.append((event, facts))
-
     def begin(self, run_id):
         self.run_id = run_id
 
-    def event(self, name, **facts):
+    note = Display.note
+
+    def event(self, name, message="", **facts):
+        self.notes += [message] if message else []
         self.events.append((name, facts))
         self.on_event(name, facts)
 

@@ -63,7 +63,7 @@ def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path, tokeniz
     """A column of lengths overrides the run's."""
     text = "rain on the roof " * 40
     length = pa.array([None, 99], pa.int32())
-    corpus = source(tmp_path, {"text": [text] * 2, "length": length}, max_new_tokens_column="length")
+    corpus = source(tmp_path, {"text": [text] * 2, "length": length}, options_column="length")
     plan = planned(corpus, tokenizer)
     prompts = Prompts(tokenizer, PromptOptions(), 1000)
     true = pytest.approx(len(prompts.render(text, 10).token_ids), abs=1)

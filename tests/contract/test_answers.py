@@ -145,7 +145,6 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
         ("{agency: {type: string, merge: union}}", "field agency is no list"),
         ("nowhere.json", "nowhere.json cannot be read as JSON"),
         ("{}", "output.schema must name a field"),
-        ("null", "output.evidence looks up the strings of answers, so it needs output.schema"),
     ],
 )
 def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
@@ -155,20 +154,15 @@ def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     assert "\n" not in str(refused.value)
 
 
-def test_sources_are_of_sentences_and_not_of_data():
-    with pytest.raises(ValueError, match=r"output\.sources .* set output\.evidence instead"):
-        RunConfig.load(CONFIG, ["output.path=unused", "output.schema={a: string}", "output.sources=true"])
-
-
-def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, tmp_path):
+def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, plan, tmp_path):
     """Otherwise a night of 100,000 documents is 100,000 rows that broke off."""
     corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])
     settings = ["input.id_column=doc", f"output.schema={SCHEMA}", "output.column=answer"]
     given = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
     ended = call(*given, "--set", "decoding.max_new_tokens=6")
     assert "decoding.max_new_tokens is 6, and the shortest answer of output.schema takes about" in ended.line()
-    scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1", "--dry-run"]
-    assert call(*given, *scored).code == 0
+    scored = ["--set", "output.schema={kind: audit | budget}", "--set", "decoding.max_new_tokens=1"]
+    assert plan(*given, *scored).code == 0
 
 
 def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path):

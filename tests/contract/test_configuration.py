@@ -21,9 +21,9 @@ LEAST = {
     "draft": {"kind": "model", "model": "owner/draft"},
 }
 KEYS = {
-    "input": "path text_column id_column on_bad_id passthrough max_new_tokens_column "
+    "input": "path text_column id_column on_bad_id passthrough "
     "reference_column instruction_column options_column filter sample except_done_in limit",
-    "output": "path column schema evidence sources",
+    "output": "path column schema evidence",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
     "target": "model dtype quantize device",
@@ -32,10 +32,9 @@ KEYS = {
     "no_repeat_ngram_size max_batch_size cache_gib",
     "attention": "backend tree",
     "tree": "nodes depth threshold",
-    "cache": "policy chunk_size top_k_chunks sinks recent refresh_every score_layers",
+    "cache": "policy chunk_size top_k_chunks recent refresh_every score_layers",
     "quality": "language",
-    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
-    "commit_every_s stall_s deadline_s",
+    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_s stall_s deadline_s",
     "report": "price_per_worker_hour",
 }
 DEFAULTS = {
@@ -103,6 +102,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
         ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes"),
         ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
+        ("output.sources=true", "unknown key output.sources; output.evidence finds the sources of texts, too"),
         ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
         ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
         ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),

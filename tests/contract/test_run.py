@@ -208,7 +208,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path, summar
     corpus = write_corpus(
         tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
     )
-    changes = ["input.id_column=doc", "prompt.length_policy=error", "input.max_new_tokens_column=length"]
+    changes = ["input.id_column=doc", "prompt.length_policy=error", "input.options_column=length"]
     ended = summarize_here(*on(corpus, tmp_path / "out", *changes, "input.passthrough=[length]"))
     assert ended.code == 3, ended.stderr
     assert not (tmp_path / "out" / "_SUCCESS").exists()

@@ -23,7 +23,7 @@ from tests.job.conftest import (
 
 OUTLINE = {
     "prompt": {"instruction": "{{ document }}\n\nWrite an outline for {{ reader }}."},
-    "output": {"column": "outline", "sources": True},
+    "output": {"column": "outline", "evidence": True},
     "decoding": {"temperature": 0.7, "stop": ["t1"]},
 }
 KIND = {

@@ -11,7 +11,7 @@ from specextend import Summarizer, load_engine
 from tests.contract.columns import BATCHES, assert_has
 from tests.tiny_models import at_call, random_prompt, tiny_config
 
-INPUT = {"input__id_column": "name", "input__max_new_tokens_column": "most", "input__passthrough": ["year"]}
+INPUT = {"input__id_column": "name", "input__options_column": "most", "input__passthrough": ["year"]}
 
 
 def text(length):
@@ -166,11 +166,11 @@ def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(con
             r"the batch has no column 'body' \(input.text_column\); it has text, name",
         ),
         (
-            {"id_column": "most", "max_new_tokens_column": "name"},
+            {"id_column": "most", "options_column": "name"},
             documents(),
             "is string, but must be an integer column; cast it when you write the Parquet",
         ),
-        ({"id_column": None, "max_new_tokens_column": None}, documents(), "input.id_column must be set"),
+        ({"id_column": None, "options_column": None}, documents(), "input.id_column must be set"),
         ({}, 7, "documents must be texts, dictionaries, a table or a data frame, got int"),
     ],
 )

@@ -47,7 +47,7 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     assert words[::2] == ["--set"] * (len(words) // 2)
     config = RunConfig.load(tmp_path / "run.yaml", words[1::2])
     assert config.input.id_column == "id"
-    assert config.input.max_new_tokens_column == "max_new_tokens"
+    assert config.input.options_column == "max_new_tokens"
     assert config.input.passthrough == (), "the demo's configuration names columns of its reports"
     assert config.prompt.instruction == "{{ document }}"
     assert config.prompt.system == SYSTEM["content"]

@@ -96,7 +96,7 @@ def test_a_missing_column_is_a_run_error_that_lists_those_there(write):
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
     assert run_error(path, text_column="boddy").endswith("it has body, n; did you mean body?")
-    for option in ("id_column", "max_new_tokens_column", "reference_column"):
+    for option in ("id_column", "options_column", "reference_column"):
         assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
 
@@ -131,8 +131,8 @@ def test_a_field_that_the_instruction_misspells_is_a_run_error(write):
         ("id_column", "bytes", 'decode("bytes")'),
         ("id_column", "fixed", 'hex("fixed")'),
         ("id_column", "price", 'CAST("price" AS VARCHAR)'),
-        ("max_new_tokens_column", "limit", 'CAST("limit" AS BIGINT)'),
-        ("max_new_tokens_column", "ratio", 'CAST("ratio" AS BIGINT)'),
+        ("options_column", "limit", 'CAST("limit" AS BIGINT)'),
+        ("options_column", "ratio", 'CAST("ratio" AS BIGINT)'),
         ("reference_column", "bytes", 'decode("bytes")'),
         ("reference_column", "wide", 'decode("wide")'),
     ],
@@ -253,7 +253,7 @@ def test_a_row_may_have_a_reference(write, kind):
 def test_a_limit_beyond_every_length_is_an_error_row(write):
     """An unsigned column holds what no signed one takes."""
     path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
-    source = opened(path, max_new_tokens_column="n")
+    source = opened(path, options_column="n")
     rows = [(row.max_new_tokens, row.error_class) for row in source.scan()]
     assert rows == [(None, "BadMaxNewTokens"), (7, None)]
     with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
@@ -274,7 +274,7 @@ def test_no_text_passes_for_another_one_with_an_instruction():
     pieces = (b"a", b"1", b"1:", b"a2:", b"[1, {}]", b"0:12:")
     texts = [*pieces, *(b"".join(pair) for pair in product(pieces, repeat=2))]
     rows = list(product(texts, (None, 1, 11), (None, *texts)))
-    reader = RowReader(InputOptions(path="in", max_new_tokens_column="limit", instruction_column="ask"))
+    reader = RowReader(InputOptions(path="in", options_column="limit", instruction_column="ask"))
     columns = ("text", "limit", "ask")
     assert len({reader.content(dict(zip(columns, row, strict=True))) for row in rows}) == len(rows)
 

@@ -19,7 +19,7 @@ from specextend.decoding.retrieval import (
 from specextend.stats import DecodingStats
 from tests.covering import covering
 
-SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, sinks=4, recent=4, refresh_every=3)
+SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, recent=4, refresh_every=3)
 
 
 def slow_chunk_mass(query, keys, chunk_size, scale):
@@ -39,7 +39,7 @@ def mass_of(*chunks):
 @st.composite
 def tight_options(draw):
     """The least budget that is accepted, or a little more."""
-    values = {name: draw(st.integers(least, 40)) for name, least in (("chunk_size", 1), ("sinks", 0), ("recent", 1))}
+    values = {name: draw(st.integers(least, 40)) for name, least in (("chunk_size", 1), ("recent", 1))}
     for top_k_chunks in range(1, 100):
         try:
             options = CacheOptions(top_k_chunks=top_k_chunks, **values)
@@ -64,7 +64,7 @@ def test_scores_are_the_targets_attention(heads, num_keys, dtype):
 
 
 def test_the_best_chunks_stay_beside_the_forced_ones_in_document_order():
-    """Sink chunk 0 and last chunk 6 are forced though worthless; two more places go to the best others."""
+    """First chunk 0 and last chunk 6 are forced though worthless; two more places go to the best others."""
     chunks = select_by_score(mass_of(0, 5, 1, 7, 2, 6, 0), 28, SMALL)
     assert chunks.tolist() == [0, 3, 5, 6]
     assert visible_positions(chunks, 28, 4).tolist() == [0, 1, 2, 3, *range(12, 16), *range(20, 28)]
@@ -83,7 +83,7 @@ def test_the_budget_holds_for_every_length(options, num_tokens, seed):
     assert len(chunks) == min(total, options.top_k_chunks)
     visible = visible_positions(chunks, num_tokens, options.chunk_size).tolist()
     assert visible == sorted(set(visible))
-    wanted = {*range(min(options.sinks, num_tokens)), *range(max(0, num_tokens - options.recent), num_tokens)}
+    wanted = {*range(min(options.chunk_size, num_tokens)), *range(max(0, num_tokens - options.recent), num_tokens)}
     assert wanted <= set(visible), "the public code drops the open chunk when it scores low"
 
 
@@ -91,17 +91,14 @@ def test_the_budget_holds_for_every_length(options, num_tokens, seed):
     num_tokens=st.integers(1, 500),
     chunk_size=st.integers(1, 20),
     top_k=st.integers(1, 20),
-    sinks=st.integers(0, 60),
 )
-def test_streaming_keeps_sinks_and_the_newest_within_the_same_budget(num_tokens, chunk_size, top_k, sinks):
-    """Whole chunks, the newest always among them, the sinks as far as the budget allows."""
-    options = CacheOptions(policy="streaming", chunk_size=chunk_size, top_k_chunks=top_k, sinks=sinks)
+def test_streaming_keeps_the_first_chunk_and_the_newest_within_the_same_budget(num_tokens, chunk_size, top_k):
+    """Whole chunks, the newest always among them, the first as far as the budget allows."""
+    options = CacheOptions(policy="streaming", chunk_size=chunk_size, top_k_chunks=top_k)
     chunks = select_recent(num_tokens, options).tolist()
     total = -(-num_tokens // chunk_size)
-    num_sinks = min(-(-sinks // chunk_size), top_k - 1, total)
-    assert len(chunks) == min(total, top_k)
-    assert chunks[:num_sinks] == list(range(num_sinks))
-    assert chunks[num_sinks:] == list(range(total - (len(chunks) - num_sinks), total))
+    num_recent = min(total, top_k) - (top_k > 1)
+    assert chunks == [0] * (top_k > 1) + list(range(total - num_recent, total))
 
 
 def test_coverage_and_churn_by_hand():
@@ -120,16 +117,13 @@ def test_coverage_and_churn_by_hand():
     assert stats.retrieval_churn == pytest.approx((2 / 3 + 0) / 2)
 
 
-@pytest.mark.parametrize(
-    "chunk_size, sinks, recent, least", [(4, 4, 4, 3), (4, 0, 1, 1), (4, 1, 5, 3), (4, 8, 6, 5), (1, 2, 3, 5)]
-)
-def test_a_budget_that_forced_chunks_alone_can_exceed_is_refused(chunk_size, sinks, recent, least):
+@pytest.mark.parametrize("chunk_size, recent, least", [(4, 4, 3), (4, 1, 2), (4, 5, 3), (4, 6, 4), (1, 3, 4)])
+def test_a_budget_that_forced_chunks_alone_can_exceed_is_refused(chunk_size, recent, least):
     """By the worst alignment: 4 recent tokens can touch two chunks of 4, 6 can touch three."""
-    values = {"chunk_size": chunk_size, "sinks": sinks, "recent": recent}
+    values = {"chunk_size": chunk_size, "recent": recent}
     assert CacheOptions(top_k_chunks=least, **values).top_k_chunks == least
-    if least > 1:
-        with pytest.raises(ValueError, match=r"cache\.top_k_chunks is \d+ but cache\.sinks and cache\.recent alone"):
-            CacheOptions(top_k_chunks=least - 1, **values)
+    with pytest.raises(ValueError, match=r"cache\.top_k_chunks is \d+ but the first chunk and cache\.recent alone"):
+        CacheOptions(top_k_chunks=least - 1, **values)
 
 
 @pytest.mark.parametrize(
