@@ -36,6 +36,7 @@ from tests.job.conftest import (
     on,
     read_json,
     rows,
+    specextend,
     wait_for_pause,
 )
 
@@ -207,7 +208,7 @@ def test_code_inside_a_models_folder_is_not_run(call, tmp_path):  # noqa: F811
     for name, more in ("config.json", names), ("tokenizer_config.json", tokenizer):
         values = read_json(folder / name)
         (folder / name).write_text(json.dumps(values | {"auto_map": more}))
-    ended = call("--config", CONFIG, "--dry-run", "--set", f"target.model={folder}")
+    ended = specextend("plan", "--config", CONFIG, "--set", f"target.model={folder}")
     assert ended.code in (0, 2), ended.stderr
     assert not (tmp_path / "canary").exists()
 

@@ -10,7 +10,7 @@ import pytest
 
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
-from tests.job.conftest import in_process
+from tests.job.conftest import in_process, specextend
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
@@ -28,41 +28,48 @@ def folder(tmp_path_factory):
 
 
 COMMANDS = {
-    "report": ["jobs/report.py", "out"],
-    "bench": ["jobs/bench.py", "figures.json"],
-    "status": ["jobs/summarize.py", "--status", f"no{HOSTILE}"],
-    "summarize": ["jobs/summarize.py", "--help"],
-    "prepare": ["jobs/prepare.py", "documents", f"no{HOSTILE}", "--output", "a.parquet"],
-    "train_draft": ["jobs/train_draft.py", "--config", f"no{HOSTILE}", "--text", "a", "--output", "b"],
-    "arguments": ["jobs/report.py", "out", HOSTILE],
+    "report": ["report", "out"],
+    "bench": ["bench.py", "figures.json"],
+    "refused": ["summarize.py", "--config", f"no{HOSTILE}"],
+    "summarize": ["summarize.py", "--help"],
+    "prepare": ["prepare", "documents", f"no{HOSTILE}", "--output", "a.parquet"],
+    "train": ["train", "--config", f"no{HOSTILE}", "--text", "a", "--output", "b"],
+    "arguments": ["report", "out", HOSTILE],
 }
-CODES = {"status": 2, "prepare": 2, "train_draft": 2, "arguments": 2}
+CODES = {"refused": 2, "prepare": 2, "train": 2, "arguments": 2}
+
+
+def command(name):
+    """The whole command line of a command, or of a script of `jobs/`."""
+    first, *arguments = COMMANDS[name]
+    started = [str(ROOT / "jobs" / first)] if first.endswith(".py") else ["-m", "specextend", first]
+    return [sys.executable, *started, *arguments]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_job_lets_a_text_drive_the_terminal(name, folder, monkeypatch):
     """Ids, messages, file names and arguments come from elsewhere."""
     monkeypatch.chdir(folder)
-    script, *arguments = COMMANDS[name]
-    ended = in_process(Path(script).name, *arguments)
+    first, *arguments = COMMANDS[name]
+    run = in_process if first.endswith(".py") else specextend
+    ended = run(first, *arguments)
     shown = ended.stdout + ended.stderr
     assert ended.code == CODES.get(name, 0), shown
     assert shown
     assert "Traceback" not in shown
     assert not set(shown) & set("\x1b\x07\r\u202e\u2028")
     unwrapped = "".join(shown.split()).replace("\\\\", "\\")  # tables break long cells, Markdown doubles backslashes
-    assert name in ("summarize", "train_draft") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
+    assert name in ("summarize", "train") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
 
 
 @pytest.mark.parametrize("name", ["report", "summarize"])
 def test_a_reader_that_goes_away_ends_no_job(name, folder):
-    """`jobs/report.py out | head -1`: the rest is not read, and nobody wants a traceback instead."""
+    """`specextend report out | head -1`: the rest is not read, and nobody wants a traceback instead."""
     reader, writer = os.pipe()
     os.close(reader)
-    script, *arguments = COMMANDS[name]
-    whole = [sys.executable, str(ROOT / script), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(whole, cwd=folder, env=environment, check=False, stdout=writer, stderr=subprocess.PIPE)
+    pipes = {"stdout": writer, "stderr": subprocess.PIPE}
+    ended = subprocess.run(command(name), cwd=folder, env=environment, check=False, **pipes)
     os.close(writer)
     assert ended.returncode == 0
     assert ended.stderr == b""
@@ -70,8 +77,7 @@ def test_a_reader_that_goes_away_ends_no_job(name, folder):
 
 def test_closed_streams_end_no_job(folder):
     """`>&- 2>&-`, as some daemons start their children: Python has no such streams then."""
-    script, *arguments = COMMANDS["report"]
-    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, str(ROOT / script), *arguments]
+    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command("report")]
     ended = subprocess.run(line, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert ended.returncode == 0
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from specextend.core import ReadOnly, printable
 from specextend.shipped import shipped_configs
 from specextend.terminal import complain, guard_streams
 
@@ -137,28 +138,65 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
+def in_one_line(
+    function: Callable[..., int], expected: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Callable[..., int]:
     """Let a command say its errors in one line each, and return their exit codes; 2 for what a user
     got wrong.
+
+    expected: errors beside those of a run; any other has a traceback.
     """
 
     @wraps(function)
     def wrapped(**given: Any) -> int:
-        from specextend.cluster import exits  # it imports pyarrow: not for --help
-
         try:
             return function(**given)
-        except exits.RunError as error:
-            complain(error)
-            return exits.exit_code(error)
-        except (ValueError, OSError) as error:
-            complain(error)
-            return exits.exit_code_of_command(error)
-        except KeyboardInterrupt:
-            print("interrupted; run the same command again to resume", file=sys.stderr)
-            return exits.EXIT_INTERRUPTED
+        except (Exception, KeyboardInterrupt) as error:
+            if (code := _say_end(error, given, expected)) is None:
+                raise
+            return code
 
     return wrapped
+
+
+def _say_end(
+    error: BaseException, given: ReadOnly, expected: tuple[type[Exception], ...]
+) -> int | None:
+    """Say in one line how a command has ended, and return its exit code; None if nobody foresaw
+    that.
+    """
+    from specextend.cluster import exits  # it imports pyarrow: not for --help
+
+    if isinstance(error, exits.InterruptedRunError):
+        how = " with the same --retry-truncated" if given.get("retry_truncated") else ""
+        what = f"interrupted: {error}; finished work is on disk, run again to resume{how}"
+        say(what, "interrupted", given)
+    elif isinstance(error, exits.RunError):
+        # of differences, each of which is one line
+        keep = "\n" if isinstance(error, exits.OtherRunError) else ""
+        say(f"error: {error}", "error", given, keep)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return exits.EXIT_INTERRUPTED
+    elif isinstance(error, expected):
+        complain(error)
+        return exits.exit_code_of_command(error)
+    else:
+        return None
+    return exits.exit_code(error)
+
+
+def say(line: str, event: str, given: ReadOnly, keep: str = "") -> None:
+    """Write one line to stderr, if it takes it, because stdout is for results; an event of JSON if
+    the command was given that as its `log`. keep: as for `printable`.
+    """
+    if given.get("log") == "json":
+        from specextend.cluster.progress import open_display
+
+        open_display(log="json").note(line, event)
+    else:
+        with suppress(OSError):
+            print(printable(line, keep), file=sys.stderr, flush=True)
 
 
 def show(text: str, end: str = "\n") -> None:

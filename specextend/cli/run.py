@@ -1,6 +1,4 @@
-"""The commands `run`, `plan` and `status`; `jobs/summarize.py` is all three. docs/input-output.md
-has exit codes.
-"""
+"""The commands `run`, `plan` and `status`. docs/input-output.md has exit codes."""
 
 from __future__ import annotations
 
@@ -9,12 +7,10 @@ import json
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from datetime import date, datetime
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +22,7 @@ from specextend.cli.command import (
     ConfigFile,
     config_option,
     in_one_line,
+    say,
     show,
     takes,
     write_json,
@@ -152,9 +149,13 @@ _PLAN = takes(
 )
 
 
+_in_one_line = partial(in_one_line, expected=())
+
+
 @click.command()
 @config_option(required=True)
 @_WHERE
+@_in_one_line
 def run(**given: Any) -> int:
     """Run or resume a job: Parquet in, Parquet out, on Ray."""
     return start(Arguments(**given))
@@ -164,6 +165,7 @@ def run(**given: Any) -> int:
 @config_option(required=True)
 @_WHERE
 @_PLAN
+@_in_one_line
 def plan(**given: Any) -> int:
     """Say what a run would do and take; write no output."""
     return _dry_run(Arguments(**given))
@@ -171,64 +173,14 @@ def plan(**given: Any) -> int:
 
 @click.command()
 @OUTPUT
+@in_one_line
 def status(output: str) -> int:
     """Say how far the run of an output folder is."""
-    return _status(output=output)
+    from specextend.cluster.records import describe_status, read_status
+    from specextend.data.storage import resolve
 
-
-@click.command()
-@config_option()
-@click.option(
-    "--status", metavar="OUTPUT", help="say how far the run of this output folder is, and exit"
-)
-@_WHERE
-@click.option("--dry-run", is_flag=True, help="say what there is to do; write no output")
-@_PLAN
-def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
-    """Run a job, plan it (--dry-run) or say how far it is (--status): Parquet in, Parquet out, on
-    Ray.
-    """
-    if bool(given["config"]) == (status is not None):
-        raise click.UsageError("Give either --config or --status.")
-    if wrong := [
-        name for name in ("json", "calibrate", "by") if given[name] is not None and not dry_run
-    ]:
-        raise click.UsageError(f"--{wrong[0]} goes with --dry-run.")
-    if status is not None:
-        return _status(output=status)
-    return (_dry_run if dry_run else start)(Arguments(**given))
-
-
-def _guarded(do: Callable[[Arguments, ExitStack], int]) -> Callable[[Arguments], int]:
-    """Do it in an environment of its own, and say in one line how it ended if not well. Returns the
-    exit code.
-    """
-
-    @wraps(do)
-    def guarded(arguments: Arguments) -> int:
-        _exit_when_told(75)  # until the run has begun there is nothing to save
-        from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
-        from specextend.cluster.environment import prepare_environment
-
-        prepare_environment(os.environ)
-        with ExitStack() as stack:  # what it closes may take seconds, so an error is said before
-            try:
-                return do(arguments, stack)
-            except exits.RunError as error:
-                # of differences, each of which is one line
-                is_list = isinstance(error, exits.OtherRunError)
-                _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
-                return exits.exit_code(error)
-            except exits.InterruptedRunError as error:
-                how = " with the same --retry-truncated" if arguments.retry_truncated else ""
-                _say(
-                    f"interrupted: {error}; finished work is on disk, run again to resume{how}",
-                    "interrupted",
-                    arguments,
-                )
-                return exits.exit_code(error)
-
-    return guarded
+    show(describe_status(read_status(resolve(output))))
+    return 0
 
 
 def _exit_when_told(code: int) -> None:
@@ -236,9 +188,17 @@ def _exit_when_told(code: int) -> None:
         signal.signal(number, lambda number, frame: os._exit(code))
 
 
-@_guarded
-def start(arguments: Arguments, stack: ExitStack) -> int:
+def _set_up() -> None:
+    """Make the process ready for a run: until that has begun there is nothing to save."""
+    _exit_when_told(75)
+    from specextend.cluster.environment import prepare_environment
+
+    prepare_environment(os.environ)
+
+
+def start(arguments: Arguments) -> int:
     """Run or resume a job, and show what came of it. Returns the exit code."""
+    _set_up()
     from specextend.cluster.environment import check_limits, early_ray, is_local
 
     if is_local():
@@ -251,7 +211,8 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     interrupt.install()
     gc.freeze()  # what was imported is no garbage
     if ray := early_ray(config.job, config.output.path, interrupt):
-        stack.callback(ray.close)
+        # which takes seconds: after an error is said
+        click.get_current_context().call_on_close(ray.close)
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
@@ -265,17 +226,14 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
         conclude(config.output.path)
     # a store that is away by now, a stdout that takes no more
     except (OSError, ValueError) as error:
-        _say(
-            f"the run ended with {code}, but cannot be shown: {first_line(error)}",
-            "note",
-            arguments,
-        )
+        what = f"the run ended with {code}, but cannot be shown: {first_line(error)}"
+        say(what, "note", asdict(arguments))
     return code
 
 
-@_guarded
-def _dry_run(arguments: Arguments, _: ExitStack) -> int:
+def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
+    _set_up()
     from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
@@ -291,7 +249,7 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
         )
     measure = None
     if arguments.calibrate is not None:
-        told = partial(_say, event="calibration", arguments=arguments)
+        told = partial(say, event="calibration", given=asdict(arguments))
         measure = partial(
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
@@ -379,33 +337,3 @@ def _by_quality(row: Values) -> tuple[float, ...]:
 
 def _name_of(row: Values) -> str:
     return printable(str(row.get("title") or row["doc_id"]))
-
-
-@in_one_line
-def _status(output: str) -> int:
-    """Print the status of the run in an output folder. Returns the exit code."""
-    from specextend.cluster.exits import RefusedError, StoreError
-    from specextend.cluster.records import describe_status, read_status
-    from specextend.data.storage import resolve
-
-    try:
-        found = read_status(resolve(output))
-    except ValueError as error:
-        raise RefusedError(first_line(error)) from error
-    except OSError as error:
-        raise StoreError(f"the run in {output} cannot be read: {first_line(error)}") from error
-    show(describe_status(found))
-    return 0
-
-
-def _say(line: str, event: str, arguments: Arguments, keep: str = "") -> None:
-    """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for
-    `printable`.
-    """
-    from specextend.cluster.progress import Forgiving, JsonDisplay
-
-    stderr = Forgiving(sys.stderr)
-    if arguments.log == "json":
-        JsonDisplay(lambda text: print(text, file=stderr, flush=True)).note(line, event)
-    else:
-        print(printable(line, keep), file=stderr, flush=True)

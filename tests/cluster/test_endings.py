@@ -106,7 +106,7 @@ def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(ended
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b'{"rows": "6", "done": 5, "errors": 1}'])
 def test_a_success_file_that_says_nothing_is_written_again(ended, content):
-    """An empty one, of a tool that touches it or of a full disk, was a traceback, also in `--status`."""
+    """An empty one, of a tool that touches it or of a full disk, was a traceback, also in `status`."""
     assert ended.run() == EXIT_DONE
     whole = (ended.output / "_SUCCESS").read_bytes()
     (ended.output / "_SUCCESS").write_bytes(content)

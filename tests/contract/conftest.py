@@ -17,6 +17,7 @@ import pytest
 from specextend import RunConfig, load_engine
 from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, environment, in_process, rows
 from tests.job.conftest import call as call  # fixtures of this folder, too
+from tests.job.conftest import plan as plan
 from tests.job.conftest import start as start
 from tests.reference_outputs import Ties
 
@@ -27,11 +28,10 @@ SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_t
 PASSTHROUGH = ("year", "source")
 
 
-def run_job(script, *arguments, cwd=ROOT, **options):
-    """Run a script of `jobs/` as a process of its own."""
+def run_command(*arguments, **options):
+    """Run the command `specextend` as a process of its own."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    command = [sys.executable, str(ROOT / "jobs" / script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(), check=False, **pipes)
+    return subprocess.run([sys.executable, "-m", "specextend", *arguments], env=environment(), check=False, **pipes)
 
 
 def settings(**sections):

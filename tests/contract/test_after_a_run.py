@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from tests.contract.conftest import run_job
-from tests.job.conftest import CONFIG, TEXT, in_process, on, read_json, rows, write_corpus
+from tests.contract.conftest import run_command
+from tests.job.conftest import CONFIG, TEXT, in_process, on, read_json, rows, specextend, write_corpus
 
 REPORT = {
     "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
@@ -53,9 +53,9 @@ def stamps(folder):
     return {str(path): path.stat().st_mtime_ns for name in names for path in (folder / "out" / name).iterdir()}
 
 
-def test_the_status_says_how_the_run_ended(call, finished):
+def test_the_status_says_how_the_run_ended(finished):
     """On any machine: rows, errors by class, every start."""
-    ended = call("--status", finished / "out")
+    ended = specextend("status", finished / "out")
     assert ended.code == 0
     assert ended.stderr == ""
     first, *lines = ended.stdout.splitlines()
@@ -64,11 +64,11 @@ def test_the_status_says_how_the_run_ended(call, finished):
     assert [line.endswith("exit 3") for line in lines if line.startswith("start ")] == [True]
 
 
-def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder):
+def test_the_status_of_a_run_that_somebody_drives_names_the_driver(folder):
     """Who must be told to stop, and where."""
     holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
     (folder / "out" / "_run" / "lock").write_text(json.dumps(holder))
-    said = call("--status", folder / "out").stdout
+    said = specextend("status", folder / "out").stdout
     assert said.startswith("running: 3 of 5 rows done")
     assert "driver: run feedbeef (process 1 on another-host), last heartbeat " in said
 
@@ -86,23 +86,23 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
     assert not (folder / "out" / "_SUCCESS").exists()
 
 
-def test_a_retry_says_which_error_rows_it_leaves_out(call, finished):
+def test_a_retry_says_which_error_rows_it_leaves_out(call, plan, finished):
     """A thousand null texts would be planned, read and refused again with every outage that is made good."""
     left_out = "not tried again: 2 error rows whose `retryable` is false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
-        ended = call(*arguments(finished, "--dry-run", *flags))
+        ended = plan(*arguments(finished, *flags))
         assert ended.code == 0, ended.stderr
         assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
         assert (left_out in ended.stdout) == is_said
     assert call(*arguments(finished, "--retry-errors=some")).code == 2
 
 
-@pytest.mark.parametrize("flags", [("--retry-errors",), ("--retry-errors=all", "--dry-run")])
-def test_a_retry_of_nothing_is_refused(call, folder, flags):
+def test_a_retry_of_nothing_is_refused(call, plan, folder):
     """With a mistyped output folder it did every row again, for a night."""
-    ended = call(*arguments(folder, *flags, "--output", str(folder / "nowhere")))
-    assert "--retry-errors: " in ended.line()
-    assert not (folder / "nowhere").exists()
+    for command, flag in (call, "--retry-errors"), (plan, "--retry-errors=all"):
+        ended = command(*arguments(folder, flag, "--output", str(folder / "nowhere")))
+        assert "--retry-errors: " in ended.line()
+        assert not (folder / "nowhere").exists()
 
 
 def test_errors_that_are_allowed_make_the_run_a_success_which_is_not_started_again(call, folder):
@@ -113,7 +113,7 @@ def test_errors_that_are_allowed_make_the_run_a_success_which_is_not_started_aga
     ended = call(*allowed)
     assert ended.code == 0, ended.stderr
     assert read_json(folder / "out" / "_SUCCESS") == {"rows": 5, "done": 3, "errors": 2}
-    assert call("--status", folder / "out").stdout.startswith("complete: 3 of 5 rows done, 2 failed")
+    assert specextend("status", folder / "out").stdout.startswith("complete: 3 of 5 rows done, 2 failed")
     before = stamps(folder)
     ended = call(*allowed)
     assert ended.code == 0
@@ -132,7 +132,7 @@ def test_results_that_somebody_deleted_are_written_again(call, finished, folder,
         assert rows(path) == rows(finished / "out" / name)
 
 
-def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder, finished):
+def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, plan, folder, finished):
     """Its night is over: nothing need be restored, and nothing done twice."""
     (folder / "in").unlink()
     shutil.copytree(finished / "in", folder / "in")
@@ -141,7 +141,7 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder, fi
     assert ended.code == 5
     assert f"give another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
     new = ["--output", folder / "new", "--set", f"input.except_done_in=['{folder / 'out'}']"]
-    ended = call(*arguments(folder, *new, "--dry-run"))
+    ended = plan(*arguments(folder, *new))
     assert ended.code == 0, ended.stderr
     assert "\n2 of 2 rows to do" in ended.stdout, "the empty texts are still empty"
 
@@ -161,6 +161,9 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     report = read_json(folder / "night" / "report.json")
     counts = {"input": 5, "unchanged": 3, "failed_before": 2, "changed": 0, "new": 0, "selected": 0}
     assert report["selection"] == counts
+    ended = call(*arguments(folder), *again)
+    assert ended.code == 0, "an hourly job starts it once more"
+    assert ended.stderr.startswith("complete already, 0 rows")
 
 
 def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder):
@@ -229,7 +232,7 @@ def test_a_report_can_be_made_again_and_is_the_same(folder):
     """Also on another machine, where the folder lies elsewhere."""
     made = read_json(folder / "out" / "report.json")
     (folder / "out" / "report.json").unlink()
-    ended = in_process("report.py", folder / "out")
+    ended = specextend("report", folder / "out")
     assert ended.code == 0
     assert ended.stderr == ""
     assert "rows done" in ended.stdout
@@ -242,7 +245,7 @@ def test_a_report_can_be_made_again_and_is_the_same(folder):
 def test_an_export_has_each_answer_once(finished, tmp_path, monkeypatch, name):
     """As rows of files that other programs read, each column as far as the format has its type."""
     to = tmp_path / name
-    ended = in_process("export.py", finished / "out", "--to", to)
+    ended = specextend("export", finished / "out", "--to", to)
     assert ended.code == 0
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 5 documents in {to}; 2 failed\n"
@@ -272,24 +275,24 @@ def test_an_export_that_would_spoil_something_is_refused(finished, tmp_path):
         tmp_path / "full": "is not empty; name another folder",
     }
     for to, said in refused.items():
-        ended = in_process("export.py", finished / "out", "--to", to)
+        ended = specextend("export", finished / "out", "--to", to)
         assert ended.line() == f"error: {to} {said}"
 
 
-@pytest.mark.parametrize("job", [["report.py"], ["export.py", "--to", "x.jsonl"], ["summarize.py", "--status"]])
-def test_a_folder_without_a_run_is_refused_in_one_line(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", [["report"], ["export", "--to", "x.jsonl"], ["status"]])
+def test_a_folder_without_a_run_is_refused_in_one_line(command, tmp_path, monkeypatch):
     """And stays empty: no file that looks like a result."""
     monkeypatch.chdir(tmp_path)
-    ended = in_process(*job, tmp_path)
+    ended = specextend(*command, tmp_path)
     assert "holds no run" in ended.line()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("job", [("summarize.py", "--status"), ("report.py",)])
-def test_a_stdout_that_takes_no_more_is_said_in_one_line(job, folder):
-    """`--status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_a_stdout_that_takes_no_more_is_said_in_one_line(command, folder):
+    """`specextend status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
     with open("/dev/full", "w", encoding="utf-8") as full:
-        process = run_job(*job, folder / "out", stdout=full)
+        process = run_command(command, folder / "out", stdout=full)
     assert process.returncode == 1
     [line] = process.stderr.splitlines()
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
@@ -300,7 +303,7 @@ def test_lines_of_json_become_parquet(tmp_path):
     lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     fields = ["--text-field", "body", "--id-field", "n"]
-    ended = in_process("prepare.py", "documents", tmp_path / "in.jsonl", *fields, "--output", tmp_path / "a")
+    ended = specextend("prepare", "documents", tmp_path / "in.jsonl", *fields, "--output", tmp_path / "a")
     assert ended.code == 0, ended.stderr
     assert ended.stdout == f"2 documents in {tmp_path / 'a'}\n"
     assert pq.read_table(tmp_path / "a").select(["id", "text", "reference"]).to_pylist() == [

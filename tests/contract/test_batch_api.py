@@ -1,4 +1,4 @@
-"""From a file of OpenAI's Batch API to one: `prepare.py openai`, `summarize.py`, `export.py --format openai`."""
+"""From a file of OpenAI's Batch API to one: `prepare openai`, `run`, `export --format openai`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from tests.job.conftest import in_process, rows
+from tests.job.conftest import rows, specextend
 
 
 def request(custom_id, content, max_tokens):
@@ -20,14 +20,14 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     """Every custom_id exactly once, with its answer or its error, as a client of the API reads it."""
     texts = {"r-1": ("The committee met. " * 40, 12), "r-2": ("Nothing was decided.", 7), "empty": (" ", 5)}
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))
-    prepared = in_process("prepare.py", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet")
+    prepared = specextend("prepare", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet")
     assert prepared.code == 0, prepared.stderr
     settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
     output = tmp_path / "out"
     places = ("--input", tmp_path / "in.parquet", "--output", tmp_path / "out")
     ended = summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5")
     assert ended.code == 0, ended.stderr
-    exported = in_process("export.py", output, "--format", "openai", "--to", tmp_path / "out.jsonl")
+    exported = specextend("export", output, "--format", "openai", "--to", tmp_path / "out.jsonl")
     assert exported.code == 0
     assert exported.stderr == ""
     assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"

@@ -1,4 +1,4 @@
-"""`--dry-run` as its users call it: what there is to do, before anybody pays for it, in words and as JSON."""
+"""The command `plan` as its users call it: what there is to do, before anybody pays for it, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from tests.job.conftest import CONFIG, on, read_json, write_corpus
 
 
-def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing(call, tmp_path):
+def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing(plan, tmp_path):
     """Before a night on eight GPUs: rows, tokens, memory, as a table and as JSON; and no time that nobody measured."""
     texts = ["short", None, " ", "word " * 3000, "no room"]
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6])
-    settings = ["input.id_column=null", "input.max_new_tokens_column=limit", "prompt.max_prompt_tokens=100"]
+    settings = ["input.id_column=null", "input.options_column=limit", "prompt.max_prompt_tokens=100"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
-    ended = call(*arguments, "--dry-run", "--json", tmp_path / "plan.json")
+    ended = plan(*arguments, "--json", tmp_path / "plan.json")
     assert ended.code == 0, ended.stderr
     plan = read_json(tmp_path / "plan.json")
     assert plan["rows"] == 5
@@ -34,22 +34,22 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     assert ["up", "to", "512", "2"] in lines
 
 
-def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path):
+def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
     """A folder may hold the other half of a corpus in another format."""
     folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
     (folder / "b.jsonl").write_text("{}")
     (folder / "c.csv").write_text("text")
-    ended = call("--config", CONFIG, *on(folder, tmp_path / "out", "input.id_column=null"), "--dry-run")
+    ended = plan("--config", CONFIG, *on(folder, tmp_path / "out", "input.id_column=null"))
     assert ended.code == 0, ended.stderr
     said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
     assert said in [line.split() for line in ended.stdout.splitlines()]
 
 
-def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path):
+def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
     """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
     settings = ["input.id_column=null", "job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda"]
-    ended = call("--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--dry-run")
+    ended = plan("--config", CONFIG, *on(corpus, tmp_path / "out", *settings))
     assert ended.code == 0, ended.stderr
     assert "here no run can start: job." in " ".join(ended.stdout.split())
 
@@ -57,15 +57,13 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--by", "07:00"], "--by goes with --dry-run"),
-        (["--calibrate", "4"], "--calibrate goes with --dry-run"),
-        (["--dry-run", "--calibrate", "1"], "at least 2 documents"),
-        (["--dry-run", "--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
-        (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
-        (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
+        (["--calibrate", "1"], "at least 2 documents"),
+        (["--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
+        (["--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
+        (["--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],
 )
-def test_wrong_arguments_are_refused(call, arguments, said):
+def test_wrong_arguments_are_refused(plan, arguments, said):
     """A plan for a moment that nobody meant is worse than none."""
-    ended = call("--config", CONFIG, *arguments)
+    ended = plan("--config", CONFIG, *arguments)
     assert said in ended.line()

@@ -16,10 +16,10 @@ from tests.job.conftest import (
     ROOT,
     end_of,
     environment,
-    in_process,
     is_paused,
     read_json,
     rows,
+    specextend,
     wait_for,
 )
 
@@ -89,7 +89,7 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     assert f"interrupted: {kind} received; finished work is on disk" in said
     kept = run.commits()
     assert not (run.output / "_run" / "lock").exists()
-    status = in_process("summarize.py", "--status", run.output)
+    status = specextend("status", run.output)
     assert status.stdout.startswith(f"stopped, run again to resume: {len(run.committed())} of 12 rows done, 0 failed, ")
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == undisturbed
@@ -126,7 +126,7 @@ def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start
     """Those of a large corpus take minutes, and the report: longer than whoever preempts a machine waits."""
     end_of(run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes summaries"]), 75)
     assert not (run.output / "_SUCCESS").exists()
-    status = in_process("summarize.py", "--status", run.output)
+    status = specextend("status", run.output)
     assert status.stdout.startswith("stopped, run again to resume: 12 of 12 rows done, 0 failed, 0 left")
     assert summarize_here(*run.arguments()).code == 0
     assert (run.output / "_SUCCESS").exists()

@@ -24,6 +24,7 @@ from tests.job.conftest import (
     end_of,
     environment,
     read_json,
+    specextend,
     summarize,
     wait_for,
     write_corpus,
@@ -66,7 +67,7 @@ def assert_refused(ended, said, output):
             ["output.column=same", "input.passthrough=[same]"],
             "output.column and input.passthrough both name same",
         ),
-        (["input.max_new_tokens_column=doc"], "doc"),
+        (["input.options_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
         (["prompt.instruction='{{ document }} and {{ document }}'"], "prompt.instruction"),
@@ -107,8 +108,8 @@ def test_an_input_without_files_is_named(call, tmp_path, path):
     assert_refused(ended, path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_path, arguments):
+@pytest.mark.parametrize("command", ["call", "plan"])
+def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, tmp_path, command):
     """A good footer over damaged pages: found on reading the text, when the folder holds no run yet.
 
     So the file may be repaired, which makes it another one, and the same folder used.
@@ -119,17 +120,18 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_
     damaged = bytearray(corpus.read_bytes())
     damaged[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
     corpus.write_bytes(damaged)
-    ended = call("--config", CONFIG, *run_on(corpus, tmp_path / "out", "input.id_column=null"), *arguments)
+    call = request.getfixturevalue(command)
+    ended = call("--config", CONFIG, *run_on(corpus, tmp_path / "out", "input.id_column=null"))
     line = ended.line()
     assert line.startswith("error: a.parquet cannot be read as Parquet (")
     assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("output", ["in/a.parquet/out", "in/a.parquet"])
-def test_an_output_that_cannot_be_written_is_refused(call, corpus, tmp_path, output):
+def test_an_output_that_cannot_be_written_is_refused(call, plan, corpus, tmp_path, output):
     """Found before anything is loaded, also by a dry run."""
-    for arguments in ([], ["--dry-run"]):
-        ended = call(*on(corpus, tmp_path / output), *arguments)
+    for do in (call, plan):
+        ended = do(*on(corpus, tmp_path / output))
         line = ended.line()
         assert line.startswith(f"error: output.path {tmp_path / output}")
 
@@ -160,13 +162,13 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus, tmp_
     "name, kind",
     [("_run", "folder"), ("_run/parts", "folder"), ("errors", "folder"), ("_run/lock", "file"), ("_SUCCESS", "file")],
 )
-def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus, tmp_path, name, kind):
+def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, plan, corpus, tmp_path, name, kind):
     """Somebody copied half a run, or the folder is another program's: nothing there is ours to replace."""
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.touch() if kind == "folder" else path.mkdir()
-    for arguments in ([], ["--dry-run"]):
-        ended = call(*on(corpus, tmp_path / "out"), *arguments)
+    for do in (call, plan):
+        ended = do(*on(corpus, tmp_path / "out"))
         assert f"{path} must be a {kind} of the run" in ended.line()
 
 
@@ -188,19 +190,19 @@ def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_pat
     assert_refused(ended, "output.path must be an absolute path or a URI inside a submitted job", tmp_path / "out")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--status", "out"], ["--config"], ["--json", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--statos"], ["--config"], ["--json", "x"]])
 def test_wrong_arguments_exit_with_2(call, arguments):
     """As every other wrong thing that a user can say."""
     assert call(*arguments).code == 2
 
 
-def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus, tmp_path):
+def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, plan, corpus, tmp_path):
     """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
     arguments = on(corpus, tmp_path / "out", "decoding.cache_gib=0.002")
     assert_refused(
         call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out"
     )
-    ended = call(*arguments, "--set", "prompt.max_prompt_tokens=500", "--dry-run")
+    ended = plan(*arguments, "--set", "prompt.max_prompt_tokens=500")
     assert ended.code == 0
 
 
@@ -228,9 +230,9 @@ def test_a_folder_that_another_driver_holds_is_refused(call, corpus, tmp_path):
     assert read_json(lock)["run_id"] == "feedbeef"
 
 
-def test_an_empty_path_is_refused(call):
+def test_an_empty_path_is_refused():
     """A mistyped folder is not a run at its beginning."""
-    ended = call("--status", "")  # a variable that is not set
+    ended = specextend("status", "")  # a variable that is not set
     assert ended.line() == "error: a path must not be empty"
 
 
@@ -258,13 +260,13 @@ def test_an_exit_code_is_kept_where_stderr_takes_no_line():
     """Its disk is full: Python ends with 1 or 120 then, and a scheduler tries again what no try can mend."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         process = subprocess.run(
-            command("--status", "nowhere"), env=environment(), cwd=ROOT, stderr=full, timeout=LONGEST_S, check=False
+            command("--config", "nowhere"), env=environment(), cwd=ROOT, stderr=full, timeout=LONGEST_S, check=False
         )
     assert process.returncode == 2
 
 
-def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus, tmp_path):
-    ended = call(*on(corpus, tmp_path / "out"), "--dry-run", "--json", tmp_path)
+def test_a_plan_that_cannot_be_written_is_refused_in_one_line(plan, corpus, tmp_path):
+    ended = plan(*on(corpus, tmp_path / "out"), "--json", tmp_path)
     assert ended.line().startswith(f"error: --json {tmp_path} cannot be written: [Errno 21] Is a directory")
 
 

@@ -21,7 +21,7 @@ from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.conftest import opened
 from tests.data.s3_server import s3_server
-from tests.job.conftest import LONGEST_S, in_process
+from tests.job.conftest import LONGEST_S, specextend
 
 
 def write_pdf(path, *pages, algorithm="", password="", title=""):
@@ -88,7 +88,7 @@ def prepare(folder):
 
 def documents(folder, *flags):
     """Prepare a folder as a user does."""
-    return in_process("prepare.py", "documents", folder, *flags, "--output", f"{folder}.out")
+    return specextend("prepare", "documents", folder, *flags, "--output", f"{folder}.out")
 
 
 def rows(folder, *columns):
@@ -299,7 +299,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     arguments = ["documents", folder, "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
-    assert in_process("prepare.py", *arguments).code == 0
+    assert specextend("prepare", *arguments).code == 0
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
     sources = [f"{folder}/x", f"{folder}/y/**/*.md", f"{folder}/README", f"{folder}/x/a.md"]
@@ -363,7 +363,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     output = [] if "--output" in arguments else ["--output", "out"]
-    ended = in_process("prepare.py", *arguments, *output)
+    ended = specextend("prepare", *arguments, *output)
     assert said in ended.line()
     assert not (tmp_path / "out").exists()
 
@@ -380,7 +380,7 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
     arguments = ["hf", folder, "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
     for _ in range(2):
-        ended = in_process("prepare.py", *arguments)
+        ended = specextend("prepare", *arguments)
         assert ended.code == 3, ended.stderr
         assert ended.stdout.partition(";")[0] == f"2 documents in {folder}.out"
     assert rows(folder, "id", "text", "pages") == [
@@ -397,7 +397,7 @@ def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prep
     hub.mkdir()
     pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
     for _ in range(2):
-        assert in_process("prepare.py", "hf", hub, "--output", f"{folder}.out").code == 3
+        assert specextend("prepare", "hf", hub, "--output", f"{folder}.out").code == 3
         assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
 
 
@@ -513,7 +513,7 @@ def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
     )
     for flags, text in (([], "Top\nMenu\nText\nWe value you\nBottom"), (["--main-only"], "Text")):
         output = f"{folder}{len(flags)}"
-        assert in_process("prepare.py", "documents", folder, *flags, "--output", f"{output}.out").code == 0
+        assert specextend("prepare", "documents", folder, *flags, "--output", f"{output}.out").code == 0
         assert rows(Path(output), "text") == [text]
 
 

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cli.run import Arguments
-from specextend.cli.run import summarize as summarize_command
+from specextend.cli import run as commands
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
@@ -79,11 +78,8 @@ def end_of(process, code=0):
 
 
 def parse(words):
-    """What the job makes of a command line: the folder of `--status`, and all others."""
-    given = summarize_command.make_context("summarize.py", list(words)).params
-    status = given.pop("status")
-    _ = given.pop("dry_run")
-    return status, Arguments(**given)
+    """What the job makes of a command line."""
+    return commands.Arguments(**commands.run.make_context("summarize.py", list(words)).params)
 
 
 def environment():
@@ -160,6 +156,13 @@ def call(monkeypatch):
     """Call the job with arguments. It must not get as far as to start a Ray."""
     monkeypatch.setattr("ray.init", None)
     return partial(in_process, "summarize.py")
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plan a run with arguments."""
+    monkeypatch.setattr("ray.init", None)
+    return partial(specextend, "plan")
 
 
 def listening(process):

@@ -1,4 +1,4 @@
-"""`--dry-run` as its users call it: time, workers, memory and cost, before anybody pays for them."""
+"""The command `plan` as its users call it: time, workers, memory and cost, before anybody pays for them."""
 
 from datetime import datetime, timedelta
 
@@ -7,7 +7,7 @@ import pytest
 from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import Rates, describe_dry_run, dry_run, parse_time
 from specextend.config import RunConfig
-from tests.job.conftest import CONFIG, on, read_json, write_corpus
+from tests.job.conftest import CONFIG, on, read_json, specextend, write_corpus
 
 NOON = datetime(2026, 11, 22, 12, 0).astimezone()
 
@@ -17,11 +17,11 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "in" / "a.parquet", ["word " * count for count in (50, 100, 200, 400, 800)])
 
 
-def test_a_calibration_measures_the_time(local_ray, call, corpus, tmp_path):
+def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     """The real engine over real documents, and what the night would cost."""
     settings = ["input.id_column=null", "report.price_per_worker_hour=36", "job.workers=2"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--calibrate", "3"]
-    ended = call(*arguments, "--dry-run", "--json", tmp_path / "plan.json")
+    ended = specextend("plan", *arguments, "--json", tmp_path / "plan.json")
     assert ended.code == 0, ended.stderr
     assert not (tmp_path / "out").exists(), "a dry run writes nothing there"
     tables = [line for line in ended.stdout.splitlines() if line.startswith("  ")]

@@ -37,7 +37,7 @@ def config(spec):
     """What the job makes of the entrypoint, as a submitted job reads it."""
     python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
-    _, arguments = parse(command)
+    arguments = parse(command)
     return RunConfig.load(arguments.config, arguments.overrides, allow_relative=False)
 
 

@@ -70,7 +70,7 @@ def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
     command = command.partition("specextend run ")[2].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
-    _, parsed = parse(words.stdout.split("\0")[:-1])
+    parsed = parse(words.stdout.split("\0")[:-1])
     config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False, run_date=parsed.run_date)
     assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
     assert config.input.except_done_in == (config.output.path[:-10] + "*",)
@@ -105,7 +105,7 @@ def test_a_submitted_job_takes_its_commands(arguments, monkeypatch):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
     monkeypatch.chdir(ROOT)
-    _, parsed = parse(shlex.split(arguments))
+    parsed = parse(shlex.split(arguments))
     config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False)
     assert config.job.gpus_per_worker == 1
 

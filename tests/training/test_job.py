@@ -15,7 +15,6 @@ from tests.tiny_models import SECTIONS
 from tests.training.conftest import document, write_texts
 
 ROOT = Path(__file__).parents[2]
-JOB = ROOT / "jobs" / "train_draft.py"
 SMALL = ("--rounds", "1", "--answers", "6", "--min-tokens", "192", "--max-tokens", "200")
 
 
@@ -63,7 +62,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, tmp_path, capsys, more
 
 def test_a_signal_ends_it_and_the_same_command_goes_on(arguments, tmp_path):
     """Exit code 75 says that there is more to do; what was recorded is kept."""
-    command = [sys.executable, str(JOB), *arguments, "--epochs", "100000"]
+    command = [sys.executable, "-m", "specextend", "train", *arguments, "--epochs", "100000"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
