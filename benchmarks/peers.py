@@ -30,7 +30,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from specextend import RunConfig
 from specextend.core import how_to_install
 from specextend.decoding.device import multiplies_bf16
-from specextend.models import load_target, resolve_device
+from specextend.models import load_target
 from specextend.pairing import check_pair
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
@@ -90,7 +90,7 @@ class Transformers:
     def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
         """Load the configuration's target."""
         target = config.target
-        model = load_target(target)
+        model = load_target(target, config.job.device)
         return cls(model, check_pair(target, None).eos_token_ids, options)
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
@@ -202,10 +202,8 @@ class LlamaCpp:
         facts = check_pair(target, None)
         if importlib.util.find_spec(WHEEL) is None:
             raise ValueError(f"llama.cpp needs the package {WHEEL}: {how_to_install('bench')}")
-        if resolve_device(target.device).type != "cpu":
-            raise ValueError(
-                f"llama.cpp is measured on the CPU only, and target.device is {target.device!r}"
-            )
+        if config.job.gpus_per_worker:
+            raise ValueError("llama.cpp is measured on the CPU only: set job.gpus_per_worker to 0")
         if not 1 <= len(facts.eos_token_ids) <= _MOST_EOS:
             raise ValueError(
                 f"llama.cpp needs one to {_MOST_EOS} EOS tokens, and {target.model} has "
@@ -278,10 +276,8 @@ class OpenVINO:
             raise ValueError(
                 f"OpenVINO needs the package openvino-genai: {how_to_install('bench')}"
             )
-        if resolve_device(target.device).type != "cpu":
-            raise ValueError(
-                f"OpenVINO is measured on the CPU only, and target.device is {target.device!r}"
-            )
+        if config.job.gpus_per_worker:
+            raise ValueError("OpenVINO is measured on the CPU only: set job.gpus_per_worker to 0")
         folder = Path(f"{target.model}-openvino")
         if not folder.is_dir():
             raise ValueError(

@@ -24,7 +24,6 @@ from benchmarks.peers import PEERS, Output, Peer
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from specextend.core import is_loop
 from specextend.decoding.device import device_name
-from specextend.models import resolve_device
 from specextend.shipped import code_commit, package_version
 from specextend.stats import DecodingStats
 
@@ -224,7 +223,7 @@ def _row(
 
 def use_configured_threads(config: RunConfig) -> None:
     """Let torch use as many threads as a worker of the job has, if the device is a CPU."""
-    if resolve_device(config.target.device).type == "cpu":
+    if config.job.device == "cpu":
         cores = config.job.cpus_per_worker
         torch.set_num_threads((os.cpu_count() or 1) if cores == "auto" else cores)
 
@@ -239,7 +238,7 @@ def describe(benchmark: Benchmark, config: RunConfig) -> Result:
         "target": Path(config.target.model).name,
         "dtype": config.target.dtype,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name(resolve_device(config.target.device)),
+        "device": device_name(torch.device(config.job.device)),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "load_average_1min": round(os.getloadavg()[0], 2),

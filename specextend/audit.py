@@ -130,7 +130,7 @@ def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
     most = max(each["max_new_tokens"] for each in stored)
     decoding = replace(prepared.config.decoding, max_new_tokens=most)
     config = prepared.config.model_copy(update={"decoding": decoding})
-    device = target_device(config.target)
+    device = target_device(config.target, config.job.device)
     lengths = [
         (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
         for each in stored

@@ -100,6 +100,11 @@ class JobOptions:
             )
 
     @property
+    def device(self) -> str:
+        """Return the kind of device that a worker computes on, as torch calls it."""
+        return "cuda" if self.gpus_per_worker else "cpu"
+
+    @property
     def num_cores(self) -> int:
         """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its
         nodes.
@@ -586,6 +591,7 @@ _INSTEAD = {
     "input.max_new_tokens_column": "; input.options_column takes an integer column, too",
     "job.stop_error_fraction": "; a start stops early where more than half of its documents fail; "
     "job.max_error_fraction allows more",
+    "target.device": "; a worker computes on a GPU if job.gpus_per_worker is above 0",
     "output.sources": "; output.evidence finds the sources of texts, too",
 }
 """What to do without keys that configurations from elsewhere may have."""

@@ -73,7 +73,8 @@ def load_engine(config: Configs) -> Engine:
     cannot be found or served, or the draft does not fit its target.
     """
     config = RunConfig.load(config)
-    device = target_device(config.target)  # first: a GPU that is not there makes all else moot
+    # first: a GPU that is not there makes all else moot
+    device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
     config = with_batch_size(config, facts, device, usable_bytes(config, device))
@@ -197,7 +198,7 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
     """Try the kernels of this machine as a start does, on layers of the target's size with random
     weights.
     """
-    device = target_device(config.target)
+    device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     config = with_batch_size(config, facts, device, usable_bytes(config, device))
     proof = choose_kernels(config, facts, device)
@@ -422,10 +423,10 @@ def load_cached_target(
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing
     hides in it.
     """
-    device = target_device(config.target)
+    device = target_device(config.target, config.job.device)
     scheme = config.target.quantize
     make_current(device)
-    model = load_target(config.target if scheme is None else replace(config.target, device="cpu"))
+    model = load_target(config.target, "cpu" if scheme else config.job.device)
     if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
         whole: nn.Module = model
         layers = model.model.layers

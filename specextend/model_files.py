@@ -95,21 +95,12 @@ class TargetOptions:
     """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability
     8.9 on) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`.
     Needs the extra `quantize`."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("target.model must not be empty")
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("target.model must be a Hub id or a local path, not an address")
-        kind, _, number = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (
-            number and (kind != "cuda" or not number.isdigit())
-        ):
-            raise ValueError(
-                f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}"
-            )
 
 
 class ModelError(ValueError):

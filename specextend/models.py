@@ -194,9 +194,9 @@ def check_target(options: TargetOptions) -> ModelFacts:
     return facts
 
 
-def load_target(options: TargetOptions) -> PreTrainedModel:
+def load_target(options: TargetOptions, device: str = "cpu") -> PreTrainedModel:
     """Load the target for inference, in 16 or 32 bits."""
-    return load_causal_lm(options.model, options.dtype, options.device)
+    return load_causal_lm(options.model, options.dtype, device)
 
 
 def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
@@ -229,7 +229,7 @@ def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
             "config.json"
         )
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
-    module.to(resolve_device(device)).eval().requires_grad_(False)
+    module.to(device).eval().requires_grad_(False)
     return loaded
 
 
@@ -260,25 +260,17 @@ def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
-def resolve_device(device: str) -> torch.device:
-    """Return the torch device of a `target.device` value. Raises ModelError for a GPU that is not
-    there.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            f"target.device is {device!r}, but torch {torch.__version__} sees no GPU here"
-        )
-    return resolved
-
-
-def target_device(options: TargetOptions) -> torch.device:
+def target_device(options: TargetOptions, kind: str) -> torch.device:
     """Return the device of the target. Raises ValueError if it is not there, or cannot multiply
     with its weights.
+
+    kind: `cpu` or `cuda`.
     """
-    device = resolve_device(options.device)
+    device = torch.device(kind)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            f"job.gpus_per_worker asks for a GPU, but torch {torch.__version__} sees none here"
+        )
     check_device(options.quantize, DTYPES[options.dtype], device)
     return device
 

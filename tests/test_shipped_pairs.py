@@ -121,12 +121,12 @@ def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, t
 def test_on_a_gpu_attention_is_left_to_the_start(file):
     """A kind that is named excludes the faster one, and `reference` is for tests."""
     config = RunConfig.load(file)
-    if config.target.device == "cuda":
+    if config.job.device == "cuda":
         assert config.attention.backend == "auto"
         assert config.attention.tree == "auto"
 
 
-GPU_CONFIGS = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if RunConfig.load(path).target.device == "cuda"]
+GPU_CONFIGS = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if RunConfig.load(path).job.device == "cuda"]
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

@@ -269,7 +269,7 @@ def draft_section(pair, draft):
 def tiny_config(pair, draft="good", **changes):
     """A run of a pair in fp32; `draft` as in `draft_section`. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
-    sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
+    sections["target"] = {"model": pair.target, "dtype": "float32"}
     sections["draft"] = draft_section(pair, draft)
     for name, value in changes.items():
         section, _, key = name.partition("__")

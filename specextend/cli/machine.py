@@ -94,7 +94,7 @@ def _worker(config: RunConfig) -> Values:
 
     os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
     facts = check_pair(config.target, config.active_draft)
-    device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
+    device = torch.device(config.job.device)
     problem = of_gpu = None
     try:
         check_machine(config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
-from specextend.cluster.environment import check_device, check_resources, is_local
+from specextend.cluster.environment import check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
@@ -79,7 +79,6 @@ def prepare(
     checks that. checkpoint: called between the steps of long operations; may raise.
     retry_truncated: of the result, whose `config` has this limit; the manifest has the run's own.
     """
-    check_device(config.target, config.job)
     limit = config.decoding.max_new_tokens
     policy = config.prompt.length_policy
     if retry_truncated is not None:
@@ -188,11 +187,11 @@ def check_machine(config: RunConfig) -> None:
     """Raise RefusedError if the job would start a private Ray and no worker could ever run on this
     machine.
     """
-    check_device(config.target, config.job)
     if is_local():
         check_resources(config.job)
         with _refusals():
-            load_backend(config.attention.backend, target_device(config.target))
+            device = target_device(config.target, config.job.device)
+            load_backend(config.attention.backend, device)
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:

@@ -26,7 +26,6 @@ from specextend.core import counted, first_line
 
 if TYPE_CHECKING:  # they import torch
     from specextend.config import JobOptions, RunConfig
-    from specextend.models import TargetOptions
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that `ray job submit` sets for the driver."""
@@ -136,14 +135,6 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
     )
 
 
-def check_device(target: TargetOptions, job: JobOptions) -> None:
-    """Raise RefusedError if a worker would have no GPU for a target that needs one, on whichever
-    machine.
-    """
-    if target.device.startswith("cuda") and not job.gpus_per_worker:
-        raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
-
-
 def check_limits() -> None:
     """Raise RefusedError if the limits of this process are too low for a private Ray, which would
     not say so.
@@ -170,15 +161,6 @@ def check_resources(job: JobOptions) -> None:
         wanted = getattr(job, key)
         if wanted != "auto" and wanted > count:
             raise RefusedError(f"job.{key} is {wanted:g} but this machine has {count:g}")
-
-
-def worker_device(job: JobOptions) -> str:
-    """Return the name of what a worker on this machine computes on: its GPU, or the processor."""
-    import torch
-
-    from specextend.decoding.device import device_name
-
-    return device_name(torch.device("cuda" if job.gpus_per_worker else "cpu"))
 
 
 def settle_cores(config: RunConfig) -> RunConfig:

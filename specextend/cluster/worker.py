@@ -18,7 +18,6 @@ from functools import partial
 import ray
 import torch
 
-from specextend.cluster.environment import worker_device
 from specextend.cluster.messages import (
     Done,
     Outcome,
@@ -33,7 +32,7 @@ from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
 from specextend.data.rows import Row
 from specextend.data.source import Source
-from specextend.decoding.device import is_device_error, peak_bytes
+from specextend.decoding.device import device_name, is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
 from specextend.document_requests import (
     Inbox,
@@ -121,7 +120,7 @@ class Worker:
         self._tasks = tasks_of(config, self._engine.tokenizer, self._engine.max_tokens)
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
-        return worker_device(self._config.job)
+        return device_name(torch.device(self._config.job.device))
 
     async def run(
         self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False

@@ -171,9 +171,8 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
     `cache` is what the longest document takes of the target's cache, and how many such documents
     fit, and how many as long as the mean; None if there is no document.
     """
-    sizes = {
-        name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()
-    }
+    device = torch.device(config.job.device)
+    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
     totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
@@ -197,16 +196,11 @@ def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunCo
     It is the same for all workers. Only if they run on this machine is the memory of their GPUs
     known, else `decoding.cache_gib` alone counts.
     """
-    device = _device(config)
+    device = torch.device(config.job.device)
     lengths = _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
     budget = usable_bytes(config, device) if is_local() and torch.cuda.is_available() else None
     return with_batch_size(config, facts, device, budget, num_tokens)
-
-
-def _device(config: RunConfig) -> torch.device:
-    """Return the kind of device that a worker computes on, which this machine need not have."""
-    return torch.device("cuda" if config.job.gpus_per_worker else "cpu")
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:

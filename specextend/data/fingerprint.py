@@ -27,7 +27,6 @@ _FREE = (
     "decoding.max_batch_size",
     "decoding.cache_gib",
     "attention.backend",
-    "target.device",
 )
 """Options that may change from one start to the next: the places of files, the order and the
 machines in which documents are done, and what reports show.

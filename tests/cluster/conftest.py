@@ -81,7 +81,7 @@ class Job:
             {
                 "input": {"path": str(self.input), "id_column": "id"},
                 "output": {"path": str(self.output)},
-                "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
+                "target": {"model": str(self.target), "dtype": "float32"},
                 "decoding": {
                     "mode": "autoregressive",
                     "max_new_tokens": 5,

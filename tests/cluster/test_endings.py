@@ -58,7 +58,7 @@ class Ended:
             {
                 "input": {"path": str(self.output.parent / "in")},
                 "output": {"path": str(self.output)},
-                "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
+                "target": {"model": str(MODELS / "target"), "dtype": "float32"},
                 "decoding": {"mode": "autoregressive", "max_new_tokens": 5},
                 "job": {"max_error_fraction": 1.0},
             }

@@ -48,7 +48,7 @@ def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
 def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
     """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
-    settings = ["input.id_column=null", "job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda"]
+    settings = ["input.id_column=null", "job.cpus_per_worker=4096", "job.gpus_per_worker=1"]
     ended = plan("--config", CONFIG, *on(corpus, tmp_path / "out", *settings))
     assert ended.code == 0, ended.stderr
     assert "here no run can start: job." in " ".join(ended.stdout.split())

@@ -46,7 +46,6 @@ def config_of(*changes):
             f"input.path={ROOT / 'examples/govreport.parquet'}",
             f"target.model={TARGET}",
             "target.dtype=float32",
-            "target.device=cpu",
             f"draft.model={HEAD}",
             "cache.top_k_chunks=8",
             "cache.recent=64",

@@ -168,7 +168,7 @@ def test_a_column_is_passed_through_under_a_name_that_the_result_leaves_free(con
         (
             {"id_column": "most", "options_column": "name"},
             documents(),
-            "is string, but must be an integer column; cast it when you write the Parquet",
+            "is string, but must be an integer column, or a struct of .*; cast it when you write the Parquet",
         ),
         ({"id_column": None, "options_column": None}, documents(), "input.id_column must be set"),
         ({}, 7, "documents must be texts, dictionaries, a table or a data frame, got int"),

@@ -14,7 +14,7 @@ HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
 CONFIG: Values = {
     "input": {"path": "in", "text_column": "text", "passthrough": ["n"]},
     "output": {"path": "out"},
-    "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
+    "target": {"model": "here/target", "dtype": "bfloat16"},
     "draft": {"kind": "eagle", "model": "here/draft"},
     "decoding": {"max_batch_size": 1, "cache_gib": 2.0, "temperature": 0.7},
     "attention": {"backend": "auto"},

@@ -78,7 +78,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_m
     before = pair_hashes(TargetOptions(model=f"{NAME}@{commit}"), None)
     change(folder)
     assert hub.push(NAME, folder) == resolve_revision(f"{NAME}@main") != commit
-    options = TargetOptions(model=f"{NAME}@{commit}", dtype="float32", device="cpu")
+    options = TargetOptions(model=f"{NAME}@{commit}", dtype="float32")
     check_files(options, None, before)
     loaded = load_target(options).state_dict()["model.norm.weight"]
     assert loaded.max() == 1.0, "a norm before the change"

@@ -20,7 +20,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
 def load(folder, dtype="float32"):
-    return load_target(TargetOptions(model=str(folder), dtype=dtype, device="cpu"))
+    return load_target(TargetOptions(model=str(folder), dtype=dtype))
 
 
 def check_target(model):

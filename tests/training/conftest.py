@@ -60,7 +60,7 @@ class Workshop:
 
     def config(self, **sections):
         values = {name: dict(section) for name, section in SECTIONS.items()}
-        values["target"] = {"model": self.target, "dtype": "float32", "device": "cpu"}
+        values["target"] = {"model": self.target, "dtype": "float32"}
         values["draft"] = {"kind": "ngram"}
         values["decoding"]["max_new_tokens"] = 8
         return RunConfig.from_values(values | sections)

@@ -22,7 +22,7 @@ SMALL = ("--rounds", "1", "--answers", "6", "--min-tokens", "192", "--max-tokens
 def arguments(workshop, tmp_path):
     """A configuration file for the tiny target, the text and an output."""
     sections = SECTIONS | {
-        "target": {"model": workshop.target, "dtype": "float32", "device": "cpu"},
+        "target": {"model": workshop.target, "dtype": "float32"},
         "draft": {"kind": "ngram"},
     }
     config = tmp_path / "config.yaml"
