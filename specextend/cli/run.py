@@ -255,7 +255,7 @@ def _dry_run(arguments: Arguments) -> int:
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
     retry = arguments.retry_errors or "none"
-    config = only_new_tasks(config, partial(_say, event="tasks", arguments=arguments))
+    config = only_new_tasks(config, partial(say, event="tasks", given=asdict(arguments)))
     found = dry_run(
         prepare(config, retry_truncated=arguments.retry_truncated),
         retry_errors=retry,
