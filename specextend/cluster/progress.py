@@ -309,7 +309,7 @@ class Display:
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Show the progress, if enough time has passed since the last time."""
         if self._pace.is_due(now):
-            self._write(describe(snapshot))
+            self.event("progress", describe(snapshot), **snapshot._asdict())
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """Report something to people and machines."""
@@ -366,11 +366,6 @@ class JsonDisplay(Display):
     def begin(self, run_id: str) -> None:
         """Name this start in every line from now on."""
         self._run_id = run_id
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Write an event, if enough time has passed since the last one."""
-        if self._pace.is_due(now):
-            self.event("progress", **snapshot._asdict())
 
     def event(self, name: str, message: str = "", **facts: Fact) -> None:
         """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or
