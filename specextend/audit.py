@@ -130,13 +130,13 @@ def _in_batches(prepared: Prepared, stored: list[Values]) -> RunConfig:
     most = max(each["max_new_tokens"] for each in stored)
     decoding = replace(prepared.config.decoding, max_new_tokens=most)
     config = prepared.config.model_copy(update={"decoding": decoding})
-    device = target_device(config.target, config.job.device)
+    target_device(config.target, config.job.device)  # raises if it is not there
     lengths = [
         (each["num_prompt_tokens"] + each["num_output_tokens"]) // each["num_requests"]
         for each in stored
     ]
     num_tokens = sum(lengths) // len(lengths), max(lengths)
-    return with_batch_size(config, prepared.facts, device, usable_bytes(config, device), num_tokens)
+    return with_batch_size(config, prepared.facts, usable_bytes(config), num_tokens)
 
 
 def _texts(parts: Sequence[Values] | None, reasoning: str | None, text: str) -> list[str]:

@@ -17,6 +17,7 @@ from specextend.decoding.device import (
     GRAPH_BYTES,
     MOST_GRAPHS,
     CudaCapture,
+    DeviceTraits,
     Graphs,
     device_bytes,
     make_current,
@@ -77,10 +78,10 @@ def load_engine(config: Configs) -> Engine:
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
-    config = with_batch_size(config, facts, device, usable_bytes(config, device))
-    check_memory(config, facts, device)
+    config = with_batch_size(config, facts, usable_bytes(config))
+    check_memory(config, facts)
     num_rows = target_rows(config, facts)
-    proof = choose_kernels(config, facts, device)
+    proof = choose_kernels(config, facts)
     target, lm_head = load_cached_target(config, num_rows, proof.kernels)
     proof = confirm(proof, target)
     target.trials += proof.trials
@@ -137,30 +138,28 @@ def _tree_attention(config: RunConfig, target: CachedModel) -> TreeAttention:
     )
 
 
-def can_capture(config: RunConfig, device: torch.device) -> bool:
+def can_capture(config: RunConfig) -> bool:
     """Return True if steps may be captured: with the Triton kernel, which alone reads places from a
     GPU.
     """
     has_triton = (
         config.attention.backend in ("auto", "triton") and config.attention.tree != "hybrid"
     )
-    return has_triton and device.type == "cuda"
+    return has_triton and config.job.device == "cuda"
 
 
-def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -> Proof:
+def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
     """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are
     proven, else the named.
 
     A CPU has nothing to choose.
     """
     backend = config.attention.backend
-    if backend != "auto" or device.type != "cuda":
-        graphs = backend == "triton" and can_capture(config, device)
+    if backend != "auto" or config.job.device == "cpu":
+        graphs = backend == "triton" and can_capture(config)
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
-    ladder = [
-        rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")
-    ]
-    proof = load_proof(make_subject(config, facts, device), ladder)
+    ladder = [rung for rung in LADDER if can_capture(config) or not rung.changes.get("graphs")]
+    proof = load_proof(make_subject(config, facts), ladder)
     why_eager = "hybrid attention divides rows on the host"
     eager = [
         Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder
@@ -168,7 +167,7 @@ def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -
     return replace(proof, trials=(*proof.trials, *eager))
 
 
-def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> Subject:
+def make_subject(config: RunConfig, facts: ModelFacts) -> Subject:
     """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees
     and cache.
 
@@ -176,7 +175,7 @@ def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     holds for the next.
     """
     return Subject(
-        device=str(device),
+        device=config.job.device,
         dtype=config.target.dtype,
         model=read_json(find_folder(config.target.model, weights=False) / "config.json"),
         num_nodes=config.tree.most_nodes,
@@ -184,9 +183,14 @@ def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         batch=_power_of_two(config.decoding.batch_size),
         longest=longest_request(config, facts),
         num_rows=_power_of_two(target_rows(config, facts)),
-        chunk=traits_of(device).prefill_chunk,
+        chunk=_traits(config).prefill_chunk,
         quantize=config.target.quantize,
     )
+
+
+def _traits(config: RunConfig) -> DeviceTraits:
+    """Return the traits of the kind of device that a worker computes on."""
+    return traits_of(torch.device(config.job.device))
 
 
 def _power_of_two(number: int) -> int:
@@ -200,11 +204,11 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
     """
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
-    config = with_batch_size(config, facts, device, usable_bytes(config, device))
-    proof = choose_kernels(config, facts, device)
+    config = with_batch_size(config, facts, usable_bytes(config))
+    proof = choose_kernels(config, facts)
     if device.type != "cpu":
         return proof.trials
-    values = make_subject(config, facts, device).config(
+    values = make_subject(config, facts).config(
         num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers)
     )
     model = random_model(values, device, DTYPES[config.target.dtype])
@@ -269,15 +273,14 @@ def longest_request(config: RunConfig, facts: ModelFacts) -> int:
 def with_batch_size(
     config: RunConfig,
     facts: ModelFacts,
-    device: torch.device,
     budget: int | None,
     num_tokens: tuple[int, int] | None = None,
 ) -> RunConfig:
     """Replace `decoding.max_batch_size: auto` by the number of requests that run together. A number
     is left as it is.
 
-    The cache is `decoding.cache_gib`, or what a worker on `device` has left of `budget` bytes
-    (None: any number) if that is less; the batch is as many mean requests as it holds, up to
+    The cache is `decoding.cache_gib`, or what a worker has left of `budget` bytes (None: any
+    number) if that is less; the batch is as many mean requests as it holds, up to
     `DeviceTraits.largest_batch`. If not even the longest one fits, one sequence has all of
     `cache_gib`. num_tokens: of a request, in the mean and at most; if that is not known, all count
     as the longest that the options allow.
@@ -288,9 +291,9 @@ def with_batch_size(
         rows_per_sequence(config, number)
         for number in num_tokens or [longest_request(config, facts)] * 2
     )
-    for size in range(traits_of(device).largest_batch, 0, -1):
+    for size in range(_traits(config).largest_batch, 0, -1):
         sized = _sized(config, max_batch_size=size)
-        rows = _rows_within(sized, facts, device, budget)
+        rows = _rows_within(sized, facts, budget)
         if rows >= max(longest, size * mean):
             return _sized(
                 sized, cache_gib=rows * facts.kv_bytes_per_token(config.target.dtype) / GIB
@@ -302,19 +305,15 @@ def _sized(config: RunConfig, **changes: Any) -> RunConfig:
     return config.model_copy(update={"decoding": replace(config.decoding, **changes)})
 
 
-def _rows_within(
-    config: RunConfig, facts: ModelFacts, device: torch.device, budget: int | None
-) -> int:
+def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> int:
     """Return the rows of the target's cache for which a share of `budget` bytes has room, those
     configured at most.
     """
     rows = target_rows(config, facts)
     if budget is None:
         return rows
-    excess = sum(memory_bytes(config, facts, device).values()) - int(_PLANNED * budget)
-    of_draft = [
-        sum(draft_rows(config, config.cache, each, device)) for each in (rows, rows + ALIGNMENT)
-    ]
+    excess = sum(memory_bytes(config, facts).values()) - int(_PLANNED * budget)
+    of_draft = [sum(_draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
     drafts = (
         draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
     )
@@ -325,8 +324,12 @@ def _rows_within(
     return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
 
 
-def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> dict[str, int]:
-    """Compute the bytes that a worker on `device` takes, from configs and headers alone.
+def _draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
+    return draft_rows(config, config.cache, num_rows, torch.device(config.job.device))
+
+
+def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
+    """Compute the bytes that a worker takes, from configs and headers alone.
 
     Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds
     from its start to its end, and roughly what comes on top: `activations` of a forward pass, with
@@ -342,23 +345,21 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
-        "draft_caches": sum(map(aligned, draft_rows(config, config.cache, num_rows, device)))
-        * size
-        * draft.num_cached,
-        "activations": _forward_bytes(config, facts, device) + features,
-        "workspace": traits_of(device).workspace_bytes + _graph_bytes(config, facts, device),
+        "draft_caches": sum(map(aligned, _draft_rows(config, num_rows))) * size * draft.num_cached,
+        "activations": _forward_bytes(config, facts) + features,
+        "workspace": _traits(config).workspace_bytes + _graph_bytes(config, facts),
     }
 
 
-def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
+def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Compute what the forwards of a prompt's chunk and of a step take beside weights and
     caches.
     """
     size = DTYPES[config.target.dtype].itemsize
-    chunk = traits_of(device).prefill_chunk
+    chunk = _traits(config).prefill_chunk
     layer = _WIDTH * facts.hidden_size * chunk * size
     step = _logits_bytes(config, facts)
-    if device.type == "cpu":
+    if config.job.device == "cpu":
         return max(layer, step)
     # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of
     # forward.
@@ -376,11 +377,11 @@ def _logits_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4)
 
 
-def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
+def _graph_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Compute what captured steps hold: drafts and verifications share memory, each; logits to
     sample from stay.
     """
-    if not can_capture(config, device):
+    if not can_capture(config):
         return 0
     num_graphs = min(MOST_GRAPHS, _GRAPHS_OF_A_BATCH * config.decoding.batch_size)
     logits = _logits_bytes(config, facts)
@@ -388,22 +389,22 @@ def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     return 2 * logits + num_graphs * (GRAPH_BYTES + kept)
 
 
-def usable_bytes(config: RunConfig, device: torch.device) -> int | None:
+def usable_bytes(config: RunConfig) -> int | None:
     """Return a worker's share of a GPU's memory; None for a CPU."""
-    whole = device_bytes(device)
-    return None if whole is None else int(whole * min(1.0, config.job.gpus_per_worker or 1.0))
+    whole = device_bytes(torch.device(config.job.device))
+    return None if whole is None else int(whole * config.job.gpus_per_worker)
 
 
-def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> None:
+def check_memory(config: RunConfig, facts: ModelFacts) -> None:
     """Check that a GPU can hold a worker at all, before anything is loaded.
 
     Raises:
         ValueError: weights, caches and a forward pass take more than the worker's share of the
         GPU has.
     """
-    if (there := usable_bytes(config, device)) is None:
+    if (there := usable_bytes(config)) is None:
         return
-    sizes = memory_bytes(config, facts, device)
+    sizes = memory_bytes(config, facts)
     if (needed := sum(sizes.values())) > there:
         weights, cache = (
             sum(size for name, size in sizes.items() if kind in name)

@@ -194,13 +194,13 @@ def noting_trees(engine):
 
 def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pair):
     """Hybrid attention divides rows on the host; with `auto` a proof decides."""
-    for backend, tree, kind, expected in (
-        ("triton", "auto", "cuda", True),
-        ("triton", "hybrid", "cuda", False),
-        ("triton", "auto", "cpu", False),
-        ("auto", "auto", "cuda", True),
-        ("auto", "hybrid", "cuda", False),
-        ("sdpa", "auto", "cuda", False),
+    for backend, tree, gpus, expected in (
+        ("triton", "auto", 1, True),
+        ("triton", "hybrid", 1, False),
+        ("triton", "auto", 0, False),
+        ("auto", "auto", 1, True),
+        ("auto", "hybrid", 1, False),
+        ("sdpa", "auto", 1, False),
     ):
-        config = tiny_config(pair, attention__backend=backend, attention__tree=tree)
-        assert can_capture(config, torch.device(kind)) is expected
+        options = {"attention__backend": backend, "attention__tree": tree, "job__gpus_per_worker": gpus}
+        assert can_capture(tiny_config(pair, **options)) is expected

@@ -58,7 +58,7 @@ def test_planned_caches_are_those_of_the_engine(pairs, draft, caches):
     """Nobody learns in the night that the draft's caches did not fit beside the target's."""
     pair = pairs("llama")
     config = tiny_config(pair, draft)
-    planned = memory_bytes(config, check_pair(config.target, config.active_draft), CPU)
+    planned = memory_bytes(config, check_pair(config.target, config.active_draft))
     engine = tiny_engine(pair, draft)
     assert sum(cache.stored.nbytes for cache in caches) == planned["target_cache"] + planned["draft_caches"]
     assert engine.target.cache.stored.nbytes == planned["target_cache"]
@@ -69,7 +69,7 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
     """Counted without a file of weights; tied ones once."""
     for family in ("llama", "qwen2-tied"):
         config = tiny_config(pairs(family), "ngram")
-        planned = memory_bytes(config, check_pair(config.target, None), CPU)
+        planned = memory_bytes(config, check_pair(config.target, None))
         loaded = load_target(config.target)
         assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
 
@@ -78,7 +78,7 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
 def test_planned_weights_in_8_and_4_bits_are_those_that_are_loaded(tmp_path, scheme):
     """A target is chosen by what is left beside the cache; scales are counted, too."""
     config = tiny_config(write_wide_target(tmp_path), "ngram", target__quantize=scheme)
-    planned = memory_bytes(config, check_pair(config.target, None), CPU)
+    planned = memory_bytes(config, check_pair(config.target, None))
     target, _ = load_cached_target(config, 64, Kernels())
     held = sum(each.nbytes for weight in target.model.parameters() for each in parts_of(weight))
     assert planned["target_weights"] == held
@@ -101,9 +101,9 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
     nodes = torch.zeros(1, chunk, dtype=torch.int64, device="meta")
     with torch.inference_mode(), Live() as live:
         target.forward(nodes, nodes, AttentionPlan([0], [3 * chunk], chunk))
-    tiny = tiny_config(pairs("llama"), "ngram", target__dtype="bfloat16")
+    tiny = tiny_config(pairs("llama"), "ngram", target__dtype="bfloat16", job__gpus_per_worker=1)
     facts = replace(check_pair(tiny.target, None), hidden_size=2048, num_heads=16, head_dim=128, vocab_size=8)
-    planned = memory_bytes(tiny, facts, GPU)["activations"]
+    planned = memory_bytes(tiny, facts)["activations"]
     assert planned / 2 < live.most < planned
 
 
@@ -124,16 +124,14 @@ def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch
 
 def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatch):
     """With what it would take; half a GPU holds half as much."""
-    config = tiny_config(pairs("llama"), "eagle")
-    facts = check_pair(config.target, config.active_draft)
-    gpu = torch.device("cuda", 0)
-    needed = sum(memory_bytes(config, facts, gpu).values())
+    whole, shared, none = (tiny_config(pairs("llama"), "eagle", job__gpus_per_worker=share) for share in (1, 0.5, 0))
+    facts = check_pair(whole.target, whole.active_draft)
+    needed = sum(memory_bytes(whole, facts).values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(1.5 * needed)))
-    check_memory(config, facts, gpu)
-    check_memory(config, facts, torch.device("cpu"))
-    shared = config.model_copy(update={"job": replace(config.job, gpus_per_worker=0.5)})
+    check_memory(whole, facts)
+    check_memory(none, facts)
     with pytest.raises(ValueError, match=r"a worker needs .* GiB of GPU memory .* lower decoding\.cache_gib"):
-        check_memory(shared, facts, gpu)
+        check_memory(shared, facts)
 
 
 MEAN = 900
@@ -141,25 +139,26 @@ LONGEST = 2000
 """Tokens of documents: of one as long as the mean, and of the longest."""
 
 
-def batch_config(pairs, size, num_rows):
+def batch_config(pairs, size, num_rows, gpus=1):
     """A configuration of a batch, whose cache has so many rows at most."""
     cache_gib = num_rows * check_pair(tiny_config(pairs("llama")).target, None).kv_bytes_per_token("float32") / GIB
-    return tiny_config(pairs("llama"), "eagle", decoding__max_batch_size=size, decoding__cache_gib=cache_gib)
+    options = {"decoding__max_batch_size": size, "decoding__cache_gib": cache_gib, "job__gpus_per_worker": gpus}
+    return tiny_config(pairs("llama"), "eagle", **options)
 
 
 @pytest.mark.parametrize(
-    "device, documents, expected",
-    [(CPU, 100, traits_of(CPU).largest_batch), (CPU, 3, 3), (GPU, 100, 32), (GPU, 23, 23), (GPU, 1, 1)],
+    "gpus, documents, expected",
+    [(0, 100, traits_of(CPU).largest_batch), (0, 3, 3), (1, 100, 32), (1, 23, 23), (1, 1, 1)],
 )
-def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, device, documents, expected):
+def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, gpus, documents, expected):
     """By the longest, one of a hundred pages leaves a card for 23 others to three of them."""
-    config = batch_config(pairs, "auto", documents * rows_per_sequence(batch_config(pairs, 1, 1), MEAN) + 255)
+    config = batch_config(pairs, "auto", documents * rows_per_sequence(batch_config(pairs, 1, 1), MEAN) + 255, gpus)
     facts = check_pair(config.target, config.active_draft)
-    assert with_batch_size(config, facts, device, None, (MEAN, MEAN)).decoding.batch_size == expected
+    assert with_batch_size(config, facts, None, (MEAN, MEAN)).decoding.batch_size == expected
     three = batch_config(pairs, "auto", 3 * rows_per_sequence(config, LONGEST))
-    assert with_batch_size(three, facts, GPU, None, (MEAN, LONGEST)).decoding.batch_size > 3
+    assert with_batch_size(three, facts, None, (MEAN, LONGEST)).decoding.batch_size > 3
     number = batch_config(pairs, 7, 100)
-    assert with_batch_size(number, facts, device, 0) is number, "a number is the user's"
+    assert with_batch_size(number, facts, 0) is number, "a number is the user's"
 
 
 @pytest.mark.parametrize("documents", [30, 9, 2.5])
@@ -168,10 +167,10 @@ def test_the_cache_is_what_a_gpu_has_left(pairs, documents):
     wanted = batch_config(pairs, "auto", 10**6)
     facts = check_pair(wanted.target, wanted.active_draft)
     fitting = batch_config(pairs, int(documents), int(documents * rows_per_sequence(wanted, MEAN)))
-    budget = sum(memory_bytes(fitting, facts, GPU).values()) / 0.95
-    chosen = with_batch_size(wanted, facts, GPU, int(budget) + 1, (MEAN, LONGEST))
+    budget = sum(memory_bytes(fitting, facts).values()) / 0.95
+    chosen = with_batch_size(wanted, facts, int(budget) + 1, (MEAN, LONGEST))
     assert chosen.decoding.batch_size == int(documents)
-    assert 0.99 * budget < sum(memory_bytes(chosen, facts, GPU).values()) / 0.95 <= budget
+    assert 0.99 * budget < sum(memory_bytes(chosen, facts).values()) / 0.95 <= budget
     assert target_rows(chosen, facts) >= rows_per_sequence(wanted, LONGEST)
 
 
@@ -179,10 +178,10 @@ def test_a_gpu_that_does_not_hold_the_longest_document_is_refused(pairs):
     """Not given a cache in which that document becomes an error row."""
     wanted = batch_config(pairs, "auto", 10**6)
     facts = check_pair(wanted.target, wanted.active_draft)
-    budget = sum(memory_bytes(batch_config(pairs, 1, rows_per_sequence(wanted, MEAN)), facts, GPU).values())
-    chosen = with_batch_size(wanted, facts, GPU, budget, (MEAN, LONGEST))
+    budget = sum(memory_bytes(batch_config(pairs, 1, rows_per_sequence(wanted, MEAN)), facts).values())
+    chosen = with_batch_size(wanted, facts, budget, (MEAN, LONGEST))
     assert chosen.decoding.batch_size == 1
-    assert sum(memory_bytes(chosen, facts, GPU).values()) > budget
+    assert sum(memory_bytes(chosen, facts).values()) > budget
 
 
 def decode(engine, requests):

@@ -87,11 +87,10 @@ def test_a_pair_fits_the_machine_it_is_named_for(name, tmp_path):
     per_token = facts.kv_bytes_per_token(config.target.dtype)
     assert f"{per_token // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
-    device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
     longest = longest_request(config, facts)
     room_gib = ROOM_GIB[name]
-    config = with_batch_size(config, facts, device, room_gib * GIB, (MEAN_TOKENS.get(name, longest), longest))
-    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
+    config = with_batch_size(config, facts, room_gib * GIB, (MEAN_TOKENS.get(name, longest), longest))
+    sizes = {name: size / GIB for name, size in memory_bytes(config, facts).items()}
     assert sum(sizes.values()) < room_gib
     if another := re.search(r"another ([\d.]+) GiB", text):
         assert sizes["draft_caches"] == pytest.approx(float(another.group(1)), abs=0.06)
@@ -109,12 +108,11 @@ def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, t
     config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive", "draft=null"])
     facts = read_facts(target)
     text = file.read_text(encoding="utf-8")
-    gpu = torch.device("cuda")
     assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
     assert f"context {facts.context_length:,}" in text
-    config = with_batch_size(config, facts, gpu, 79 * GIB)
+    config = with_batch_size(config, facts, 79 * GIB)
     assert config.decoding.batch_size > 1
-    assert sum(memory_bytes(config, facts, gpu).values()) < 70 * GIB, "the rest is for the head"
+    assert sum(memory_bytes(config, facts).values()) < 70 * GIB, "the rest is for the head"
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)

@@ -289,7 +289,7 @@ def engine_with(config, wrap=None, graphs=None, kernels=None, **parts):
     """
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
-    kernels = kernels or choose_kernels(config, facts, torch.device("cpu")).kernels
+    kernels = kernels or choose_kernels(config, facts).kernels
     target, lm_head = load_cached_target(config, num_rows, kernels)
     usual = {
         "eos_token_ids": frozenset(facts.eos_token_ids),

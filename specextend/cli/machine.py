@@ -85,8 +85,6 @@ def _worker(config: RunConfig) -> Values:
     """Return the memory that a worker takes, in GiB, and the problem with running all of them here;
     None if none.
     """
-    import torch
-
     from specextend.cluster.checks import check_machine
     from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
     from specextend.models import load_tokenizer
@@ -94,15 +92,14 @@ def _worker(config: RunConfig) -> Values:
 
     os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
     facts = check_pair(config.target, config.active_draft)
-    device = torch.device(config.job.device)
     problem = of_gpu = None
     try:
         check_machine(config)
-        of_gpu = usable_bytes(config, device)
+        of_gpu = usable_bytes(config)
     except ValueError as error:
         problem = str(error)
-    sized = with_batch_size(config, facts, device, of_gpu)
-    sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
+    sized = with_batch_size(config, facts, of_gpu)
+    sizes = {name: size / GIB for name, size in memory_bytes(sized, facts).items()}
     has = (of_gpu or machine_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = (

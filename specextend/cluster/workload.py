@@ -171,8 +171,7 @@ def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> Values:
     `cache` is what the longest document takes of the target's cache, and how many such documents
     fit, and how many as long as the mean; None if there is no document.
     """
-    device = torch.device(config.job.device)
-    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
+    sizes = {name: size / GIB for name, size in memory_bytes(config, facts).items()}
     totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
@@ -196,11 +195,10 @@ def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunCo
     It is the same for all workers. Only if they run on this machine is the memory of their GPUs
     known, else `decoding.cache_gib` alone counts.
     """
-    device = torch.device(config.job.device)
     lengths = _request_lengths(config, facts, plan)
     num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
-    budget = usable_bytes(config, device) if is_local() and torch.cuda.is_available() else None
-    return with_batch_size(config, facts, device, budget, num_tokens)
+    budget = usable_bytes(config) if is_local() and torch.cuda.is_available() else None
+    return with_batch_size(config, facts, budget, num_tokens)
 
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> Ints:

@@ -102,14 +102,15 @@ def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pair,
         return Proof(Kernels(steps="triton", graphs=True), (TAKEN,))
 
     monkeypatch.setattr(loading, "load_proof", load_proof)
-    config = tiny_config(pair, attention__tree=tree, decoding__max_batch_size=3, tree__nodes=7)
+    options = {"attention__tree": tree, "decoding__max_batch_size": 3, "tree__nodes": 7}
+    config = tiny_config(pair, job__gpus_per_worker=1, **options)
     facts = check_pair(config.target, config.active_draft)
-    assert choose_kernels(config, facts, torch.device("cuda")).kernels.graphs
+    assert choose_kernels(config, facts).kernels.graphs
     [(subject, ladder)] = asked
     assert subject.batch == 4, "batches of 3 and 4 share a proof"
     assert subject.num_nodes == 7
     assert subject.device == "cuda"
     assert ladder & {"captured steps"} == names
-    named = tiny_config(pair, attention__backend="sdpa")
-    assert choose_kernels(named, facts, torch.device("cuda")).kernels == Kernels()
+    named = tiny_config(pair, attention__backend="sdpa", job__gpus_per_worker=1)
+    assert choose_kernels(named, facts).kernels == Kernels()
     assert len(asked) == 1
