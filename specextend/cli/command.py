@@ -138,8 +138,11 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
+Expected = tuple[type[ValueError | OSError], ...]
+
+
 def in_one_line(
-    function: Callable[..., int], expected: tuple[type[Exception], ...] = (ValueError, OSError)
+    function: Callable[..., int], expected: Expected = (ValueError, OSError)
 ) -> Callable[..., int]:
     """Let a command say its errors in one line each, and return their exit codes; 2 for what a user
     got wrong.
@@ -159,9 +162,7 @@ def in_one_line(
     return wrapped
 
 
-def _say_end(
-    error: BaseException, given: ReadOnly, expected: tuple[type[Exception], ...]
-) -> int | None:
+def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int | None:
     """Say in one line how a command has ended, and return its exit code; None if nobody foresaw
     that.
     """

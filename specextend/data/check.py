@@ -230,11 +230,11 @@ def check_columns(
             raise InputError(
                 f"{file}: column {column!r} (input.{name}) is {kind}, but must be {what}{cast}"
             )
-    in_path = partition_values(file).keys()
+    in_path = {*partition_values(file)}
     for option, columns, elsewhere in (
-        ("input.passthrough", options.passthrough, {*in_path, *others_may_have}),
+        ("input.passthrough", options.passthrough, in_path.union(others_may_have)),
         ("input.filter", options.filter_columns, in_path),
-        ("prompt.instruction", reader.template_columns, ()),
+        ("prompt.instruction", reader.template_columns, set[str]()),
     ):
         for column in columns:
             if column in schema.names or column not in elsewhere:
