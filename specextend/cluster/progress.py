@@ -315,7 +315,7 @@ class Display:
         """Report something to people and machines."""
         self.event(event, message, **facts)
 
-    def event(self, name: str, message: str = "", **facts: Fact) -> None:
+    def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
         """Report something to machines, and to people its message, if it has one."""
         if message:
             self._write(printable(message))
@@ -367,7 +367,7 @@ class JsonDisplay(Display):
         """Name this start in every line from now on."""
         self._run_id = run_id
 
-    def event(self, name: str, message: str = "", **facts: Fact) -> None:
+    def event(self, name: str, message: str = "", /, **facts: Fact) -> None:
         """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or
         NaN are left out.
         """
