@@ -198,7 +198,7 @@ def decode(engine, requests):
 
 def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):
     """Short ones together, a long one alone beside few; their tokens are those of plain decoding."""
-    engine = load_engine(batch_config(pairs, 32, 2048))
+    engine = load_engine(batch_config(pairs, 32, 2048, gpus=0))
     short = [request(str(n), random_prompt(41, n), 12) for n in range(20)]
     long = request("long", random_prompt(1700), 12)
     again = [replace(each, request_id=f"{each.request_id} again") for each in short]
