@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date
 from functools import partial
 from itertools import chain
@@ -586,7 +586,8 @@ def _unknown_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     known = _known_keys(section)
     kind = "key" if section else "section"
-    hint = did_you_mean(name, known) or f"; known {kind}s are {', '.join(known)}"
+    whole = [] if section else [f"{each}.{own}" for each in known for own in _known_keys(each)]
+    hint = did_you_mean(name, known + whole) or f"; known {kind}s are {', '.join(known)}"
     return f"unknown {kind} {key}{hint}"
 
 
@@ -594,10 +595,8 @@ def _known_keys(section: str) -> list[str]:
     if not section:
         return list(RunConfig.model_fields)
     field = RunConfig.model_fields.get(section)
-    if field is None:
-        return []
-    owners: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
-    return [each.name for each in fields(owners[0])]
+    owners = field and (get_args(field.annotation) or (field.annotation,))
+    return [each.name for each in fields(owners[0])] if owners and is_dataclass(owners[0]) else []
 
 
 def _as_json(values: Values) -> str:

@@ -227,13 +227,15 @@ def export(
     output = outputs[0]
     place = resolve(to)
     names = columns.split(",") if columns else []
+    if kind != "openai" and "." in place.name and not format_of(place) and not to.endswith("/"):
+        raise click.UsageError(
+            f"no file that is written ends as {to} does, only .csv, .jsonl and .parquet; let the "
+            "name of a folder end in /"
+        )
     if is_safe and (kind or format_of(place)) != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
-    if kind == "openai" and columns:
-        raise click.UsageError("--columns is not for --format openai")
-    if (follow or kind == "openai") and (
-        latest or only_ids_in or (follow and (replace or kind == "openai"))
-    ):
+    several = latest or only_ids_in
+    if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
         raise click.UsageError(
             "--follow and --format openai are for one run, without other options"
         )

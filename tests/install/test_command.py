@@ -1,8 +1,10 @@
 """The command `specextend`: it answers at once, says errors in one line, and does what the scripts in jobs/ do."""
 
+import fnmatch
 import json
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -193,7 +195,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert ended.code == 2, "the folder is not there"
     ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
     assert ended.code == 0, ended.stderr
-    assert "text body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
+    assert "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
     written = (tmp_path / "mine.yaml").read_text()
     assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
     assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
@@ -220,6 +222,21 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert more.output.column == "keywords"
     assert more.target == config.target
     assert more.decoding.max_new_tokens == 64
+
+
+def test_the_first_night_leaves_out_what_the_first_run_has_done(tmp_path, monkeypatch):
+    """With the two lines "every night" taken up, it did everything again, inside the folder of the first run."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "in" / "in.parquet", ["The committee met."] * 3)
+    assert specextend("init", "in", "--to", "first.yaml").code == 0
+    begun = (tmp_path / "first.yaml").read_text()
+    night = begun.replace("# except_done_in:", "except_done_in:").replace('path: "out/in"\n  # ', "")
+    (tmp_path / "night.yaml").write_text(night)
+    earlier = [RunConfig.load("first.yaml"), RunConfig.load("night.yaml", run_date=date(2026, 1, 31))]
+    [done] = RunConfig.load("night.yaml", run_date=date(2026, 2, 1)).input.except_done_in
+    outputs = [run.output.path for run in earlier]
+    assert outputs == [str(tmp_path / "out" / "in"), str(tmp_path / "out" / "in-2026-01-31")]
+    assert fnmatch.filter(outputs, done) == outputs
 
 
 def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, monkeypatch):
