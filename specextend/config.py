@@ -586,7 +586,7 @@ def _unknown_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     known = _known_keys(section)
     kind = "key" if section else "section"
-    whole = [] if section else [f"{each}.{own}" for each in known for own in _known_keys(each)]
+    whole = [f"{each}.{own}" for each in known for own in _known_keys(each)]
     hint = did_you_mean(name, known + whole) or f"; known {kind}s are {', '.join(known)}"
     return f"unknown {kind} {key}{hint}"
 
@@ -595,8 +595,8 @@ def _known_keys(section: str) -> list[str]:
     if not section:
         return list(RunConfig.model_fields)
     field = RunConfig.model_fields.get(section)
-    owners = field and (get_args(field.annotation) or (field.annotation,))
-    return [each.name for each in fields(owners[0])] if owners and is_dataclass(owners[0]) else []
+    owner = field and (get_args(field.annotation) or (field.annotation,))[0]
+    return [each.name for each in fields(owner)] if is_dataclass(owner) else []
 
 
 def _as_json(values: Values) -> str:

@@ -255,10 +255,13 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
-        retry = arguments.retry_errors or "none"
-        limit = arguments.retry_truncated
         code = run_job(
-            config, display, interrupt, retry_errors=retry, retry_truncated=limit, ray=ray
+            config,
+            display,
+            interrupt,
+            retry_errors=arguments.retry_errors or "none",
+            retry_truncated=arguments.retry_truncated,
+            ray=ray,
         )
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
@@ -295,10 +298,9 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
         measure = partial(
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
-    retry = arguments.retry_errors or "none"
     found = dry_run(
         prepare(config, retry_truncated=arguments.retry_truncated),
-        retry_errors=retry,
+        retry_errors=arguments.retry_errors or "none",
         by=by,
         calibrate=measure,
     )

@@ -195,7 +195,10 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert ended.code == 2, "the folder is not there"
     ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
     assert ended.code == 0, ended.stderr
-    assert "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
+    assert (
+        "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)"
+        in ended.stdout
+    )
     written = (tmp_path / "mine.yaml").read_text()
     assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
     assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
