@@ -301,3 +301,10 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     assert '# except_done_in: ["out/data-question/*"]' in written
     for line in ('path: "out/data-question/{run_date}"', "limit: 20", 'except_done_in: ["out/data-question/*"]'):
         assert f"# {line}" in written
+
+
+def test_a_wheel_is_built_without_the_tools_of_the_project(tmp_path):
+    """`make wheel` first installed torch, the linters and what makes the site: minutes, and gigabytes for a GPU."""
+    ended = ran("make", "--dry-run", "wheel", f"VENV={tmp_path}/none", env=dict(os.environ))
+    assert "pip wheel " in ended.stdout
+    assert "pip install" not in ended.stdout
