@@ -1,10 +1,10 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import quote, unquote
 
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
@@ -30,7 +30,7 @@ from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, is_passing, list_folders, resolve
+from specextend.data.storage import Location, is_passing, is_uri, list_folders, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
@@ -342,9 +342,13 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             f"{output.path} chose its rows by input.except_done_in, so no task can be added to it: "
             "give another output.path"
         )
+    if strange := [name for name in left if not re.fullmatch(r"\w[\w-]*", name)]:
+        raise RefusedError(
+            f"tasks: an added one is a folder, so name {strange[0]} with letters, digits, - and _"
+        )
     _check_ended(config.of_tasks(done, config.output.path))
     for folder in added:
-        names = [unquote(each) for each in folder.split("+")]
+        names = folder.split("+")
         if {*names} == {*left}:
             left = names
             break
@@ -360,8 +364,9 @@ ADDED = "added"
 
 
 def _place_of_added(config: RunConfig, names: list[str]) -> str:
-    folder = "+".join(quote(name, safe="") for name in names)
-    return f"{config.output.path.rstrip('/')}/{ADDED}/{folder}"
+    path = config.output.path
+    place, mark, query = path.partition("?") if is_uri(path) else (path, "", "")
+    return f"{place.rstrip('/')}/{ADDED}/{'+'.join(names)}{mark}{query}"
 
 
 def _tasks_there(manifest: ReadOnly) -> list[str]:

@@ -135,19 +135,18 @@ def test_another_list_of_tasks_is_another_run(ask):
 @pytest.mark.parametrize("first", [["kind"], ["outline", "kind"]], ids=len)
 def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
     """With the answers of a run of its own, and what is done stays as it is, byte for byte."""
-    again = {"name": "a+ b", "base": str(tmp_path / "about.yaml"), "output": {"column": "again"}}
+    again = {"name": "again", "base": str(tmp_path / "about.yaml"), "output": {"column": "again"}}
     assert ask("out", tasks=listed(*first))[0].code == 0
     ended, alone = ask("about", **FIRST)
     _, output = ask("out", tasks=listed(*first))
     done = {path: path.read_bytes() for path in (output / "summaries").iterdir()}
-    for left, added, folder in (("about", listed("about"), "about"), ("a+ b", [*listed("about"), again], "a%2B%20b")):
+    for name, added in (("about", listed("about")), ("again", [*listed("about"), again])):
         tasks = {"tasks": [*listed(*first), *added]}
         ended, _ = ask("out", **tasks)
         assert ended.code == 0, ended.stderr
-        assert f"tasks: {left} alone; the others are done" in ended.stderr
-        found = rows(output / "added" / folder / "summaries")
-        text = "about" if folder == "about" else "again"
-        assert [row[text] for row in found] == [row["about"] for row in rows(alone / "summaries")]
+        assert f"tasks: {name} alone; the others are done" in ended.stderr
+        found = rows(output / "added" / name / "summaries")
+        assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
         ended, _ = ask("out", **tasks)
         assert (ended.code, "complete already, 4 rows" in ended.stderr) == (0, True), ended.stderr
     assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
@@ -170,7 +169,11 @@ def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask
     assert "out has not ended: run it again with its own tasks alone" in ended.stderr
     ended, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", tasks=[*both, *listed("about")])
     assert (ended.code, "chose its rows by input.except_done_in" in ended.stderr) == (2, True), ended.stderr
-    assert not (output / "added").exists()
+    ended, _ = ask("other", tasks=both)
+    ended, other = ask("other", tasks=[*both, {**listed("about")[0], "name": "a/b"}])
+    assert (ended.code, "name a/b with letters" in ended.stderr) == (2, True), ended.stderr
+    for folder in (output, other):
+        assert not (folder / "added").exists()
 
 
 def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):
