@@ -205,7 +205,7 @@ def _check_ids(source: Source, database: Database) -> Source:
 def _of_files(database: Database, table: str, num_files: int) -> Rows:
     """Return the rows of each file that are in a table."""
     files, rows = database.arrays(f"SELECT file, row FROM {table} ORDER BY file, row")
-    return np.split(rows, files.searchsorted(np.arange(1, num_files)))
+    return np.split(rows, files.searchsorted(np.arange(1, num_files)))[:num_files]
 
 
 def _refuse_nothing(database: Database, what: str) -> None:
@@ -350,7 +350,8 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
             f"{location.path} does not hold the rows of its run; use another output folder"
         )
     here = [file.relative_path for file in source.files]
-    numbers = [names.index(name) for name in here]
+    places = {name: place for place, name in enumerate(names)}
+    numbers = [places[name] for name in here]
     chosen = [every[number] for number in numbers]
     selection = ChosenRows(chosen, _digest(here, chosen), manifest["selection"])
     return replace(source, selection=selection, bad_ids=[bad[number] for number in numbers])
