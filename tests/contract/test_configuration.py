@@ -125,6 +125,23 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("prompt.instruction={{ document }}", """quote a text: --set 'prompt.instruction="{{ document }}"'"""),
         ("prompt.instruction=Translate: {{ document }}", """--set 'prompt.instruction="Translate: {{ document }}"'"""),
         ("prompt.instruction={title}", "prompt.instruction must be a string, got {'title': None}; quote a text: --set"),
+        ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
+        ("input.reference_column=''", "input.reference_column must not be empty"),
+        ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
+        ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
+        ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
+        (
+            "draft={kind: ngram, ngram: true, model: m}",
+            "draft.model must not be set with draft.kind ngram",
+        ),
+        ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
+        ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
+        ("input.id_column=&a [*a]", "an alias is not taken, write the value itself"),
+        (
+            "input.id_column=" + "9" * 5000,
+            "--set input.id_column: a value of type str is not a valid YAML value (Exceeds",
+        ),
+        ("input.id_column=" + "[" * 5000 + "]" * 5000, "is not a valid YAML value (maximum recursion depth"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file, override, message):
@@ -146,11 +163,18 @@ def test_all_mistakes_are_said_at_once(config_file):
         ("tree: {nodes: 3", "is not valid YAML"),
         ("- a\n", "must hold keys with their values"),
         (None, "cannot be read"),
+        (
+            "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+            "an alias is not taken, write the value itself (line 2, column",
+        ),
+        ("a: " + "[" * 5000 + "]" * 5000, "is not valid YAML: maximum recursion depth"),
     ],
-    ids=["repeated key", "broken", "list", "no file"],
+    ids=["repeated key", "broken", "list", "no file", "alias bomb", "deep"],
 )
 def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, message):
-    """YAML itself would keep the last of two equal sections without a word."""
+    """YAML itself would keep the last of two equal sections without a word, and ten lines of aliases of aliases are a
+    billion values.
+    """
     config_file.unlink() if text is None else config_file.write_text(text)
     assert message in refusal(config_file)
 
