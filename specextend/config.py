@@ -90,8 +90,7 @@ class JobOptions:
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model "
-                "runs on one GPU; set "
-                "job.workers to the number of GPUs"
+                "runs on one GPU; set job.workers to the number of GPUs"
             )
         for name in ("document_deadline_s", "stall_s"):
             if getattr(self, name) <= 0:
@@ -156,16 +155,14 @@ class RunConfig(BaseModel):
     def _fits_together(self) -> Self:
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
-                f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} "
-                "needs a draft "
-                "(autoregressive needs none, draft.kind ngram no model)"
+                f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs "
+                "a draft (autoregressive needs none, draft.kind ngram no model)"
             )
         least = self.tree.depth + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
             raise ValueError(
                 f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always "
-                "sees what it "
-                f"continues; got {self.cache.recent}"
+                f"sees what it continues; got {self.cache.recent}"
             )
         return self
 

@@ -117,8 +117,7 @@ def _prepare_environment() -> None:
     ):
         raise RefusedError(
             "ray was imported before specextend.run could keep its Ray to this user: import it "
-            "after the first run, or "
-            "call ray.init() before and the run takes that Ray"
+            "after the first run, or call ray.init() before and the run takes that Ray"
         )
     prepare_environment(os.environ)
 

@@ -410,9 +410,8 @@ def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         )
         raise ValueError(
             f"a worker needs {needed / GIB:.1f} GiB of GPU memory ({weights / GIB:.1f} for "
-            f"weights, {cache / GIB:.1f} "
-            f"for caches), and has {there / GIB:.1f}; lower decoding.cache_gib, or take a larger "
-            "GPU"
+            f"weights, {cache / GIB:.1f} for caches), and has {there / GIB:.1f}; lower "
+            "decoding.cache_gib, or take a larger GPU"
         )
 
 

@@ -67,9 +67,8 @@ _NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
 _PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 _CONVERT = (
     "import sys, torch; from safetensors.torch import save_file; to, *files = sys.argv[1:]; "
-    "save_file({n: t.contiguous().clone() for f in files "
-    "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': "
-    "'pt'})"
+    "save_file({n: t.contiguous().clone() for f in files for n, t in torch.load(f, "
+    "map_location='cpu', weights_only=True).items()}, to, {'format': 'pt'})"
 )
 
 

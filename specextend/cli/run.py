@@ -118,8 +118,7 @@ _WHERE = takes(
         callback=_date,
         metavar="YYYY-MM-DD",
         help="what {run_date} in the paths of input and output stands for, today by default; a "
-        "start that resumes a "
-        "run after midnight needs it",
+        "start that resumes a run after midnight needs it",
     ),
     click.option(
         "--retry-errors",

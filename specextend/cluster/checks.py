@@ -180,8 +180,7 @@ def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
     if least > most and not config.input.has_limits and not choices_of(schema):
         raise ValueError(
             f"decoding.max_new_tokens is {most}, and the shortest answer of output.schema takes "
-            f"about {least} tokens; "
-            "raise it"
+            f"about {least} tokens; raise it"
         )
 
 
@@ -457,8 +456,7 @@ def say_left_out(num_final: int) -> str:
     """Describe the error rows that `--retry-errors` leaves out."""
     return (
         f"not tried again: {counted(num_final, 'error row')} whose `retryable` is false; "
-        "--retry-errors=all tries "
-        "every error row"
+        "--retry-errors=all tries every error row"
     )
 
 

@@ -359,9 +359,8 @@ class _LockedRun:
             sizes = memory["memory_gib"]
             self.display.note(
                 f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of "
-                "them for the target's "
-                f"cache, which takes {longest} of the longest documents at once, and {mean} as "
-                "long as the mean"
+                f"them for the target's cache, which takes {longest} of the longest documents at "
+                f"once, and {mean} as long as the mean"
             )
 
     def _driver(
@@ -448,8 +447,7 @@ class _LockedRun:
             hint = f"--retry-errors does {num_retryable:,} of them again"
         self.display.note(
             f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows "
-            f"{allowed}; "
-            f"see errors/, {hint}"
+            f"{allowed}; see errors/, {hint}"
         )
 
     def _accepts(self, counts: Counts) -> bool:

@@ -357,8 +357,7 @@ def describe_status(status: Values) -> str:
     """Describe the status for people. No text from a record can add a line of its own."""
     lines = [
         f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, "
-        f"{status['errors']:,} failed, "
-        f"{status['left']:,} left",
+        f"{status['errors']:,} failed, {status['left']:,} left",
     ]
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["driver"]:

@@ -80,8 +80,7 @@ def schema_of(given: str | ReadOnly) -> str:
         if (rule := field.get("merge")) not in (None, *RULES):
             raise ValueError(
                 f"output.schema: field {name}: merge must be {', '.join(RULES)}, got "
-                f"{json.dumps(rule)}"
-                f"{did_you_mean(str(rule), RULES)}"
+                f"{json.dumps(rule)}{did_you_mean(str(rule), RULES)}"
             )
         if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
             raise ValueError(
@@ -336,10 +335,9 @@ def _field(name: str, kind: Any) -> ReadOnly:
             "{type: object, properties: {NAME: {type: string}}, required: [NAME]}"
         )
     raise ValueError(
-        f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one "
-        "of these as in "
-        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}"
-        f"{did_you_mean(str(kind), _ARROW)}"
+        f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one of "
+        "these as in [string], or a JSON Schema; with a ? behind it, it may be null; got "
+        f"{json.dumps(kind)}{did_you_mean(str(kind), _ARROW)}"
     )
 
 

@@ -120,8 +120,7 @@ def _check_file(
             if not has_exact_int96(parquet, file, stored):
                 raise InputError(
                     f"{name} has times (INT96) that are no whole microseconds; cast them when you "
-                    "write the Parquet, "
-                    "to TIMESTAMP in micro- or nanoseconds"
+                    "write the Parquet, to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
             return InputFile(
@@ -138,8 +137,7 @@ def _check_file(
         largest = found.largest_group_bytes / (1 << 30)
         return (
             f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller "
-            "ones: "
-            "specextend prepare repartition INPUT --output FOLDER"
+            "ones: specextend prepare repartition INPUT --output FOLDER"
         )
     return replace(found, modified_ns=ask(location, name).mtime_ns), schema
 
@@ -202,8 +200,7 @@ def check_task_columns(passthrough: Collection[str], columns: TextColumns) -> No
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(
             f"tasks: the column {twice[0]} would be made twice; set output.column of a task, or "
-            "rename a field of its "
-            "output.schema"
+            "rename a field of its output.schema"
         )
     if passed := [name for name in passthrough if name.lower() in names]:
         raise InputError(f"input.passthrough and tasks both name {passed[0]}; rename one of them")

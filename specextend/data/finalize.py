@@ -161,8 +161,7 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
         if len(missing):
             raise ReconciliationError(
                 f"{file.relative_path} lacks the results of {len(missing):,} of "
-                f"{counted(len(wanted), 'row')}, "
-                f"the first is row {missing[0]}; run the job again"
+                f"{counted(len(wanted), 'row')}, the first is row {missing[0]}; run the job again"
             )
     done, failed = settled.count()
     if done + failed != source.num_rows:

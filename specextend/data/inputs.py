@@ -51,9 +51,8 @@ def unreadable(file: str, error: Exception) -> InputError:
     """
     if any(word in str(error) for word in _NOT_SUPPORTED):
         return InputError(
-            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: "
-            "write it anew where it "
-            "was made, with the compression zstd and plain or dictionary encoding"
+            f"{file} uses what pyarrow cannot decode ({one_line(error)}); it is not damaged: write "
+            "it anew where it was made, with the compression zstd and plain or dictionary encoding"
         )
     if file.lower().endswith((".parquet", ".pq", ".parq")):
         return InputError(

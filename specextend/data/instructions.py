@@ -185,8 +185,7 @@ def _check_names(key: str, node: nodes.Node, *, sees: bool = False) -> None:
         if name == DOCUMENT and (sees or not is_written):
             raise ValueError(
                 f"{key} uses {DOCUMENT} in an expression, which would not see its text: write "
-                f"{PLACE} alone, outside "
-                "of filters, conditions and macros"
+                f"{PLACE} alone, outside of filters, conditions and macros"
             )
         _check_names(key, child, sees=sees or not isinstance(child, _AROUND_DOCUMENT))
 

@@ -95,9 +95,8 @@ def list_input(path: str) -> Listing:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a "
-            "folder that holds some, "
-            "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, "
-            "JSONL and CSV)"
+            "folder that holds some, or a glob (specextend prepare documents makes Parquet of PDF, "
+            "DOCX, HTML, text, JSONL and CSV)"
         )
     for folder, kind in below.items():
         if any(f"/{file.relative_path}".startswith(f"/{folder}/") for file in wanted):

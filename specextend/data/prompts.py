@@ -421,8 +421,7 @@ def _no_room(num_template: int, max_new_tokens: int, limit: int) -> DocumentErro
     return DocumentError(
         "PromptTooLong",
         f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens "
-        f"{max_new_tokens} leaves "
-        "for the prompt, so there is no room for a document",
+        f"{max_new_tokens} leaves for the prompt, so there is no room for a document",
         stage="prompt",
     )
 
@@ -469,8 +468,7 @@ def template_source(tokenizer: Any, options: PromptOptions) -> str | None:
         names = ", ".join(sorted(tokenizer.chat_template))
         raise ValueError(
             f"the model has the chat templates {names}, and none is its default: name one in "
-            "prompt.template_options, "
-            "as in {chat_template: NAME}"
+            "prompt.template_options, as in {chat_template: NAME}"
         ) from None
     return source
 
@@ -530,8 +528,7 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callabl
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses the prompt ({first_line(error)}); if it takes no "
-                "system message, leave out "
-                "prompt.system"
+                "system message, leave out prompt.system"
             ) from error
 
     return write

@@ -266,9 +266,8 @@ class Source:
             except pa.ArrowException as error:
                 raise InputError(
                     f"{self.files[number].relative_path}: input.passthrough {wanted.name!r} has a "
-                    "value that does not "
-                    f"fit into {wanted.type}, the type for all files ({one_line(error)}); make "
-                    "them one type"
+                    f"value that does not fit into {wanted.type}, the type for all files "
+                    f"({one_line(error)}); make them one type"
                 ) from error
         return columns
 

@@ -101,9 +101,8 @@ class HeadShape:
         layers = usual if self.layers is None else self.layers
         if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
             raise ValueError(
-                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted "
-                "from 0; "
-                f"the target has {counted(num_target_layers, 'layer')}"
+                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from "
+                f"0; the target has {counted(num_target_layers, 'layer')}"
             )
         return layers
 

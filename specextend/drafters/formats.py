@@ -295,9 +295,8 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     ):
         raise ModelError(
             f"EAGLE draft {head.folder} ({head.format}): d2t must lead to {len(token_ids)} "
-            "different token ids below "
-            f"{head.vocab_size}; it leads to {len(token_ids.unique())}, from {token_ids.min()} to "
-            f"{token_ids.max()}"
+            f"different token ids below {head.vocab_size}; it leads to {len(token_ids.unique())}, "
+            f"from {token_ids.min()} to {token_ids.max()}"
         )
     return token_ids
 

@@ -173,8 +173,7 @@ def prefill_bound(report: Report) -> Finding | None:
         end = f"and only {share:.0%} of the steps were speculative"
     says = (
         f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding "
-        "for free it would be "
-        f"{limit:.1f} times as fast, {end}."
+        f"for free it would be {limit:.1f} times as fast, {end}."
     )
     return Finding(
         says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit}
@@ -232,8 +231,7 @@ def acceptance_falls(report: Report) -> Finding | None:
         )
     says = (
         f"The acceptance length falls from {high:.2f} (prompts up to {best['bucket']}) to "
-        f"{low:.2f} (up to "
-        f"{last['bucket']}): {advice}."
+        f"{low:.2f} (up to {last['bucket']}): {advice}."
     )
     weight = (1 - low / high) * last["documents"] / report["rows"]["done"]
     return Finding(
@@ -251,10 +249,8 @@ def idle_tail(report: Report) -> Finding | None:
     seconds = tail["idle_median_s"]
     says = (
         f"{idle:,} of {counted(workers, 'worker')} stood idle for {duration(seconds)} at the end, "
-        "while the last "
-        "documents were decoded: fewer workers would have finished almost as soon; more documents "
-        "in one run make the "
-        "end matter less."
+        "while the last documents were decoded: fewer workers would have finished almost as soon; "
+        "more documents in one run make the end matter less."
     )
     weight = ratio(idle * seconds, sum((report["wall_clock"]["paid_s"] or {}).values())) or 0.0
     return Finding(

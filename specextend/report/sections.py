@@ -379,8 +379,7 @@ def _flags(report: ReadOnly) -> Section:
     ]
     about = (
         "By quality_flags. DuckDB finds all that have one: select doc_id from "
-        "'summaries/*.parquet' "
-        "where list_contains(quality_flags, 'truncated')."
+        "'summaries/*.parquet' where list_contains(quality_flags, 'truncated')."
     )
     return Section(
         "Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about

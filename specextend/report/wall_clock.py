@@ -27,16 +27,14 @@ IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 _STARTS = (
     "place INT, run_id TEXT, began DOUBLE, ended DOUBLE, sign DOUBLE, has_end BOOL, is_stopped "
-    "BOOL, has_workers BOOL, "
-    "gpus DOUBLE, price DOUBLE"
+    "BOOL, has_workers BOOL, gpus DOUBLE, price DOUBLE"
 )
 """The starts in order. sign: their last sign of life; has_end: something is recorded as their
 end.
 """
 _WORKERS = (
     "place INT, number INT, has_died BOOL, worker TEXT, seat BIGINT, asked DOUBLE, begun DOUBLE, "
-    "ready DOUBLE, "
-    "gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
+    "ready DOUBLE, gone DOUBLE, reason TEXT, name TEXT, used_gib DOUBLE"
 )
 _RECORDED = attrgetter(
     "worker", "seat", "asked", "begun", "ready", "gone", "reason", "name", "used_gib"

@@ -93,8 +93,7 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
     if len(long) < 2:
         raise ValueError(
             f"at least two texts must have the {options.min_tokens} tokens that a piece needs, "
-            "because one is held "
-            f"out: found {len(long)} of {len(texts)}"
+            f"because one is held out: found {len(long)} of {len(texts)}"
         )
     return long
 

@@ -118,8 +118,7 @@ class PromptMaker:
         if room < options.min_tokens:
             raise ValueError(
                 f"the target's context has room for pieces of {max(0, room)} tokens, fewer than "
-                "min_tokens "
-                f"({options.min_tokens}); choose smaller values"
+                f"min_tokens ({options.min_tokens}); choose smaller values"
             )
         self._most = min(options.max_tokens, room)
 
