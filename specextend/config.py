@@ -424,6 +424,8 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
             )
         if name in found:
             raise ConfigError(f"tasks has {name} twice; give one of them another name")
+        if not keys and isinstance(task, dict):
+            raise ConfigError(f"tasks: {name} has no keys; write its name alone for a known task")
         if wrong := sorted(keys.keys() - OF_TASKS.keys() - {"base"}):
             raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
         found[name] = keys if isinstance(task, dict) else task, folder

@@ -222,6 +222,7 @@ BASE = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": 
     [
         ({"tasks": ["question", {"name": "again", "base": "question"}]}, "two write the column answer"),
         ({"tasks": ["summary", {"output": {"column": "x"}}]}, "mappings with a `name`"),
+        ({"tasks": {"keywords": {}}}, "keywords has no keys; write its name alone"),
         ({"tasks": ["summary", {"name": "x", "target": {"model": "b"}}]}, "x has target; a task has prompt"),
         (
             {"tasks": ["summary", {"name": "x", "output": {"column": "x"}, "decoding": {"cache_gib": 9}}]},
