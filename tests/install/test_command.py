@@ -283,7 +283,7 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
     columns = {"url": ["x", None, "y"] * 4, "fetched_at": [f"2026-01-{day:02}" for day in range(1, 13)]}
     write_corpus(tmp_path / "b.parquet", ["one two three"] * 12, **columns)
     said = specextend("init", "b.parquet", "--config", "tiny-random").stdout
-    assert "id fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
+    assert "of the id: fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
 
 
 def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
@@ -294,7 +294,7 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
     ended = specextend("init", "data", "--config", "tiny-random", "--config", "question")
     assert ended.code == 0, ended.stderr
-    assert "id Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
+    assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
     written = (tmp_path / "data.yaml").read_text()
