@@ -298,8 +298,7 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
     written = (tmp_path / "data.yaml").read_text()
-    assert '# except_done_in: ["out/data-question/*"]' in written
-    for line in ('path: "out/data-question/{run_date}"', "limit: 20", 'except_done_in: ["out/data-question/*"]'):
+    for line in ('path: "out/data-question-{run_date}"', "limit: 20", 'except_done_in: ["out/data-question*"]'):
         assert f"# {line}" in written
 
 
