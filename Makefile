@@ -32,10 +32,12 @@ demo: setup models
 	$(PY) -m specextend demo --output $(DEMO)
 
 # One file to install: pip install 'out/wheel/specextend-0.1.0-py3-none-any.whl[cpu,documents]'
-wheel: setup
+wheel:
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	rm -rf build out/wheel
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir out/wheel .
 	rm -rf build
+	@ls out/wheel/*.whl
 
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1

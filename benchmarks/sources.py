@@ -295,7 +295,7 @@ TEXT = {
     "BM25 of 4 letters": by_rarity(size=4, k1=1.2),
 }
 SHIPPED = "BM25 of 4 letters"
-"""What `output.evidence` does for texts."""
+"""What `output.sources` does for texts."""
 
 
 # By attention

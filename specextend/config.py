@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date
 from functools import partial
 from itertools import chain
@@ -193,12 +193,6 @@ class RunConfig(BaseModel):
             name: self.from_values(whole | {key: whole[key] | own[key] for key in own})
             for name, own in self.tasks.items()
         }
-
-    def of_tasks(self, names: Iterable[str], path: str) -> RunConfig:
-        """Return the configuration of a run of those tasks alone. path: its `output.path`."""
-        there = self.model_copy(update={"output": replace(self.output, path=path)})
-        each = there.each_task
-        return _joined({name: each[name] for name in names})
 
     @property
     def most_new_tokens(self) -> int:
@@ -397,7 +391,7 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
 OF_TASKS = {
     "prompt": {"instruction", "examples", "system", "length_policy"},
     "parts": {"tokens", "instruction", "merge_instruction"},
-    "output": {"column", "schema", "evidence"},
+    "output": {"column", "schema", "sources"},
     "decoding": {
         *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
         *("repetition_penalty", "no_repeat_ngram_size"),
@@ -434,6 +428,8 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
             )
         if name in found:
             raise ConfigError(f"tasks has {name} twice; give one of them another name")
+        if not keys and isinstance(task, dict):
+            raise ConfigError(f"tasks: {name} has no keys; write its name alone for a known task")
         if wrong := sorted(keys.keys() - OF_TASKS.keys() - {"base"}):
             raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
         found[name] = keys if isinstance(task, dict) else task, folder
@@ -589,33 +585,21 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{key} must be {wanted}, got {shown(detail['input'])}{quote}"
 
 
-_INSTEAD = {
-    "cache.sinks": "; the first chunk of a text stays visible, of cache.chunk_size tokens",
-    "input.max_new_tokens_column": "; input.options_column takes an integer column, too",
-    "job.stop_error_fraction": "; a start stops early where more than half of its documents fail; "
-    "job.max_error_fraction allows more",
-    "target.device": "; a worker computes on a GPU if job.gpus_per_worker is above 0",
-    "output.sources": "; output.evidence finds the sources of texts, too",
-}
-"""What to do without keys that configurations from elsewhere may have."""
-
-
 def _unknown_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     known = _known_keys(section)
     kind = "key" if section else "section"
-    hint = did_you_mean(name, known) or f"; known {kind}s are {', '.join(known)}"
-    return f"unknown {kind} {key}{_INSTEAD.get(key, hint)}"
+    whole = [f"{each}.{own}" for each in known for own in _known_keys(each)]
+    hint = did_you_mean(name, known + whole) or f"; known {kind}s are {', '.join(known)}"
+    return f"unknown {kind} {key}{hint}"
 
 
 def _known_keys(section: str) -> list[str]:
     if not section:
         return list(RunConfig.model_fields)
     field = RunConfig.model_fields.get(section)
-    if field is None:
-        return []
-    owners: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
-    return [each.name for each in fields(owners[0])]
+    owner = field and (get_args(field.annotation) or (field.annotation,))[0]
+    return [each.name for each in fields(owner)] if is_dataclass(owner) else []
 
 
 def _as_json(values: Values) -> str:

@@ -235,7 +235,7 @@ def finished_row(
             config.quality,
             " ".join(row.instruction or [config.prompt.instruction]),
             config.output.evidence_for,
-            prompt.left_out if config.output.sources else None,
+            prompt.left_out if config.output.sources and not config.output.schema else None,
         )
     made = result_row(
         row.document.key,

@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from specextend.config import Configs, RunConfig
 from specextend.core import Completion, DocumentKey, ReadOnly, Request, Values, mended
@@ -48,7 +50,7 @@ class Summarizer:
     Arrow table, with the columns of `config.input`, and returns its results in the same form and
     order: the columns of a summary, then the passthrough columns. A document that fails has its
     error in `error_class`, `message`, `stage` and `retryable`. `input.path`, `output` and `job` are
-    not used.
+    not used, but for `job.gpus_per_worker`: the models are on a GPU if it is above 0.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Summarizer:
                 "`tasks`"
             )
         check_batch_options(config.input, config.output)
+        if torch.cuda.is_available() and not config.job.gpus_per_worker:
+            warnings.warn("job.gpus_per_worker is 0: no GPU is used", stacklevel=2)
         self._config = config
         self._decoder = RowDecoder(config, factory(config))
         self._worker = f"{os.uname().nodename}:{os.getpid()}"

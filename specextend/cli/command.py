@@ -48,6 +48,9 @@ def config_option(**attributes: Any) -> Callable[[Function], Function]:
 SET = click.option(
     "settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value"
 )
+JSON = click.option(
+    "--json", metavar="FILE", help="write what was found there, too; -: print only that"
+)
 OUTPUT = click.argument("output", type=click.Path())
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specextend.cli.command import SET, config_option, in_one_line, machine_bytes, show_found
+from specextend.cli.command import JSON, SET, config_option, in_one_line, machine_bytes, show_found
 from specextend.core import Values
 
 if TYPE_CHECKING:  # it imports torch
@@ -30,9 +30,7 @@ _EXTRAS = {
 @click.option(
     "--kernels", is_flag=True, help="try the kernels as a start does: up to two minutes on a GPU"
 )
-@click.option(
-    "--json", metavar="FILE", help="write it there, too; -: print it in place of the lines"
-)
+@JSON
 @in_one_line
 def check(
     config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, json: str | None

@@ -137,7 +137,7 @@ def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
         place = first.path if first.row is None else f"{first.path}:{first.row}"
         others = f" (and {len(failures) - 1:,} more like this)" if len(failures) > 1 else ""
         print(printable(f"{reason}: {place} {message}{others}"), file=sys.stderr)
-    if (more := sum(map(len, [*alike.values()][_MOST_NAMED:]))) > 0:
+    if more := sum(map(len, [*alike.values()][_MOST_NAMED:])):
         print(printable(f"and {more:,} more in {output}/{ERRORS}"), file=sys.stderr)
     show(printable(prepared.summary(output)))
     return 3 if prepared.has_failed and not skip_unreadable else 0

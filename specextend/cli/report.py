@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specextend.cli.command import OUTPUT, in_one_line, show, show_found
+from specextend.cli.command import JSON, OUTPUT, in_one_line, show, show_found
 from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
@@ -47,11 +47,7 @@ def report(output: str) -> int:
 @click.command()
 @OUTPUT
 @click.argument("other", type=click.Path())
-@click.option(
-    "--json",
-    metavar="FILE",
-    help="write the comparison there, too; -: print it in place of the tables",
-)
+@JSON
 @click.option(
     "--max-differing",
     type=click.FloatRange(0, 1),
@@ -106,12 +102,12 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
             f"{candidate} differ from those of the baseline {baseline} ({of})"
         )
     here, there = found["figures"]["output tokens per second of a worker"]
-    if max_slower is not None and (not here or not there):
-        lines.append(
-            f"--max-slower {max_slower:g}: the speed of {baseline if here else candidate} is not "
-            "known"
-        )
-    elif max_slower is not None and (share := 1 - here / there) > max_slower:
+    if max_slower is None:
+        return lines
+    if not here or not there:
+        unknown = baseline if here else candidate
+        lines.append(f"--max-slower {max_slower:g}: the speed of {unknown} is not known")
+    elif (share := 1 - here / there) > max_slower:
         lines.append(
             f"--max-slower {max_slower:g}: a worker of the candidate {candidate} is slower by "
             f"{share:.2g} than one of "
@@ -130,11 +126,7 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
     help="most rows to decode again",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="another sample of the rows")
-@click.option(
-    "--json",
-    metavar="FILE",
-    help="write what was found there, too; -: print it in place of the table",
-)
+@JSON
 @in_one_line
 def audit(output: str, rows: int, seed: int, json: str | None) -> int:
     """Decode finished rows of a run again, here, without a draft: are they equal, and how much
@@ -225,14 +217,17 @@ def export(
     outputs = find_runs(runs) if latest else [resolve(run) for run in runs]
     output = outputs[0]
     place = resolve(to)
+    ending = format_of(place)
     names = columns.split(",") if columns else []
-    if is_safe and (kind or format_of(place)) != "csv":
+    if kind != "openai" and "." in place.name and not ending and not to.endswith("/"):
+        raise click.UsageError(
+            f"no file that is written ends as {to} does, only .csv, .jsonl and .parquet; let the "
+            "name of a folder end in /"
+        )
+    if is_safe and (kind or ending) != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
-    if kind == "openai" and columns:
-        raise click.UsageError("--columns is not for --format openai")
-    if (follow or kind == "openai") and (
-        latest or only_ids_in or (follow and (replace or kind == "openai"))
-    ):
+    several = latest or only_ids_in
+    if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
         raise click.UsageError(
             "--follow and --format openai are for one run, without other options"
         )
@@ -242,11 +237,12 @@ def export(
         show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
         return 0
     if follow:
-        if format_of(place):
+        if ending:
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
         return _follow(output, place, kind or "parquet", to, names, is_safe)
-    kind = kind or format_of(place) or "parquet"
-    exported = export_answers(outputs, place, kind, only_ids_in, names, is_safe, replace)
+    exported = export_answers(
+        outputs, place, kind or ending or "parquet", only_ids_in, names, is_safe, replace
+    )
     show(_say(exported, to))
     return 0
 

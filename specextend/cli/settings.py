@@ -138,7 +138,8 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     )
     show(
         printable(
-            f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"
+            f"{to}: column of the text: {found.text} ({found.why_text}), "
+            f"of the id: {found.id or 'none'} ({found.why_id})"
         )
     )
     if found.differs:
@@ -175,12 +176,12 @@ def _begun(path: str, config: tuple[str, ...], to: Path, output: str, found: Gue
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
         f"  {id_line} # {printable(found.why_id)}{without}",
         "  # limit: 20 # for a trial",
-        f"  # except_done_in: [{_quoted(f'{output}/*')}] # every night: only what is new, with "
-        "output.path as below",
+        f"  # except_done_in: [{_quoted(f'{output}*')}] # every night: only what is new; "
+        "and the other output.path",
         *([f"  # passthrough: [{others}] # columns to copy to the summaries"] if others else []),
         "output:",
         f"  path: {_quoted(output)}",
-        f"  # path: {_quoted(f'{output}/{{run_date}}')} # every night",
+        f"  # path: {_quoted(f'{output}-{{run_date}}')} # every night, in place of that",
     ]
     return "\n".join(lines) + "\n"
 

@@ -407,7 +407,8 @@ def _remember(failure: Failure) -> Failure:
     if failure.reason == GONE:
         return failure
     return failure._replace(
-        reason=GONE, message=f"is not found this time; it was {failure.reason}: {failure.message}"
+        reason=GONE,
+        message=f"is not found this time; an earlier call said that it {failure.message}",
     )
 
 

@@ -192,7 +192,7 @@ class OutputOptions:
     """Answers are JSON objects, each field a column: the name of a JSON Schema file, the schema,
     or names with types, such as `{agency: string, sum: number, topics: [string], kind: audit |
     budget, date: "string?"}`. One of values alone is scored."""
-    evidence: bool = False
+    sources: bool = False
     """Find in its document what was written: each string of an answer, choices excepted (column
     `evidence`), or the passages that each sentence of a text rests on (column `sources`)."""
 
@@ -216,12 +216,7 @@ class OutputOptions:
         """Return the fields whose strings are looked up in the document; None if that is not
         wanted.
         """
-        return string_fields(str(self.schema)) if self.evidence and self.schema else None
-
-    @property
-    def sources(self) -> bool:
-        """Return True if the passages that the sentences of a text rest on are looked for."""
-        return self.evidence and not self.schema
+        return string_fields(str(self.schema)) if self.sources and self.schema else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,7 +351,7 @@ class _Witness:
             except OSError as error:
                 self.trouble = first_line(error)
                 raise
-            if num_read == wanted and data[-1:] != filler:
+            if num_read == wanted and not data.endswith(filler):
                 return bytes(data)
         self.trouble = f"less came than the {wanted:,} bytes that were asked for"
         return bytes(data[:num_read])

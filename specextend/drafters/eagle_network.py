@@ -101,9 +101,8 @@ class HeadShape:
         layers = usual if self.layers is None else self.layers
         if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
             raise ValueError(
-                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted "
-                "from 0; "
-                f"the target has {counted(num_target_layers, 'layer')}"
+                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from "
+                f"0; the target has {counted(num_target_layers, 'layer')}"
             )
         return layers
 
@@ -235,6 +234,29 @@ class EagleNetwork:
         dtype = target.dtype
         self.vocabulary = None if vocabulary is None else vocabulary.to(device, torch.int64)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
+        self._take_weights(weights, target, lm_head)
+        self._inv_freq = rope[0].to(device)
+        self._scale = head.head_dim**-0.5 * rope[1] ** 2
+        num_full, num_working = num_rows
+        working = KVCache(
+            1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device
+        )
+        inv_freq = torch.stack(
+            [self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads
+        )
+        self.cache = DraftCache(
+            working, num_full, inv_freq if self.reads_history else self._inv_freq
+        )
+        self.num_staging_rows = 0  # prefill fills the full cache directly
+        self._whole = (
+            self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
+        )
+        """What runs the head in one call, as the target's layers are."""
+
+    def _take_weights(
+        self, weights: dict[str, Tensor], target: CachedModel, lm_head: Tensor
+    ) -> None:
+        """Join and pack the head's weights, and take from the target what the head has not."""
         self._embedding = _own_or(
             weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight
         )
@@ -253,23 +275,6 @@ class EagleNetwork:
             self._linears["lm_head"] = linear(own_head)
         pack(self._linears)
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
-        self._inv_freq = rope[0].to(device)
-        self._scale = head.head_dim**-0.5 * rope[1] ** 2
-        num_full, num_working = num_rows
-        working = KVCache(
-            1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device
-        )
-        inv_freq = torch.stack(
-            [self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads
-        )
-        self.cache = DraftCache(
-            working, num_full, inv_freq if self.reads_history else self._inv_freq
-        )
-        self.num_staging_rows = 0  # prefill fills the full cache directly
-        self._whole = (
-            self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
-        )
-        """What runs the head in one call, as the target's layers are."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Store keys and values of every position whose next token is known; the last one waits for

@@ -61,7 +61,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     said = f"{{type: string, pattern: '^[a-z]{longer}$'}}"
     settings = [
         f"output.schema={SCHEMA[:-1]}, said: {said}}}",
-        "output.evidence=true",
+        "output.sources=true",
         "output.column=answer",
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
@@ -149,7 +149,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
 )
 def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
     with pytest.raises(ValueError, match=r"output\.") as refused:
-        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}", "output.evidence=true"])
+        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}", "output.sources=true"])
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 

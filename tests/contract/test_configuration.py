@@ -23,7 +23,7 @@ LEAST = {
 KEYS = {
     "input": "path text_column id_column on_bad_id passthrough "
     "reference_column instruction_column options_column filter sample except_done_in limit",
-    "output": "path column schema evidence",
+    "output": "path column schema sources",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
     "target": "model dtype quantize",
@@ -102,7 +102,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
         ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes"),
         ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
-        ("output.sources=true", "unknown key output.sources; output.evidence finds the sources of texts, too"),
+        ("max_new_tokens=64", "unknown section max_new_tokens; did you mean decoding.max_new_tokens?"),
         ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
         ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
         ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),

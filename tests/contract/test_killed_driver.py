@@ -62,7 +62,7 @@ SAID = "{type: string, minLength: 1, maxLength: 4, pattern: '^[a-z]+$'}"
 OTHER_RUNS = {
     "weights in 8 bits, which each worker makes for itself": {"target": {"quantize": "int8"}},
     "answers by a schema": {
-        "output": {"schema": f"{{kind: 'audit | budget?', said: {SAID}}}", "evidence": "true"},
+        "output": {"schema": f"{{kind: 'audit | budget?', said: {SAID}}}", "sources": "true"},
         "decoding": {"max_new_tokens": 80},
     },
 }

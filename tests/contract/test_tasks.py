@@ -60,9 +60,7 @@ def test_sources_are_places_in_what_was_read_of_the_document(answers, policy):
     """A source in text that the model was never given is an invention of ours; of parts all is read."""
     words = [f"t{token_id}" for token_id in random_prompt(600)]
     text = "\r\n\r\n".join(" ".join(words[begin : begin + 30]) for begin in range(0, 600, 30))
-    [row] = answers(
-        {"text": [text]}, prompt__length_policy=policy, prompt__max_prompt_tokens=200, output__evidence=True
-    )
+    [row] = answers({"text": [text]}, prompt__length_policy=policy, prompt__max_prompt_tokens=200, output__sources=True)
     half = int(len(text) * row["coverage"]) // 2
     left_out = range(half + 20, len(text) - half - 20)
     found = [each for each in row["sources"] if each["begin"] is not None]

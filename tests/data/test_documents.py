@@ -208,6 +208,8 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
     for _ in range(2):
         assert not prepare().has_failed
         assert failures(folder) == {"b.txt": "gone", "bad.pdf": "gone"}
+    said = Path(f"{folder}.out", ERRORS).read_text(encoding="utf-8")
+    assert '"is not found this time; an earlier call said that it cannot be read: ' in said
     third = prepare(remove_gone=True)
     assert third.num_read == 0
     assert rows(folder, "text") == ["changed", "c", "d", "é", "new", "1", "2"]

@@ -1,8 +1,10 @@
 """The command `specextend`: it answers at once, says errors in one line, and does what the scripts in jobs/ do."""
 
+import fnmatch
 import json
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -193,7 +195,10 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert ended.code == 2, "the folder is not there"
     ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
     assert ended.code == 0, ended.stderr
-    assert "text body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
+    assert (
+        "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)"
+        in ended.stdout
+    )
     written = (tmp_path / "mine.yaml").read_text()
     assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
     assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
@@ -220,6 +225,21 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert more.output.column == "keywords"
     assert more.target == config.target
     assert more.decoding.max_new_tokens == 64
+
+
+def test_the_first_night_leaves_out_what_the_first_run_has_done(tmp_path, monkeypatch):
+    """With the two lines "every night" taken up, it did everything again, inside the folder of the first run."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "in" / "in.parquet", ["The committee met."] * 3)
+    assert specextend("init", "in", "--to", "first.yaml").code == 0
+    begun = (tmp_path / "first.yaml").read_text()
+    night = begun.replace("# except_done_in:", "except_done_in:").replace('path: "out/in"\n  # ', "")
+    (tmp_path / "night.yaml").write_text(night)
+    earlier = [RunConfig.load("first.yaml"), RunConfig.load("night.yaml", run_date=date(2026, 1, 31))]
+    [done] = RunConfig.load("night.yaml", run_date=date(2026, 2, 1)).input.except_done_in
+    outputs = [run.output.path for run in earlier]
+    assert outputs == [str(tmp_path / "out" / "in"), str(tmp_path / "out" / "in-2026-01-31")]
+    assert fnmatch.filter(outputs, done) == outputs
 
 
 def test_a_shipped_pair_brings_no_paths_where_somebody_has_their_own(tmp_path, monkeypatch):
@@ -263,7 +283,7 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path, monkeypatch):
     columns = {"url": ["x", None, "y"] * 4, "fetched_at": [f"2026-01-{day:02}" for day in range(1, 13)]}
     write_corpus(tmp_path / "b.parquet", ["one two three"] * 12, **columns)
     said = specextend("init", "b.parquet", "--config", "tiny-random").stdout
-    assert "id fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
+    assert "of the id: fetched_at (unique in the first 12 rows of b.parquet; url is named as one, but has nulls" in said
 
 
 def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
@@ -274,10 +294,16 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
     ended = specextend("init", "data", "--config", "tiny-random", "--config", "question")
     assert ended.code == 0, ended.stderr
-    assert "id Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
+    assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
     written = (tmp_path / "data.yaml").read_text()
-    assert '# except_done_in: ["out/data-question/*"]' in written
-    for line in ('path: "out/data-question/{run_date}"', "limit: 20", 'except_done_in: ["out/data-question/*"]'):
+    for line in ('path: "out/data-question-{run_date}"', "limit: 20", 'except_done_in: ["out/data-question*"]'):
         assert f"# {line}" in written
+
+
+def test_a_wheel_is_built_without_the_tools_of_the_project(tmp_path):
+    """`make wheel` first installed torch, the linters and what makes the site: minutes, and gigabytes for a GPU."""
+    ended = ran("make", "--dry-run", "wheel", f"VENV={tmp_path}/none", env=dict(os.environ))
+    assert "pip wheel " in ended.stdout
+    assert "pip install" not in ended.stdout

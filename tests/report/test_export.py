@@ -206,6 +206,20 @@ def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopp
     assert "--spreadsheet-safe is for CSV" in refused.line()
 
 
+@pytest.mark.parametrize(
+    "name, more", [("a.xlsx", ()), ("a.json", ("--format", "jsonl")), ("a.csv.gz", ()), ("live.v2", ("--follow",))]
+)
+def test_no_folder_gets_the_name_of_a_file(night, tmp_path, name, more):
+    """`--to answers.xlsx` made a folder of that name with Parquet in it, said that all was there, and exited with 0."""
+    run = night(1, {"a": "a1"})
+    ended = specextend("export", run, *more, "--to", tmp_path / name)
+    assert "only .csv, .jsonl and .parquet; let the name of a folder end in /" in ended.line()
+    assert ended.code == 2
+    assert not (tmp_path / name).exists()
+    assert specextend("export", run, "--to", f"{tmp_path / name}/").code == 0
+    assert texts(tmp_path / name) == [("a", "a1")]
+
+
 @pytest.mark.parametrize("more", [(), ("--format", "openai"), ("--follow",)])
 def test_a_file_that_is_there_already_is_kept(night, tmp_path, more):
     """It was overwritten without a word: the export of another run, or what somebody had noted in it."""
