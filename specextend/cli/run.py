@@ -212,9 +212,11 @@ def start(arguments: Arguments) -> int:
     if ray := early_ray(config.job, config.output.path, interrupt):
         # which takes seconds: after an error is said
         click.get_current_context().call_on_close(ray.close)
+    from specextend.cluster.checks import only_new_tasks
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
+        config = only_new_tasks(config, display.note)
         code = run_job(
             config,
             display,
@@ -236,7 +238,7 @@ def start(arguments: Arguments) -> int:
 def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     _set_up()
-    from specextend.cluster.checks import prepare
+    from specextend.cluster.checks import only_new_tasks, prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
 
@@ -255,6 +257,7 @@ def _dry_run(arguments: Arguments) -> int:
         measure = partial(
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
+    config = only_new_tasks(config, partial(say, event="tasks", given=asdict(arguments)))
     found = dry_run(
         prepare(config, retry_truncated=arguments.retry_truncated),
         retry_errors=arguments.retry_errors or "none",
