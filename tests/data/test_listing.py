@@ -88,6 +88,9 @@ def test_missing_input_is_refused(tmp_path):
         list_input(str(tmp_path / "empty" / "*.parquet"))
     with pytest.raises(InputError, match="cannot be listed"):
         list_input("nowhere://bucket/x")
+    (tmp_path / "empty" / "caf\udce9.parquet").touch()
+    with pytest.raises(InputError, match="contains a name that is not UTF-8"):  # which Parquet could not hold in an id
+        list_input(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(
