@@ -76,13 +76,14 @@ class DraftNetwork(Protocol):
         """
 
     def grow(
-        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
+        self, *decided: Tensor, num_nodes: int, num_levels: int, least_gain: float
     ) -> DraftTrees | None:
-        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and
-        `logits`.
+        """Read what was decided and grow trees as `grow_trees` does, in one call; None: by
+        `forward` and `logits`.
 
-        roots: token ids [B], the network's outputs at them [B, C], the last three tokens [B, 3],
-        the root last, and places [B, 2], the first working row and how many rows are visible.
+        decided: tokens [B, T], the roots last and -1 behind them, the features [B, T, F] before
+        each, and [B, 5] int64, which is moved behind them: the first working row, how many rows are
+        visible, and the last three tokens.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -213,6 +214,8 @@ class CausalDrafter(Drafter):
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
         """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
+        self._unread: tuple[Sequence[int], Decided] | None = None
+        """What `absorb` has left to the next `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
@@ -244,15 +247,30 @@ class CausalDrafter(Drafter):
         """Let the draft see these committed positions [S], ascending and on the host, and what
         `absorb` adds later.
         """
+        self._catch_up()
         self._cache.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees
-        now.
+        now: with the next tree, unless steps are captured.
         """
         self._gain.read([*map(len, decided.token_ids)])
+        self._catch_up()
+        self._unread = slots, decided
+        if self._graphs.enabled:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Read what is unread."""
+        if self._unread is None:
+            return
+        (slots, decided), self._unread = self._unread, None
         inputs = self._locate(slots), decided.padded, decided.features
         [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
+        self._advance(slots, decided, table)
+
+    def _advance(self, slots: Sequence[int], decided: Decided, table: Tensor) -> None:
+        """Count what was read. table [B, 5]: the slots' places behind it."""
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -263,7 +281,10 @@ class CausalDrafter(Drafter):
         """
         if not self._graphs.enabled:
             self._gain.begin()
-            trees = self._grow(slots, self._locate(slots), num_nodes)
+            trees = self._read_and_grow(slots, num_nodes or self._options.most_nodes)
+            if trees is None:
+                self._catch_up()
+                trees = self._grow(slots, self._locate(slots), num_nodes)
             self._gain.end(self._num_levels)
             return trees
         token_ids, parents, depths, log_probs = self._graphs.run(
@@ -273,6 +294,9 @@ class CausalDrafter(Drafter):
 
     def release(self, slot: int) -> None:
         """Free the slot."""
+        if self._unread is not None and self._unread[0] == [slot]:
+            self._unread = None
+        self._catch_up()
         self._cache.release(slot)
         self._located = None
 
@@ -317,21 +341,49 @@ class CausalDrafter(Drafter):
             else None
         )
         output = self._forward(slots, places, token_ids, features, None, 0, history)
+        last = counts - 1
+        hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
+        self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
+        self._root_hidden.index_copy_(0, table[:, 0], hidden)
+        return (self._write_back(places, padded),)
+
+    def _write_back(self, places: _SlotPlaces, padded: Tensor) -> Tensor:
+        """Copy what was read of `padded` [B, T] to the full cache; return the places [B, 5] behind
+        it.
+        """
         offsets = torch.arange(padded.shape[1], device=padded.device)
         rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
         self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
-        last = counts - 1
-        hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
-        after = (
-            places.slots,
-            places.starts,
-            places.ends + counts,
-            places.positions + counts,
-            places.full_ends + counts,
+        counts = (padded >= 0).sum(1, keepdim=True)
+        moved = [each + counts for each in (places.ends, places.positions, places.full_ends)]
+        return torch.cat([places.slots, places.starts, *moved], 1)
+
+    def _read_and_grow(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
+        """Grow trees behind what is unread, in one call with reading it; None where that cannot
+        be.
+        """
+        if self._unread is None or self._unread[0] != slots:
+            return None
+        decided = self._unread[1]
+        if decided.padded.shape[1] > 1 + TreeOptions.ngram_depth:  # of more than one step
+            return None
+        table = self._locate(slots)
+        places = _SlotPlaces(*table.split(1, 1))
+        texts = self._texts.index_select(0, table[:, 0])
+        moving = torch.cat([table[:, 1::2], texts], 1)
+        trees = self.network.grow(
+            *(decided.padded, decided.features, moving),
+            num_nodes=num_nodes,
+            num_levels=self._options.depth,
+            least_gain=self._gain.least,
         )
-        self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
-        self._root_hidden.index_copy_(0, table[:, 0], hidden)
-        return (torch.cat(after, 1),)
+        if trees is None:
+            return None
+        self._unread = None
+        self._texts.index_copy_(0, table[:, 0], moving[:, 2:])
+        self._advance(slots, decided, self._write_back(places, decided.padded))
+        self._num_levels = 1 + int(trees.depths.max())
+        return trees
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
         """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and
@@ -354,15 +406,6 @@ class CausalDrafter(Drafter):
             stored.index_select(0, table[:, 0])
             for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        trees = self.network.grow(
-            *(token_ids, hidden, texts, table[:, 1::2]),
-            num_nodes=num_nodes or self._options.most_nodes,
-            num_levels=self._options.depth,
-            least_gain=self._gain.least,
-        )
-        if trees is not None:
-            self._num_levels = int(trees.depths.max())
-            return trees
         self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)

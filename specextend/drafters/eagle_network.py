@@ -307,10 +307,6 @@ class EagleNetwork:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden
         [B, T, C].
         """
-        if self._whole is not None and plan.mask is None:
-            tokens = token_ids.unsqueeze(2)
-            tokens = tokens if history is None else torch.cat([tokens, history], 2)
-            return self._whole.read(tokens, hidden, positions, plan, self.cache.working.stored)
         embedded = self._embedded(token_ids, history)
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
@@ -328,15 +324,15 @@ class EagleNetwork:
         return self._norm("norm", output) if self._head.is_ours else output
 
     def grow(
-        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
+        self, *decided: Tensor, num_nodes: int, num_levels: int, least_gain: float
     ) -> DraftTrees | None:
-        """Grow trees in one call, or return None where that cannot be."""
+        """Read what was decided and grow trees in one call, or return None where that cannot be."""
         if self._whole is None:
             return None
         sizes = (num_nodes, num_levels)
         stored = self.cache.working.stored
         (token_ids, parents, depths), log_probs = self._whole.grow(
-            *roots, stored, *sizes, least_gain
+            *decided, stored, *sizes, least_gain
         )
         trees = DraftTrees(
             token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids)

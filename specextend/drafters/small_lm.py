@@ -79,7 +79,7 @@ class ModelNetwork:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)
 
-    def grow(self, *roots: Tensor, **sizes: float) -> None:
+    def grow(self, *decided: Tensor, **sizes: float) -> None:
         """Grow nothing: trees grow level by level."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -147,6 +147,10 @@ class Call(NamedTuple):
     """[R, 8] int64"""
     sequences: int
     """[B, 5] int64"""
+    decided: int
+    """[B, T] int64 tokens that the target decided, the roots last, and -1 behind them."""
+    num_decided: int
+    """T"""
     sources: int
     """Rows of C: the features of the target, or the head's own outputs."""
     pool: int
@@ -354,6 +358,8 @@ def number_at(b, element, logits):
 def rank_row(element, call, row):
     """Find the likeliest children of a row, best first, and their log probabilities."""
     own = call.own
+    if rows_of(element, own)[row, CURSOR] != 0:
+        return  # it has no children
     num_vectors = call.lm_head.num_blocks * products.VECTORS
     logits = call.lm_head.out + row * num_vectors * 2 * LANES
     tokens = integers(element, own.best_tokens + 8 * row * own.num_best, own.num_best)
@@ -381,13 +387,13 @@ def rank_row(element, call, row):
 
 
 @numba.njit
-def add_children(element, own, sequence, pool, log_probs):
-    """Append the likeliest children of a sequence's rows to its pool."""
+def add_children(element, own, sequence, pool, log_probs, count):
+    """Append the `count` likeliest children of a sequence's rows to its pool."""
     rows = rows_of(element, own)
     width = own.num_rows // own.num_sequences
     tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
     best = numbers(element, own.best, (own.num_rows, own.num_best))
-    for number in range(own.num_pooled, own.num_pooled + min(own.num_nodes, width * own.num_best)):
+    for number in range(own.num_pooled, own.num_pooled + count):
         chosen = -1
         most = -np.inf
         for row in range(sequence * width, (sequence + 1) * width):
@@ -447,6 +453,51 @@ def choose_rows(element, own, first, width):
 
 
 @numba.njit
+def describe_decided(element, own, attention):
+    """Describe the rows of the first level, which read what was decided, each all before it. The
+    last one of each sequence is its root.
+    """
+    width = own.num_decided
+    attention.num_queries = width
+    attention.mask_width = width
+    rows = rows_of(element, own)
+    tokens = integers(element, own.decided, (own.num_sequences, width))
+    sequences = integers(element, own.sequences, (own.num_sequences, 5))
+    cache_rows = integers(element, own.cache_rows, own.num_rows)
+    positions = integers(element, own.positions, own.num_rows)
+    spans = integers(element, attention.places, (2, own.num_sequences))
+    mask = numba.carray(pointer(element, attention.mask), (own.num_rows, width), np.uint8)
+    for sequence in range(own.num_sequences):
+        known = sequences[sequence]
+        count = 0
+        for place in range(width):
+            number = sequence * width + place
+            row = rows[number]
+            count += tokens[sequence, place] >= 0
+            row[SOURCE], row[CURSOR] = number, own.num_best
+            positions[number] = known[VISIBLE] + place
+            cache_rows[number] = known[START] + known[VISIBLE] + place
+            mask[number] = 0
+            mask[number, : place + 1] = 1
+            for i in range(own.num_read):
+                row[READ + i] = token_before(tokens[sequence], known, place - i)
+        root = sequence * width + count - 1
+        rows[root, CURSOR] = 0
+        node = pool_of(element, own, sequence)[0][0]
+        node[TOKEN], node[PARENT], node[ROW] = tokens[sequence, count - 1], -1, root
+        spans[1, sequence] = known[VISIBLE] + width
+        known[VISIBLE] += count
+        for i in range(3):  # the first ones first: the others are read for them
+            known[TEXT + i] = token_before(tokens[sequence], known, count - 3 + i)
+
+
+@numba.njit
+def token_before(tokens, known, place):
+    """Return the token at a place among those that were decided, or before them; 0 for padding."""
+    return max(0, tokens[place] if place >= 0 else known[TEXT + 3 + place])
+
+
+@numba.njit
 def describe_rows(element, own, attention, width):
     """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places,
     mask.
@@ -491,10 +542,11 @@ def add_level(element, own, level):
     first = own.num_pooled
     width = 0
     expected = 0.0
-    added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
+    parents = own.num_rows // own.num_sequences if level > 1 else 1
+    added = min(own.num_nodes, parents * own.num_best)
     for sequence in range(own.num_sequences):
         pool, log_probs = pool_of(element, own, sequence)
-        add_children(element, own, sequence, pool, log_probs)
+        add_children(element, own, sequence, pool, log_probs, added)
         expected += mark_best(pool, log_probs, first + added, own.num_nodes + 1)
         width = max(width, pool[first : first + added, IS_BEST].sum())
     own.num_pooled += added
@@ -546,14 +598,16 @@ def prepare(element, call, layers, counter, level):
     phase.
     """
     own = call.own
+    attention = layers[0].attention
+    if level == 0 and own.first == EMBED:
+        describe_decided(element, own, attention)
     if level > 0:
         width = add_level(element, own, level)
         if width == 0:
             own.is_done = 1
             return
-        attention = layers[0].attention
         describe_rows(element, own, attention, width)
-        own.first = EMBED
+        own.sources = call.lm_head.x
         attention.num_queries = width
         attention.mask_width = own.num_expanded
         integers(
