@@ -6,7 +6,7 @@ Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, upload
-from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees, prune
 
 _MEMORY = 0.9
 """Weight of a running mean after one more step."""
@@ -53,6 +53,10 @@ class DraftNetwork(Protocol):
     """True if `forward` needs the tokens before each token."""
     num_staging_rows: int
     """Working rows that prefill needs."""
+    at_once: Any
+    """What reads decided tokens and grows trees in one call (`attention.compiled.calls.Head`);
+    None: `forward` and `logits` do.
+    """
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the
@@ -73,17 +77,6 @@ class DraftNetwork(Protocol):
         the network's own output [B, T, C] for its parent. Working rows are written as the plan
         says. `history` [B, T, 3] holds the three tokens before each token, nearest first; None if
         the network does not read them.
-        """
-
-    def grow(
-        self, *decided: Tensor, num_nodes: int, num_levels: int, least_gain: float
-    ) -> DraftTrees | None:
-        """Read what was decided and grow trees as `grow_trees` does, in one call; None: by
-        `forward` and `logits`.
-
-        decided: tokens [B, T], the roots last and -1 behind them, the features [B, T, F] before
-        each, and [B, 5] int64, which is moved behind them: the first working row, how many rows are
-        visible, and the last three tokens.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -214,8 +207,8 @@ class CausalDrafter(Drafter):
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
         """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
-        self._unread: tuple[Sequence[int], Decided] | None = None
-        """What `absorb` has left to the next `propose`."""
+        self._unread: dict[int, tuple[list[int], Tensor]] = {}
+        """The decided tokens of slots, and features, that `absorb` has left to `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
@@ -247,30 +240,36 @@ class CausalDrafter(Drafter):
         """Let the draft see these committed positions [S], ascending and on the host, and what
         `absorb` adds later.
         """
-        self._catch_up()
+        self._catch_up(slot)
         self._cache.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees
-        now: with the next tree, unless steps are captured.
+        now: in the call that grows the next tree, if there is one.
         """
         self._gain.read([*map(len, decided.token_ids)])
-        self._catch_up()
-        self._unread = slots, decided
-        if self._graphs.enabled:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Read what is unread."""
-        if self._unread is None:
+        if self.network.at_once is None:
+            self._take(slots, decided)
             return
-        (slots, decided), self._unread = self._unread, None
+        for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
+            token_ids, before = self._unread.get(slot, ([], features[:0]))
+            self._unread[slot] = token_ids + new, torch.cat([before, features[: len(new)]])
+            if len(token_ids + new) > 1 + self._options.depth:  # there is no room for more
+                self._catch_up(slot, num_left=1)
+
+    def _catch_up(self, slot: int, num_left: int = 0) -> None:
+        """Read what is unread of a slot, but for its last tokens."""
+        token_ids, features = self._unread.pop(slot, ([], self._root_hidden))
+        count = len(token_ids) - num_left
+        if num_left:
+            self._unread[slot] = token_ids[count:], features[count:]
+        if token_ids:
+            self._take([slot], Decided.pad([token_ids[:count]], [features[:count]]))
+
+    def _take(self, slots: Sequence[int], decided: Decided) -> None:
+        """Read what was decided."""
         inputs = self._locate(slots), decided.padded, decided.features
         [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
-        self._advance(slots, decided, table)
-
-    def _advance(self, slots: Sequence[int], decided: Decided, table: Tensor) -> None:
-        """Count what was read. table [B, 5]: the slots' places behind it."""
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -281,10 +280,10 @@ class CausalDrafter(Drafter):
         """
         if not self._graphs.enabled:
             self._gain.begin()
-            trees = self._read_and_grow(slots, num_nodes or self._options.most_nodes)
-            if trees is None:
-                self._catch_up()
+            if self.network.at_once is None:
                 trees = self._grow(slots, self._locate(slots), num_nodes)
+            else:
+                trees = self._grow_at_once(slots, num_nodes or self._options.most_nodes)
             self._gain.end(self._num_levels)
             return trees
         token_ids, parents, depths, log_probs = self._graphs.run(
@@ -294,9 +293,7 @@ class CausalDrafter(Drafter):
 
     def release(self, slot: int) -> None:
         """Free the slot."""
-        if self._unread is not None and self._unread[0] == [slot]:
-            self._unread = None
-        self._catch_up()
+        self._unread.pop(slot, None)
         self._cache.release(slot)
         self._located = None
 
@@ -341,49 +338,49 @@ class CausalDrafter(Drafter):
             else None
         )
         output = self._forward(slots, places, token_ids, features, None, 0, history)
+        self._write_back(places, padded.shape[1])
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
+        after = (
+            places.slots,
+            places.starts,
+            places.ends + counts,
+            places.positions + counts,
+            places.full_ends + counts,
+        )
         self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
-        return (self._write_back(places, padded),)
+        return (torch.cat(after, 1),)
 
-    def _write_back(self, places: _SlotPlaces, padded: Tensor) -> Tensor:
-        """Copy what was read of `padded` [B, T] to the full cache; return the places [B, 5] behind
-        it.
-        """
-        offsets = torch.arange(padded.shape[1], device=padded.device)
+    def _write_back(self, places: _SlotPlaces, num_new: int) -> None:
+        """Copy the rows of what was read to the full cache."""
+        offsets = torch.arange(num_new, device=places.ends.device)
         rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
         self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
-        counts = (padded >= 0).sum(1, keepdim=True)
-        moved = [each + counts for each in (places.ends, places.positions, places.full_ends)]
-        return torch.cat([places.slots, places.starts, *moved], 1)
 
-    def _read_and_grow(self, slots: Sequence[int], num_nodes: int) -> DraftTrees | None:
-        """Grow trees behind what is unread, in one call with reading it; None where that cannot
-        be.
-        """
-        if self._unread is None or self._unread[0] != slots:
-            return None
-        decided = self._unread[1]
-        if decided.padded.shape[1] > 1 + TreeOptions.ngram_depth:  # of more than one step
-            return None
-        table = self._locate(slots)
-        places = _SlotPlaces(*table.split(1, 1))
-        texts = self._texts.index_select(0, table[:, 0])
-        moving = torch.cat([table[:, 1::2], texts], 1)
-        trees = self.network.grow(
-            *(decided.padded, decided.features, moving),
-            num_nodes=num_nodes,
-            num_levels=self._options.depth,
-            least_gain=self._gain.least,
+    def _grow_at_once(self, slots: Sequence[int], num_nodes: int) -> DraftTrees:
+        """Read what is unread of the slots, and grow their trees, in one call."""
+        token_ids, features = zip(*map(self._unread.pop, slots), strict=True)
+        decided = Decided.pad(token_ids, features)
+        places = _SlotPlaces(*self._locate(slots).split(1, 1))
+        numbers = places.slots.squeeze(1)
+        sequences = torch.cat([places.starts, places.positions, self._texts[numbers]], 1)
+        nodes, log_probs = self.network.at_once.grow(
+            decided.padded,
+            decided.features,
+            sequences,
+            self._cache.working.stored,
+            num_nodes,
+            self._options.depth,
+            self._gain.least,
         )
-        if trees is None:
-            return None
-        self._unread = None
-        self._texts.index_copy_(0, table[:, 0], moving[:, 2:])
-        self._advance(slots, decided, self._write_back(places, decided.padded))
+        self._texts[numbers] = sequences[:, 2:]
+        self._write_back(places, decided.padded.shape[1])
+        for slot, new in zip(slots, token_ids, strict=True):
+            self._cache.advance(slot, len(new))
+        trees = DraftTrees.of([*nodes, log_probs], [log_probs.shape[1]] * len(slots))
         self._num_levels = 1 + int(trees.depths.max())
-        return trees
+        return prune(trees, 1 + num_nodes)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
         """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and

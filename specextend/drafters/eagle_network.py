@@ -20,7 +20,6 @@ from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, norm, pack
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees, prune
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
 
@@ -248,7 +247,7 @@ class EagleNetwork:
             working, num_full, inv_freq if self.reads_history else self._inv_freq
         )
         self.num_staging_rows = 0  # prefill fills the full cache directly
-        self._whole = (
+        self.at_once = (
             self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         )
         """What runs the head in one call, as the target's layers are."""
@@ -322,22 +321,6 @@ class EagleNetwork:
         gate, up = gate_up(self._norm("layer.post_attention_layernorm", residual)).chunk(2, -1)
         output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
-
-    def grow(
-        self, *decided: Tensor, num_nodes: int, num_levels: int, least_gain: float
-    ) -> DraftTrees | None:
-        """Read what was decided and grow trees in one call, or return None where that cannot be."""
-        if self._whole is None:
-            return None
-        sizes = (num_nodes, num_levels)
-        stored = self.cache.working.stored
-        (token_ids, parents, depths), log_probs = self._whole.grow(
-            *decided, stored, *sizes, least_gain
-        )
-        trees = DraftTrees(
-            token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids)
-        )
-        return prune(trees, 1 + num_nodes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
