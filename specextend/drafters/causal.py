@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.cache import DraftCache
@@ -338,7 +339,9 @@ class CausalDrafter(Drafter):
             else None
         )
         output = self._forward(slots, places, token_ids, features, None, 0, history)
-        self._write_back(places, padded.shape[1])
+        offsets = torch.arange(padded.shape[1], device=padded.device)
+        rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
+        self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
         after = (
@@ -352,32 +355,33 @@ class CausalDrafter(Drafter):
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
         return (torch.cat(after, 1),)
 
-    def _write_back(self, places: _SlotPlaces, num_new: int) -> None:
-        """Copy the rows of what was read to the full cache."""
-        offsets = torch.arange(num_new, device=places.ends.device)
-        rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
-        self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
-
     def _grow_at_once(self, slots: Sequence[int], num_nodes: int) -> DraftTrees:
         """Read what is unread of the slots, and grow their trees, in one call."""
-        token_ids, features = zip(*map(self._unread.pop, slots), strict=True)
-        decided = Decided.pad(token_ids, features)
-        places = _SlotPlaces(*self._locate(slots).split(1, 1))
-        numbers = places.slots.squeeze(1)
-        sequences = torch.cat([places.starts, places.positions, self._texts[numbers]], 1)
+        unread = {slot: self._unread.pop(slot) for slot in slots}
+        width = max(len(new) for new, _ in unread.values())
+        texts, features = [], []
+        places, read = [], []
+        for slot, (new, before) in unread.items():
+            held = self._cache.of[slot]
+            first = held.working.start + held.visible
+            read += [(first + i, held.visible + i, held.full_end + i) for i in range(len(new))]
+            places.append((held.working.start, held.visible + len(new), len(new)))
+            text = torch.cat([self._texts[slot], torch.tensor(new)])
+            self._texts[slot] = text[-HISTORY:]
+            missing = width - len(new)
+            texts.append(pad(text, (missing, 0)))
+            features.append(pad(before, (0, 0, missing, 0)))
+            self._cache.advance(slot, len(new))
         nodes, log_probs = self.network.at_once.grow(
-            decided.padded,
-            decided.features,
-            sequences,
+            torch.stack(texts),
+            torch.stack(features),
+            torch.tensor(places),
             self._cache.working.stored,
             num_nodes,
             self._options.depth,
             self._gain.least,
         )
-        self._texts[numbers] = sequences[:, 2:]
-        self._write_back(places, decided.padded.shape[1])
-        for slot, new in zip(slots, token_ids, strict=True):
-            self._cache.advance(slot, len(new))
+        self._cache.write_back(*torch.tensor(read).T)
         trees = DraftTrees.of([*nodes, log_probs], [log_probs.shape[1]] * len(slots))
         self._num_levels = 1 + int(trees.depths.max())
         return prune(trees, 1 + num_nodes)

@@ -332,7 +332,7 @@ class Head:
 
     def grow(
         self,
-        decided: Tensor,
+        texts: Tensor,
         features: Tensor,
         sequences: Tensor,
         stored: Tensor,
@@ -343,71 +343,56 @@ class Head:
         """Read what was decided, the roots last, and grow trees as `decoding.tree.grow_trees` does;
         keys and values go to the cache [1, 2, K, S, D].
 
-        decided [B, T] with -1 behind the tokens, features [B, T, C] before each. sequences [B, 5]:
-        first row in the cache, rows that are visible, and the last three tokens, all moved behind
-        what is read. Returns all nodes that were found, token ids, parents and depths [3, B, P],
-        and log_probs [B, P].
+        texts [B, 3 + T], those last that were decided, and features [B, T, C] before each of the
+        last T. sequences [B, 3]: first row in the cache, rows that are visible afterwards, and how
+        many tokens were decided. Returns all nodes that were found, token ids, parents and depths
+        [3, B, P], and log_probs [B, P].
         """
-        batch, width = decided.shape
+        batch, width, size = features.shape
         most_rows = num_nodes * (num_levels - 1)
         num_best = min(num_nodes, len(self._vocabulary))
         most_pooled = 1 + num_levels * num_nodes
         most = max(num_nodes, width)
         rows = torch.zeros(batch * most, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
+        pool[:, 0, phases.TOKEN] = texts[:, -1]
+        pool[:, 0, phases.PARENT] = -1
+        pool[:, 0, phases.ROW] = torch.arange(1, batch + 1) * width - 1
         log_probs = torch.zeros(batch, most_pooled)
-        outputs = empty_rows(stored, len(rows), features.shape[2])
+        hidden = empty_rows(stored, len(rows), size)
+        call = self._call.copy()
+        [record] = call
+        own = record["own"]
+        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
+        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
+        made = {name: empty_rows(stored, len(rows), width) for name, width in widths.items()}
         kept = {
             "tree_rows": rows,
             "cache_rows": torch.empty_like(rows[:, 0]),
             "positions": torch.empty_like(rows[:, 0]),
             "sequences": sequences,
-            "decided": decided.contiguous(),
-            "sources": features.contiguous(),
+            "texts": texts,
+            "sources": features,
             "pool": pool,
             "log_probs": log_probs,
             "best": torch.empty(len(rows), num_best),
             "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
+            "copied": made["copy"],
         }
-        call = self._call.copy()
-        own = call[0]["own"]
+        _point(own, **kept)
         own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
         own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
-        own["num_decided"] = width
-        mask = torch.empty(batch, most, max(most_rows, width), dtype=torch.bool)
-        starts, visible = sequences[:, :2].T.tolist()
-        span = KeySpan(starts, [length + width + most_rows for length in visible], mask)
-        self._run(call, batch * width, outputs, kept, span, stored)
-        count = int(own["num_pooled"])
-        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
-
-    def _run(
-        self,
-        call: Any,
-        num_rows: int,
-        hidden: Tensor,
-        kept: dict[str, Tensor],
-        span: KeySpan,
-        stored: Tensor,
-    ) -> None:
-        """Run the phases of a tree, which write up to as many rows as hidden [R, C] has; `num_rows`
-        in the first level.
-
-        kept: the tensors of a `phases.Call`.
-        """
-        [record] = call
-        own = record["own"]
-        size = hidden.shape[1]
-        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
-        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
-        made = {name: empty_rows(stored, len(hidden), width) for name, width in widths.items()}
-        _point(own, copied=made["copy"], **kept)
-        own["num_rows"], own["num_sequences"] = num_rows, len(span.starts)
+        own["num_rows"], own["num_sequences"], own["num_decided"] = batch * width, batch, width
         _point(record["fuse"], x=made["joined"], out=made["x"])
         _point(record["copy"], x=made["embedded"], out=made["copy"])
         _point(record["lm_head"], x=hidden, out=made["lm_head"])
+        mask = torch.empty(batch, most, max(most_rows, width), dtype=torch.bool)
+        starts, visible = sequences[:, :2].T.tolist()
+        span = KeySpan(starts, [length + most_rows for length in visible], mask)
         kinds = phases.EMBED, phases.NUM_KINDS
         self._layer.launch(call, kinds, made["x"], [hidden], span, stored)
+        count = int(own["num_pooled"])
+        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
 
 
 @cache

@@ -63,10 +63,12 @@ SOURCE, NODE, CURSOR, READ = range(4)
 """Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the
 tokens it reads.
 """
-START, VISIBLE, TEXT = range(3)
-"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three
-tokens.
+START, VISIBLE, COUNT = range(3)
+"""Columns of sequences: first row in the cache, rows that are visible once what was decided is
+read, and how many of them that is.
 """
+BEFORE = 3
+"""Tokens before those that were decided."""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 ROWS = 4
@@ -146,11 +148,11 @@ class Call(NamedTuple):
     tree_rows: int
     """[R, 8] int64"""
     sequences: int
-    """[B, 5] int64"""
-    decided: int
-    """[B, T] int64 tokens that the target decided, the roots last, and -1 behind them."""
+    """[B, 3] int64"""
+    texts: int
+    """[B, BEFORE + T] int64 tokens, those last that were decided, the root behind all."""
     num_decided: int
-    """T"""
+    """T, of which a sequence's last `COUNT` ones were decided."""
     sources: int
     """Rows of C: the features of the target, or the head's own outputs."""
     pool: int
@@ -453,82 +455,62 @@ def choose_rows(element, own, first, width):
 
 
 @numba.njit
-def describe_decided(element, own, attention):
-    """Describe the rows of the first level, which read what was decided, each all before it. The
-    last one of each sequence is its root.
+def describe_rows(element, own, attention, level):
+    """Describe the rows of a level: tokens, sources, positions, places, mask.
+
+    Those of the first one read what was decided, each all before it; the last is the root. Of the
+    others the nodes are known.
     """
-    width = own.num_decided
-    attention.num_queries = width
-    attention.mask_width = width
-    rows = rows_of(element, own)
-    tokens = integers(element, own.decided, (own.num_sequences, width))
-    sequences = integers(element, own.sequences, (own.num_sequences, 5))
-    cache_rows = integers(element, own.cache_rows, own.num_rows)
-    positions = integers(element, own.positions, own.num_rows)
-    spans = integers(element, attention.places, (2, own.num_sequences))
-    mask = numba.carray(pointer(element, attention.mask), (own.num_rows, width), np.uint8)
-    for sequence in range(own.num_sequences):
-        known = sequences[sequence]
-        count = 0
-        for place in range(width):
-            number = sequence * width + place
-            row = rows[number]
-            count += tokens[sequence, place] >= 0
-            row[SOURCE], row[CURSOR] = number, own.num_best
-            positions[number] = known[VISIBLE] + place
-            cache_rows[number] = known[START] + known[VISIBLE] + place
-            mask[number] = 0
-            mask[number, : place + 1] = 1
-            for i in range(own.num_read):
-                row[READ + i] = token_before(tokens[sequence], known, place - i)
-        root = sequence * width + count - 1
-        rows[root, CURSOR] = 0
-        node = pool_of(element, own, sequence)[0][0]
-        node[TOKEN], node[PARENT], node[ROW] = tokens[sequence, count - 1], -1, root
-        spans[1, sequence] = known[VISIBLE] + width
-        known[VISIBLE] += count
-        for i in range(3):  # the first ones first: the others are read for them
-            known[TEXT + i] = token_before(tokens[sequence], known, count - 3 + i)
-
-
-@numba.njit
-def token_before(tokens, known, place):
-    """Return the token at a place among those that were decided, or before them; 0 for padding."""
-    return max(0, tokens[place] if place >= 0 else known[TEXT + 3 + place])
-
-
-@numba.njit
-def describe_rows(element, own, attention, width):
-    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places,
-    mask.
-    """
+    width = own.num_rows // own.num_sequences
     before = own.num_expanded
+    if level > 0:
+        own.num_expanded += width
+    attention.num_queries = width
+    attention.mask_width = max(width, own.num_expanded)
     rows = rows_of(element, own)
-    own.num_expanded += width
-    sequences = integers(element, own.sequences, (own.num_sequences, 5))
+    sequences = integers(element, own.sequences, (own.num_sequences, 3))
+    texts = integers(element, own.texts, (own.num_sequences, BEFORE + own.num_decided))
     cache_rows = integers(element, own.cache_rows, own.num_rows)
     positions = integers(element, own.positions, own.num_rows)
     spans = integers(element, attention.places, (2, own.num_sequences))
     mask = numba.carray(
-        pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8
+        pointer(element, attention.mask), (own.num_rows, attention.mask_width), np.uint8
     )
     mask[:] = 0
     for number in range(own.num_rows):
         sequence, place = divmod(number, width)
         row = rows[number]
         known = sequences[sequence]
+        spans[1, sequence] = known[VISIBLE] + own.num_expanded
+        if level == 0:
+            later = width - 1 - place
+            stands = known[VISIBLE] - 1 - later
+            row[SOURCE] = number
+            row[CURSOR] = own.num_best if later > 0 else 0  # no children are asked for
+            positions[number] = max(0, stands)
+            # what stands before the decided ones is written where nobody reads it
+            cache_rows[number] = known[START] + (
+                stands if later < known[COUNT] else known[VISIBLE] + place
+            )
+            mask[number, : place + 1] = 1
+            for i in range(own.num_read):
+                row[READ + i] = texts[sequence, BEFORE + place - i]
+            continue
         pool = pool_of(element, own, sequence)[0]
         node = pool[row[NODE]]
         node[ROW], node[PLACE] = number, before + place
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
         positions[number] = known[VISIBLE] + node[DEPTH] - 1
         cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
-        spans[1, sequence] = known[VISIBLE] + own.num_expanded
         each = row[NODE]
         for i in range(max(own.num_read, node[DEPTH])):
             back = i - node[DEPTH]  # tokens behind the root
             if i < own.num_read:
-                row[READ + i] = pool[each, TOKEN] if back <= 0 else known[TEXT + 2 - back]
+                row[READ + i] = (
+                    pool[each, TOKEN]
+                    if back <= 0
+                    else texts[sequence, BEFORE + own.num_decided - 1 - back]
+                )
             if back < 0:
                 mask[number, pool[each, PLACE]] = 1
                 each = pool[each, PARENT]
@@ -598,18 +580,14 @@ def prepare(element, call, layers, counter, level):
     phase.
     """
     own = call.own
-    attention = layers[0].attention
-    if level == 0 and own.first == EMBED:
-        describe_decided(element, own, attention)
     if level > 0:
-        width = add_level(element, own, level)
-        if width == 0:
+        if add_level(element, own, level) == 0:
             own.is_done = 1
             return
-        describe_rows(element, own, attention, width)
         own.sources = call.lm_head.x
-        attention.num_queries = width
-        attention.mask_width = own.num_expanded
+    if own.num_levels > 0:
+        attention = layers[0].attention
+        describe_rows(element, own, attention, level)
         integers(
             element, attention.counters, 2 + items.num_items(attention) // attention.num_parts
         )[:] = 0
