@@ -98,26 +98,6 @@ class _SlotPlaces(NamedTuple):
     """The row behind the tokens in the full cache."""
 
 
-@dataclass(slots=True)
-class _Frontier:
-    """The nodes whose children are drafted next."""
-
-    hidden: Tensor
-    """[B, F, C], the network's output at each node."""
-    lineage: Tensor | None
-    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does
-    not read them.
-    """
-
-    def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
-        indices = indices.unsqueeze(2)
-        hidden = self.hidden.gather(1, indices.expand(-1, -1, self.hidden.shape[2]))
-        if self.lineage is None:
-            return hidden, None
-        return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
-
-
 def moved(mean: float, value: float) -> float:
     """Return a running mean, 0 before the first value, with one more value."""
     return _MEMORY * mean + (1 - _MEMORY) * value if mean else value
@@ -241,7 +221,6 @@ class CausalDrafter(Drafter):
         """Let the draft see these committed positions [S], ascending and on the host, and what
         `absorb` adds later.
         """
-        self._catch_up(slot)
         self._cache.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
@@ -249,28 +228,18 @@ class CausalDrafter(Drafter):
         now: in the call that grows the next tree, if there is one.
         """
         self._gain.read([*map(len, decided.token_ids)])
-        if self.network.at_once is None:
-            self._take(slots, decided)
+        if self.network.at_once is not None:
+            for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
+                token_ids, before = self._unread.get(slot, ([], features[:0]))
+                self._unread[slot] = token_ids + new, torch.cat([before, features[: len(new)]])
             return
-        for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
-            token_ids, before = self._unread.get(slot, ([], features[:0]))
-            self._unread[slot] = token_ids + new, torch.cat([before, features[: len(new)]])
-            if len(token_ids + new) > 1 + self._options.depth:  # there is no room for more
-                self._catch_up(slot, num_left=1)
-
-    def _catch_up(self, slot: int, num_left: int = 0) -> None:
-        """Read what is unread of a slot, but for its last tokens."""
-        token_ids, features = self._unread.pop(slot, ([], self._root_hidden))
-        count = len(token_ids) - num_left
-        if num_left:
-            self._unread[slot] = token_ids[count:], features[count:]
-        if token_ids:
-            self._take([slot], Decided.pad([token_ids[:count]], [features[:count]]))
-
-    def _take(self, slots: Sequence[int], decided: Decided) -> None:
-        """Read what was decided."""
-        inputs = self._locate(slots), decided.padded, decided.features
-        [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
+        [table] = self._graphs.run(
+            "absorb",
+            partial(self._read, slots),
+            self._locate(slots),
+            decided.padded,
+            decided.features,
+        )
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -287,10 +256,10 @@ class CausalDrafter(Drafter):
                 trees = self._grow_at_once(slots, num_nodes or self._options.most_nodes)
             self._gain.end(self._num_levels)
             return trees
-        token_ids, parents, depths, log_probs = self._graphs.run(
+        outputs = self._graphs.run(
             "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
         )
-        return DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(slots))
+        return DraftTrees.of(outputs, [outputs[0].shape[1]] * len(slots))
 
     def release(self, slot: int) -> None:
         """Free the slot."""
@@ -344,21 +313,16 @@ class CausalDrafter(Drafter):
         self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
-        after = (
-            places.slots,
-            places.starts,
-            places.ends + counts,
-            places.positions + counts,
-            places.full_ends + counts,
-        )
         self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
-        return (torch.cat(after, 1),)
+        return (torch.cat([table[:, :2], table[:, 2:] + counts], 1),)
 
     def _grow_at_once(self, slots: Sequence[int], num_nodes: int) -> DraftTrees:
         """Read what is unread of the slots, and grow their trees, in one call."""
         unread = {slot: self._unread.pop(slot) for slot in slots}
         width = max(len(new) for new, _ in unread.values())
+        if width > 1 + TreeOptions.ngram_depth:  # takes longer than a level
+            self._gain.interrupt()
         texts, features = [], []
         places, read = [], []
         for slot, (new, before) in unread.items():
@@ -369,7 +333,7 @@ class CausalDrafter(Drafter):
             text = torch.cat([self._texts[slot], torch.tensor(new)])
             self._texts[slot] = text[-HISTORY:]
             missing = width - len(new)
-            texts.append(pad(text, (missing, 0)))
+            texts.append(pad(text.clamp(min=0), (missing, 0)))  # -1: before the text
             features.append(pad(before, (0, 0, missing, 0)))
             self._cache.advance(slot, len(new))
         nodes, log_probs = self.network.at_once.grow(
@@ -409,17 +373,19 @@ class CausalDrafter(Drafter):
         )
         self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
-        frontier = _Frontier(hidden.unsqueeze(1), lineage)
+        outputs = hidden.unsqueeze(1)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
-            nonlocal frontier
+            nonlocal outputs, lineage
             self._num_levels = 1 + depth
-            parents, history = frontier.parents(indices)
-            output = self._forward(slots, places, token_ids, parents, mask, depth, history)
-            if history is not None:
-                history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
-            frontier = _Frontier(output, history)
-            return self.network.logits(output)
+            indices = indices.unsqueeze(2)
+            parents = outputs.gather(1, indices.expand(-1, -1, outputs.shape[2]))
+            history = None
+            if lineage is not None:
+                history = lineage.gather(1, indices.expand(-1, -1, HISTORY))
+                lineage = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
+            outputs = self._forward(slots, places, token_ids, parents, mask, depth, history)
+            return self.network.logits(outputs)
 
         return grow_trees(
             token_ids,

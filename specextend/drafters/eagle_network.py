@@ -18,7 +18,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, norm, pack
+from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
@@ -335,22 +335,16 @@ class EagleNetwork:
 
     def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's residual [..., C], and the input of its queries, keys and values."""
+        own = embedded[..., : self._head.hidden_size]
         if not self._head.fused:
-            fused = self._fused(embedded, hidden)
+            before = self._norm("feature_norm", hidden)
+            fused = self._linears["fc"](torch.cat([own, before], -1))
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
             hidden = self._linears["fc"](self._norm("input_norm", hidden))
         normed = self._norm("layer.hidden_norm", hidden)
-        own = embedded[..., : self._head.hidden_size]
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
-
-    def _fused(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Join the embedding of each token with the features before it: [..., C]. Not for
-        EAGLE-3.
-        """
-        own = embedded[..., : self._head.hidden_size]
-        return self._linears["fc"](torch.cat([own, self._norm("feature_norm", hidden)], -1))
 
     def _in_one_call(self, target: CachedModel) -> Any:
         """Return what runs the head in one call, or None where it cannot be."""
@@ -360,11 +354,7 @@ class EagleNetwork:
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            norm(
-                SimpleNamespace(
-                    weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps
-                )
-            )
+            SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], eps=eps)
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(

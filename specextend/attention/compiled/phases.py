@@ -77,6 +77,8 @@ SPINS = 2000
 """Looks at a counter, some tens of microseconds, before a worker that waits gives its processor
 away: beside another busy process it may be what the one that is held up waits for.
 """
+PRODUCTS = (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS)
+"""The kinds that are products."""
 OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
 OTHERS = ("fuse", "copy", "lm_head")
 """The products of a layer, and all others."""
@@ -489,9 +491,7 @@ def describe_rows(element, own, attention, level):
             row[CURSOR] = own.num_best if later > 0 else 0  # no children are asked for
             positions[number] = max(0, stands)
             # what stands before the decided ones is written where nobody reads it
-            cache_rows[number] = known[START] + (
-                stands if later < known[COUNT] else known[VISIBLE] + place
-            )
+            cache_rows[number] = known[START] + (stands if later < known[COUNT] else known[VISIBLE])
             mask[number, : place + 1] = 1
             for i in range(own.num_read):
                 row[READ + i] = texts[sequence, BEFORE + place - i]
@@ -567,7 +567,7 @@ def place_of(own, phase):
 def count_items(call, layer, kind):
     """Return the number of items of a phase."""
     num_rows = call.own.num_rows
-    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+    if kind in PRODUCTS:
         return products.num_items(product_of(call, layer, kind), num_rows)
     if kind == ATTEND:
         return items.num_items(layer.attention)
@@ -627,7 +627,7 @@ def run_item(element, call, layer, kind, scratch, sums, number):
     own = call.own
     norms = layer.own
     width = 2 * layer.qkv.num_pairs
-    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+    if kind in PRODUCTS:
         products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
     elif kind == ATTEND:
         items.run_item(element, layer.attention, scratch, number)
