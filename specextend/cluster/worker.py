@@ -105,7 +105,7 @@ class Worker:
         )
         kernels = [
             {"name": each.name, "taken": each.taken, "why": each.why}
-            for each in self._engine.trials
+            for each in self._engine.target.trials
         ]
         place = context.get_node_id(), os.uname().nodename, os.getpid()
         return WorkerInfo(*place, device, accelerators, self._limits, kernels)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
@@ -148,11 +147,6 @@ class Engine:
             release_cached(self.target.device)
             return None
         return asdict(limits) | asdict(self.target.work)
-
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """Return what came of the kernels that its target tried."""
-        return self.target.trials
 
     @property
     def num_active(self) -> int:

@@ -6,16 +6,17 @@ Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, upload
-from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees, prune
 
 _MEMORY = 0.9
 """Weight of a running mean after one more step."""
@@ -53,6 +54,10 @@ class DraftNetwork(Protocol):
     """True if `forward` needs the tokens before each token."""
     num_staging_rows: int
     """Working rows that prefill needs."""
+    at_once: Any
+    """What reads decided tokens and grows trees in one call (`attention.compiled.calls.Head`);
+    None: `forward` and `logits` do.
+    """
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the
@@ -75,16 +80,6 @@ class DraftNetwork(Protocol):
         the network does not read them.
         """
 
-    def grow(
-        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
-    ) -> DraftTrees | None:
-        """Grow trees as `grow_trees` does, in fewer calls; None: level by level, by `forward` and
-        `logits`.
-
-        roots: token ids [B], the network's outputs at them [B, C], the last three tokens [B, 3],
-        the root last, and places [B, 2], the first working row and how many rows are visible.
-        """
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
 
@@ -101,26 +96,6 @@ class _SlotPlaces(NamedTuple):
     """The position behind the visible ones."""
     full_ends: Tensor
     """The row behind the tokens in the full cache."""
-
-
-@dataclass(slots=True)
-class _Frontier:
-    """The nodes whose children are drafted next."""
-
-    hidden: Tensor
-    """[B, F, C], the network's output at each node."""
-    lineage: Tensor | None
-    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does
-    not read them.
-    """
-
-    def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
-        indices = indices.unsqueeze(2)
-        hidden = self.hidden.gather(1, indices.expand(-1, -1, self.hidden.shape[2]))
-        if self.lineage is None:
-            return hidden, None
-        return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
 
 
 def moved(mean: float, value: float) -> float:
@@ -213,6 +188,8 @@ class CausalDrafter(Drafter):
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
         """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
+        self._unread: dict[int, tuple[list[int], Tensor]] = {}
+        """The decided tokens of slots, and features, that `absorb` has left to `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
@@ -248,11 +225,21 @@ class CausalDrafter(Drafter):
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees
-        now.
+        now: in the call that grows the next tree, if there is one.
         """
         self._gain.read([*map(len, decided.token_ids)])
-        inputs = self._locate(slots), decided.padded, decided.features
-        [table] = self._graphs.run("absorb", partial(self._read, slots), *inputs)
+        if self.network.at_once is not None:
+            for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
+                token_ids, before = self._unread.get(slot, ([], features[:0]))
+                self._unread[slot] = token_ids + new, torch.cat([before, features[: len(new)]])
+            return
+        [table] = self._graphs.run(
+            "absorb",
+            partial(self._read, slots),
+            self._locate(slots),
+            decided.padded,
+            decided.features,
+        )
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -263,16 +250,20 @@ class CausalDrafter(Drafter):
         """
         if not self._graphs.enabled:
             self._gain.begin()
-            trees = self._grow(slots, self._locate(slots), num_nodes)
+            if self.network.at_once is None:
+                trees = self._grow(slots, self._locate(slots), num_nodes)
+            else:
+                trees = self._grow_at_once(slots, num_nodes or self._options.most_nodes)
             self._gain.end(self._num_levels)
             return trees
-        token_ids, parents, depths, log_probs = self._graphs.run(
+        outputs = self._graphs.run(
             "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
         )
-        return DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(slots))
+        return DraftTrees.of(outputs, [outputs[0].shape[1]] * len(slots))
 
     def release(self, slot: int) -> None:
         """Free the slot."""
+        self._unread.pop(slot, None)
         self._cache.release(slot)
         self._located = None
 
@@ -322,16 +313,42 @@ class CausalDrafter(Drafter):
         self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
         last = counts - 1
         hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
-        after = (
-            places.slots,
-            places.starts,
-            places.ends + counts,
-            places.positions + counts,
-            places.full_ends + counts,
-        )
         self._root_ids.index_copy_(0, table[:, 0], token_ids.gather(1, last).squeeze(1))
         self._root_hidden.index_copy_(0, table[:, 0], hidden)
-        return (torch.cat(after, 1),)
+        return (torch.cat([table[:, :2], table[:, 2:] + counts], 1),)
+
+    def _grow_at_once(self, slots: Sequence[int], num_nodes: int) -> DraftTrees:
+        """Read what is unread of the slots, and grow their trees, in one call."""
+        unread = {slot: self._unread.pop(slot) for slot in slots}
+        width = max(len(new) for new, _ in unread.values())
+        if width > 1 + TreeOptions.ngram_depth:  # takes longer than a level
+            self._gain.interrupt()
+        texts, features = [], []
+        places, read = [], []
+        for slot, (new, before) in unread.items():
+            held = self._cache.of[slot]
+            first = held.working.start + held.visible
+            read += [(first + i, held.visible + i, held.full_end + i) for i in range(len(new))]
+            places.append((held.working.start, held.visible + len(new), len(new)))
+            text = torch.cat([self._texts[slot], torch.tensor(new)])
+            self._texts[slot] = text[-HISTORY:]
+            missing = width - len(new)
+            texts.append(pad(text.clamp(min=0), (missing, 0)))  # -1: before the text
+            features.append(pad(before, (0, 0, missing, 0)))
+            self._cache.advance(slot, len(new))
+        nodes, log_probs = self.network.at_once.grow(
+            torch.stack(texts),
+            torch.stack(features),
+            torch.tensor(places),
+            self._cache.working.stored,
+            num_nodes,
+            self._options.depth,
+            self._gain.least,
+        )
+        self._cache.write_back(*torch.tensor(read).T)
+        trees = DraftTrees.of([*nodes, log_probs], [log_probs.shape[1]] * len(slots))
+        self._num_levels = 1 + int(trees.depths.max())
+        return prune(trees, 1 + num_nodes)
 
     def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
         """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and
@@ -354,28 +371,21 @@ class CausalDrafter(Drafter):
             stored.index_select(0, table[:, 0])
             for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        trees = self.network.grow(
-            *(token_ids, hidden, texts, table[:, 1::2]),
-            num_nodes=num_nodes or self._options.most_nodes,
-            num_levels=self._options.depth,
-            least_gain=self._gain.least,
-        )
-        if trees is not None:
-            self._num_levels = int(trees.depths.max())
-            return trees
         self._num_levels = 1
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
-        frontier = _Frontier(hidden.unsqueeze(1), lineage)
+        outputs = hidden.unsqueeze(1)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
-            nonlocal frontier
+            nonlocal outputs, lineage
             self._num_levels = 1 + depth
-            parents, history = frontier.parents(indices)
-            output = self._forward(slots, places, token_ids, parents, mask, depth, history)
-            if history is not None:
-                history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
-            frontier = _Frontier(output, history)
-            return self.network.logits(output)
+            indices = indices.unsqueeze(2)
+            parents = outputs.gather(1, indices.expand(-1, -1, outputs.shape[2]))
+            history = None
+            if lineage is not None:
+                history = lineage.gather(1, indices.expand(-1, -1, HISTORY))
+                lineage = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
+            outputs = self._forward(slots, places, token_ids, parents, mask, depth, history)
+            return self.network.logits(outputs)
 
         return grow_trees(
             token_ids,

@@ -18,9 +18,8 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, norm, pack
+from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees, prune
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.model_files import TensorInfo
 
@@ -248,7 +247,7 @@ class EagleNetwork:
             working, num_full, inv_freq if self.reads_history else self._inv_freq
         )
         self.num_staging_rows = 0  # prefill fills the full cache directly
-        self._whole = (
+        self.at_once = (
             self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         )
         """What runs the head in one call, as the target's layers are."""
@@ -307,10 +306,6 @@ class EagleNetwork:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden
         [B, T, C].
         """
-        if self._whole is not None and plan.mask is None:
-            tokens = token_ids.unsqueeze(2)
-            tokens = tokens if history is None else torch.cat([tokens, history], 2)
-            return self._whole.read(tokens, hidden, positions, plan, self.cache.working.stored)
         embedded = self._embedded(token_ids, history)
         residual, inputs = self._inputs(embedded, hidden)
         turning, values = self._project(inputs)
@@ -327,22 +322,6 @@ class EagleNetwork:
         output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
 
-    def grow(
-        self, *roots: Tensor, num_nodes: int, num_levels: int, least_gain: float
-    ) -> DraftTrees | None:
-        """Grow trees in one call, or return None where that cannot be."""
-        if self._whole is None:
-            return None
-        sizes = (num_nodes, num_levels)
-        stored = self.cache.working.stored
-        (token_ids, parents, depths), log_probs = self._whole.grow(
-            *roots, stored, *sizes, least_gain
-        )
-        trees = DraftTrees(
-            token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(token_ids)
-        )
-        return prune(trees, 1 + num_nodes)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
         return self._lm_head(hidden if self._head.is_ours else self._norm("norm", hidden))
@@ -356,22 +335,16 @@ class EagleNetwork:
 
     def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's residual [..., C], and the input of its queries, keys and values."""
+        own = embedded[..., : self._head.hidden_size]
         if not self._head.fused:
-            fused = self._fused(embedded, hidden)
+            before = self._norm("feature_norm", hidden)
+            fused = self._linears["fc"](torch.cat([own, before], -1))
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
             hidden = self._linears["fc"](self._norm("input_norm", hidden))
         normed = self._norm("layer.hidden_norm", hidden)
-        own = embedded[..., : self._head.hidden_size]
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
-
-    def _fused(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Join the embedding of each token with the features before it: [..., C]. Not for
-        EAGLE-3.
-        """
-        own = embedded[..., : self._head.hidden_size]
-        return self._linears["fc"](torch.cat([own, self._norm("feature_norm", hidden)], -1))
 
     def _in_one_call(self, target: CachedModel) -> Any:
         """Return what runs the head in one call, or None where it cannot be."""
@@ -381,11 +354,7 @@ class EagleNetwork:
         found = {name: own[place] for name, place in names.items() if place in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            norm(
-                SimpleNamespace(
-                    weight=self._norms[f"layer.{name}_layernorm.weight"], variance_epsilon=eps
-                )
-            )
+            SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], eps=eps)
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(

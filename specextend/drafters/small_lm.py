@@ -38,6 +38,7 @@ class ModelNetwork:
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
+        self.at_once = None
         # whole pieces
         self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
@@ -78,9 +79,6 @@ class ModelNetwork:
     ) -> Tensor:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)
-
-    def grow(self, *roots: Tensor, **sizes: float) -> None:
-        """Grow nothing: trees grow level by level."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""

@@ -69,7 +69,6 @@ def attend_compiled(
     prefill chunk needs one call. It runs on as many threads as torch. The first call of a process
     reads the kernel from numba's cache on disk or compiles it, which takes seconds.
     """
-    assert serves(q.shape[3], q.dtype)
     assert q.dtype == k.dtype == v.dtype
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
@@ -330,113 +329,69 @@ class Head:
             own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms
         )
 
-    def read(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        plan: AttentionPlan,
-        stored: Tensor,
-    ) -> Tensor:
-        """Run causal rows, and write theirs to the cache [1, 2, K, S, D]; return hidden [B, T, C].
-
-        tokens [B, T, 1] or, with copy heads, [B, T, 4], each row's own and those before it, nearest
-        first; features [B, T, C] before each row; positions [B, T].
-        """
-        rows = torch.zeros(positions.numel(), 8, dtype=torch.int64)
-        rows[:, phases.SOURCE] = torch.arange(len(rows))
-        rows[:, phases.READ : phases.READ + tokens.shape[2]] = tokens.flatten(0, 1)
-        kept = {"tree_rows": rows, "sources": features.contiguous()}
-        kept |= {
-            "positions": positions.contiguous(),
-            "cache_rows": plan.new_rows(tokens.device).contiguous(),
-        }
-        hidden = empty_rows(stored, len(rows), features.shape[2])
-        kinds = phases.EMBED, phases.LOGITS
-        self._run(self._call.copy(), kinds, len(rows), hidden, kept, plan.spans[0], stored)
-        return hidden.view(features.shape)
-
     def grow(
         self,
-        roots: Tensor,
-        hidden: Tensor,
         texts: Tensor,
-        places: Tensor,
+        features: Tensor,
+        sequences: Tensor,
         stored: Tensor,
         num_nodes: int,
         num_levels: int,
         least_gain: float,
     ) -> tuple[Tensor, Tensor]:
-        """Grow trees as `decoding.tree.grow_trees` does, behind roots [B] with the head's outputs
-        hidden [B, C].
+        """Read what was decided, the roots last, and grow trees as `decoding.tree.grow_trees` does;
+        keys and values go to the cache [1, 2, K, S, D].
 
-        texts [B, 3]: the last tokens, the root last. places [B, 2]: first row in the cache, and
-        rows that are visible. Returns all nodes that were found, token ids, parents and depths [3,
-        B, P], and log_probs [B, P].
+        texts [B, 3 + T], those last that were decided, and features [B, T, C] before each of the
+        last T. sequences [B, 3]: first row in the cache, rows that are visible afterwards, and how
+        many tokens were decided. Returns all nodes that were found, token ids, parents and depths
+        [3, B, P], and log_probs [B, P].
         """
-        batch = len(roots)
+        batch, width, size = features.shape
         most_rows = num_nodes * (num_levels - 1)
         num_best = min(num_nodes, len(self._vocabulary))
         most_pooled = 1 + num_levels * num_nodes
-        rows = torch.zeros(batch * num_nodes, 8, dtype=torch.int64)
+        most = max(num_nodes, width)
+        rows = torch.zeros(batch * most, 8, dtype=torch.int64)
         pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, phases.TOKEN], pool[:, 0, phases.PARENT], pool[:, 0, phases.ROW] = (
-            roots,
-            -1,
-            torch.arange(batch),
-        )
+        pool[:, 0, phases.TOKEN] = texts[:, -1]
+        pool[:, 0, phases.PARENT] = -1
+        pool[:, 0, phases.ROW] = torch.arange(1, batch + 1) * width - 1
         log_probs = torch.zeros(batch, most_pooled)
-        outputs = empty_rows(stored, len(rows), hidden.shape[1])
-        outputs[:batch] = hidden
+        hidden = empty_rows(stored, len(rows), size)
+        call = self._call.copy()
+        [record] = call
+        own = record["own"]
+        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
+        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
+        made = {name: empty_rows(stored, len(rows), width) for name, width in widths.items()}
         kept = {
             "tree_rows": rows,
             "cache_rows": torch.empty_like(rows[:, 0]),
             "positions": torch.empty_like(rows[:, 0]),
-            "sequences": torch.cat([places, texts], 1),
-            "sources": outputs,
+            "sequences": sequences,
+            "texts": texts,
+            "sources": features,
             "pool": pool,
             "log_probs": log_probs,
             "best": torch.empty(len(rows), num_best),
             "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
+            "copied": made["copy"],
         }
-        call = self._call.copy()
-        own = call[0]["own"]
+        _point(own, **kept)
         own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
         own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
-        mask = torch.empty(batch, num_nodes, most_rows, dtype=torch.bool)
-        starts, visible = places.T.tolist()
-        span = KeySpan(starts, [length + most_rows for length in visible], mask)
-        self._run(call, (phases.LOGITS, phases.NUM_KINDS), batch, outputs, kept, span, stored)
-        count = int(own["num_pooled"])
-        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
-
-    def _run(
-        self,
-        call: Any,
-        kinds: tuple[int, int],
-        num_rows: int,
-        hidden: Tensor,
-        kept: dict[str, Tensor],
-        span: KeySpan,
-        stored: Tensor,
-    ) -> None:
-        """Run phases, which write up to as many rows as hidden [R, C] has; `num_rows` in the first
-        level.
-
-        kept: the tensors of a `phases.Call`.
-        """
-        [record] = call
-        own = record["own"]
-        size = hidden.shape[1]
-        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
-        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
-        made = {name: empty_rows(stored, len(hidden), width) for name, width in widths.items()}
-        _point(own, copied=made["copy"], **kept)
-        own["num_rows"], own["num_sequences"] = num_rows, len(span.starts)
+        own["num_rows"], own["num_sequences"], own["num_decided"] = batch * width, batch, width
         _point(record["fuse"], x=made["joined"], out=made["x"])
         _point(record["copy"], x=made["embedded"], out=made["copy"])
         _point(record["lm_head"], x=hidden, out=made["lm_head"])
+        mask = torch.empty(batch, most, max(most_rows, width), dtype=torch.bool)
+        starts, visible = sequences[:, :2].T.tolist()
+        span = KeySpan(starts, [length + most_rows for length in visible], mask)
+        kinds = phases.EMBED, phases.NUM_KINDS
         self._layer.launch(call, kinds, made["x"], [hidden], span, stored)
+        count = int(own["num_pooled"])
+        return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
 
 
 @cache

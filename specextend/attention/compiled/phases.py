@@ -63,10 +63,12 @@ SOURCE, NODE, CURSOR, READ = range(4)
 """Columns of rows: the row of `sources`, the node, how many of its children the pool has, and the
 tokens it reads.
 """
-START, VISIBLE, TEXT = range(3)
-"""Columns of sequences: first row in the cache, rows that are visible, the first of the last three
-tokens.
+START, VISIBLE, COUNT = range(3)
+"""Columns of sequences: first row in the cache, rows that are visible once what was decided is
+read, and how many of them that is.
 """
+BEFORE = 3
+"""Tokens before those that were decided."""
 NEVER = -1e4
 """Least log probability of a path; that of NaN, too."""
 ROWS = 4
@@ -75,6 +77,8 @@ SPINS = 2000
 """Looks at a counter, some tens of microseconds, before a worker that waits gives its processor
 away: beside another busy process it may be what the one that is held up waits for.
 """
+PRODUCTS = (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS)
+"""The kinds that are products."""
 OF_LAYER = ("qkv", "o_proj", "gate_up", "down_proj")
 OTHERS = ("fuse", "copy", "lm_head")
 """The products of a layer, and all others."""
@@ -146,7 +150,11 @@ class Call(NamedTuple):
     tree_rows: int
     """[R, 8] int64"""
     sequences: int
-    """[B, 5] int64"""
+    """[B, 3] int64"""
+    texts: int
+    """[B, BEFORE + T] int64 tokens, those last that were decided, the root behind all."""
+    num_decided: int
+    """T, of which a sequence's last `COUNT` ones were decided."""
     sources: int
     """Rows of C: the features of the target, or the head's own outputs."""
     pool: int
@@ -354,6 +362,8 @@ def number_at(b, element, logits):
 def rank_row(element, call, row):
     """Find the likeliest children of a row, best first, and their log probabilities."""
     own = call.own
+    if rows_of(element, own)[row, CURSOR] != 0:
+        return  # it has no children
     num_vectors = call.lm_head.num_blocks * products.VECTORS
     logits = call.lm_head.out + row * num_vectors * 2 * LANES
     tokens = integers(element, own.best_tokens + 8 * row * own.num_best, own.num_best)
@@ -381,13 +391,13 @@ def rank_row(element, call, row):
 
 
 @numba.njit
-def add_children(element, own, sequence, pool, log_probs):
-    """Append the likeliest children of a sequence's rows to its pool."""
+def add_children(element, own, sequence, pool, log_probs, count):
+    """Append the `count` likeliest children of a sequence's rows to its pool."""
     rows = rows_of(element, own)
     width = own.num_rows // own.num_sequences
     tokens = integers(element, own.best_tokens, (own.num_rows, own.num_best))
     best = numbers(element, own.best, (own.num_rows, own.num_best))
-    for number in range(own.num_pooled, own.num_pooled + min(own.num_nodes, width * own.num_best)):
+    for number in range(own.num_pooled, own.num_pooled + count):
         chosen = -1
         most = -np.inf
         for row in range(sequence * width, (sequence + 1) * width):
@@ -447,37 +457,60 @@ def choose_rows(element, own, first, width):
 
 
 @numba.njit
-def describe_rows(element, own, attention, width):
-    """Describe the rows of a level, of which nodes are known: tokens, sources, positions, places,
-    mask.
+def describe_rows(element, own, attention, level):
+    """Describe the rows of a level: tokens, sources, positions, places, mask.
+
+    Those of the first one read what was decided, each all before it; the last is the root. Of the
+    others the nodes are known.
     """
+    width = own.num_rows // own.num_sequences
     before = own.num_expanded
+    if level > 0:
+        own.num_expanded += width
+    attention.num_queries = width
+    attention.mask_width = max(width, own.num_expanded)
     rows = rows_of(element, own)
-    own.num_expanded += width
-    sequences = integers(element, own.sequences, (own.num_sequences, 5))
+    sequences = integers(element, own.sequences, (own.num_sequences, 3))
+    texts = integers(element, own.texts, (own.num_sequences, BEFORE + own.num_decided))
     cache_rows = integers(element, own.cache_rows, own.num_rows)
     positions = integers(element, own.positions, own.num_rows)
     spans = integers(element, attention.places, (2, own.num_sequences))
     mask = numba.carray(
-        pointer(element, attention.mask), (own.num_rows, own.num_expanded), np.uint8
+        pointer(element, attention.mask), (own.num_rows, attention.mask_width), np.uint8
     )
     mask[:] = 0
     for number in range(own.num_rows):
         sequence, place = divmod(number, width)
         row = rows[number]
         known = sequences[sequence]
+        spans[1, sequence] = known[VISIBLE] + own.num_expanded
+        if level == 0:
+            later = width - 1 - place
+            stands = known[VISIBLE] - 1 - later
+            row[SOURCE] = number
+            row[CURSOR] = own.num_best if later > 0 else 0  # no children are asked for
+            positions[number] = max(0, stands)
+            # what stands before the decided ones is written where nobody reads it
+            cache_rows[number] = known[START] + (stands if later < known[COUNT] else known[VISIBLE])
+            mask[number, : place + 1] = 1
+            for i in range(own.num_read):
+                row[READ + i] = texts[sequence, BEFORE + place - i]
+            continue
         pool = pool_of(element, own, sequence)[0]
         node = pool[row[NODE]]
         node[ROW], node[PLACE] = number, before + place
         row[SOURCE], row[CURSOR] = pool[node[PARENT], ROW], 0
         positions[number] = known[VISIBLE] + node[DEPTH] - 1
         cache_rows[number] = known[START] + known[VISIBLE] + node[PLACE]
-        spans[1, sequence] = known[VISIBLE] + own.num_expanded
         each = row[NODE]
         for i in range(max(own.num_read, node[DEPTH])):
             back = i - node[DEPTH]  # tokens behind the root
             if i < own.num_read:
-                row[READ + i] = pool[each, TOKEN] if back <= 0 else known[TEXT + 2 - back]
+                row[READ + i] = (
+                    pool[each, TOKEN]
+                    if back <= 0
+                    else texts[sequence, BEFORE + own.num_decided - 1 - back]
+                )
             if back < 0:
                 mask[number, pool[each, PLACE]] = 1
                 each = pool[each, PARENT]
@@ -491,10 +524,11 @@ def add_level(element, own, level):
     first = own.num_pooled
     width = 0
     expected = 0.0
-    added = min(own.num_nodes, own.num_rows // own.num_sequences * own.num_best)
+    parents = own.num_rows // own.num_sequences if level > 1 else 1
+    added = min(own.num_nodes, parents * own.num_best)
     for sequence in range(own.num_sequences):
         pool, log_probs = pool_of(element, own, sequence)
-        add_children(element, own, sequence, pool, log_probs)
+        add_children(element, own, sequence, pool, log_probs, added)
         expected += mark_best(pool, log_probs, first + added, own.num_nodes + 1)
         width = max(width, pool[first : first + added, IS_BEST].sum())
     own.num_pooled += added
@@ -533,7 +567,7 @@ def place_of(own, phase):
 def count_items(call, layer, kind):
     """Return the number of items of a phase."""
     num_rows = call.own.num_rows
-    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+    if kind in PRODUCTS:
         return products.num_items(product_of(call, layer, kind), num_rows)
     if kind == ATTEND:
         return items.num_items(layer.attention)
@@ -547,15 +581,13 @@ def prepare(element, call, layers, counter, level):
     """
     own = call.own
     if level > 0:
-        width = add_level(element, own, level)
-        if width == 0:
+        if add_level(element, own, level) == 0:
             own.is_done = 1
             return
+        own.sources = call.lm_head.x
+    if own.num_levels > 0:
         attention = layers[0].attention
-        describe_rows(element, own, attention, width)
-        own.first = EMBED
-        attention.num_queries = width
-        attention.mask_width = own.num_expanded
+        describe_rows(element, own, attention, level)
         integers(
             element, attention.counters, 2 + items.num_items(attention) // attention.num_parts
         )[:] = 0
@@ -595,7 +627,7 @@ def run_item(element, call, layer, kind, scratch, sums, number):
     own = call.own
     norms = layer.own
     width = 2 * layer.qkv.num_pairs
-    if kind in (FUSE, COPY, QKV, O_PROJ, GATE_UP, DOWN_PROJ, LOGITS):
+    if kind in PRODUCTS:
         products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
     elif kind == ATTEND:
         items.run_item(element, layer.attention, scratch, number)
