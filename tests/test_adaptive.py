@@ -191,8 +191,6 @@ def rows_that_are_free(most):
     "draft_s, verify_s, batch, nodes",
     [
         pytest.param(0.5, rows_that_are_free(9), 1, (7, 8), id="whole trees where rows are free"),
-        pytest.param(0.5, rows_that_are_free(2), 1, (1, 4), id="smaller ones where they are not"),
-        pytest.param(0.5, rows_that_are_free(9), 3, (1, 4), id="smaller ones in a batch"),
         pytest.param(5.0, rows_that_are_free(9), 1, (0, 3), id="none of a draft of five plain steps"),
     ],
 )
