@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from functools import partial
 from itertools import chain
@@ -192,6 +192,12 @@ class RunConfig(BaseModel):
             name: self.from_values(whole | {key: whole[key] | own[key] for key in own})
             for name, own in self.tasks.items()
         }
+
+    def of_tasks(self, names: Iterable[str], path: str) -> RunConfig:
+        """Return the configuration of a run of those tasks alone. path: its `output.path`."""
+        there = self.model_copy(update={"output": replace(self.output, path=path)})
+        each = there.each_task
+        return _joined({name: each[name] for name in names})
 
     @property
     def most_new_tokens(self) -> int:

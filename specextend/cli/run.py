@@ -252,9 +252,11 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
     gc.freeze()  # what was imported is no garbage
     if ray := early_ray(config.job, config.output.path, interrupt):
         stack.callback(ray.close)
+    from specextend.cluster.checks import only_new_tasks
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
+        config = only_new_tasks(config, display.note)
         retry = arguments.retry_errors or "none"
         limit = arguments.retry_truncated
         code = run_job(
@@ -276,7 +278,7 @@ def start(arguments: Arguments, stack: ExitStack) -> int:
 @_guarded
 def _dry_run(arguments: Arguments, _: ExitStack) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
-    from specextend.cluster.checks import prepare
+    from specextend.cluster.checks import only_new_tasks, prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
 
@@ -296,6 +298,7 @@ def _dry_run(arguments: Arguments, _: ExitStack) -> int:
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
     retry = arguments.retry_errors or "none"
+    config = only_new_tasks(config, partial(_say, event="tasks", arguments=arguments))
     found = dry_run(
         prepare(config, retry_truncated=arguments.retry_truncated),
         retry_errors=retry,

@@ -1,6 +1,7 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, is_passing, resolve
+from specextend.data.storage import Location, is_passing, is_uri, list_folders, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
@@ -306,14 +307,81 @@ def check_same_run(prepared: Prepared) -> bool:
             if is_input
             else "give another output.path, or restore what differs:"
         )
-        there, here = ([*each["config"].get("tasks", {})] for each in (recorded, prepared.manifest))
-        if {*there} != {*here}:
-            said = "run a new task as a run of its own, with another output.path; or restore"
+        there, here = (_tasks_there(each) for each in (recorded, prepared.manifest))
+        if there != here:
             lines = [f"tasks: {', '.join(there) or 'one'} there, {', '.join(here) or 'one'} here"]
         raise OtherRunError(
             "\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines])
         )
     return True
+
+
+def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig:
+    """Return the run of those tasks that a finished run has not been asked, in its folder `added`;
+    the configuration as it is if there are none.
+
+    say: called with a line about it. Raises as `prepare` and `check_same_run` do, and RefusedError
+    if the run has not ended.
+    """
+    with _refusals():
+        output = resolve(config.output.path)
+        recorded = read_recorded(output)
+        if recorded is None:
+            return config
+        added = list_folders(output.child(ADDED))
+    done = _tasks_there(recorded) or [
+        name
+        for name, each in config.each_task.items()
+        if each.output.column == recorded["config"]["output"]["column"]
+    ]
+    left = [name for name in config.tasks if name not in done]
+    if not done or not left or {*done} - {*config.tasks}:
+        return config
+    if config.input.except_done_in:
+        raise RefusedError(
+            f"{output.path} chose its rows by input.except_done_in, so no task can be added to it: "
+            "give another output.path"
+        )
+    if strange := [name for name in left if not re.fullmatch(r"\w[\w-]*", name)]:
+        raise RefusedError(
+            f"tasks: an added one is a folder, so name {strange[0]} with letters, digits, - and _"
+        )
+    _check_ended(config.of_tasks(done, config.output.path))
+    for folder in added:
+        names = folder.split("+")
+        if {*names} == {*left}:
+            left = names
+            break
+        if {*names} < {*left}:
+            _check_ended(config.of_tasks(names, _place_of_added(config, names)))
+            left = [name for name in left if name not in names]
+    say(f"tasks: {', '.join(left)} alone; the others are done")
+    return config.of_tasks(left, _place_of_added(config, left))
+
+
+ADDED = "added"
+"""Folder of a run that holds runs of tasks which it was asked once it had ended."""
+
+
+def _place_of_added(config: RunConfig, names: list[str]) -> str:
+    path = config.output.path
+    place, mark, query = path.partition("?") if is_uri(path) else (path, "", "")
+    return f"{place.rstrip('/')}/{ADDED}/{'+'.join(names)}{mark}{query}"
+
+
+def _tasks_there(manifest: ReadOnly) -> list[str]:
+    """Return the names of a run's tasks, in their order; none if it has one."""
+    return list(manifest["identity"].get("tasks", ()))
+
+
+def _check_ended(config: RunConfig) -> None:
+    """Raise RefusedError unless the output folder holds this run, and all of it."""
+    prepared = prepare(config)
+    if not check_same_run(prepared) or read_success(prepared.output) is None:
+        raise RefusedError(
+            f"{prepared.output.path} has not ended: run it again with its own tasks alone, before "
+            "one is added"
+        )
 
 
 def _say_other_input(prepared: Prepared) -> str:

@@ -122,15 +122,58 @@ def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
 def test_another_list_of_tasks_is_another_run(ask):
     """Its rows would not have the same columns. Without tasks a run is what it was before there were any."""
     assert ask("out", tasks=listed("outline", "kind"))[0].code == 0
-    ended, output = ask("out", tasks=listed("outline", "kind", "about"))
+    ended, output = ask("out", tasks=listed("outline", "about"))
     assert ended.code == 5
-    assert "run a new task as a run of its own" in ended.stderr
-    assert "tasks: kind, outline there, outline, kind, about here" in ended.stderr
+    assert "tasks: outline, kind there, outline, about here" in ended.stderr
     ended, _ = ask("out", tasks=listed("kind", "outline"))
     assert ended.code == 5, "the column tasks would have two orders"
     ended, output = ask("plain")
     assert not any(name.startswith("tasks") for name in manifest_of(output)["identity"]["config"])
     assert "tasks" not in rows(output / "summaries")[0]
+
+
+@pytest.mark.parametrize("first", [["kind"], ["outline", "kind"]], ids=len)
+def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
+    """With the answers of a run of its own, and what is done stays as it is, byte for byte."""
+    again = {"name": "again", "base": str(tmp_path / "about.yaml"), "output": {"column": "again"}}
+    assert ask("out", tasks=listed(*first))[0].code == 0
+    ended, alone = ask("about", **FIRST)
+    _, output = ask("out", tasks=listed(*first))
+    done = {path: path.read_bytes() for path in (output / "summaries").iterdir()}
+    for name, added in (("about", listed("about")), ("again", [*listed("about"), again])):
+        tasks = {"tasks": [*listed(*first), *added]}
+        ended, _ = ask("out", **tasks)
+        assert ended.code == 0, ended.stderr
+        assert f"tasks: {name} alone; the others are done" in ended.stderr
+        found = rows(output / "added" / name / "summaries")
+        assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
+        ended, _ = ask("out", **tasks)
+        assert (ended.code, "complete already, 4 rows" in ended.stderr) == (0, True), ended.stderr
+    assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
+
+
+def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask):
+    """Of a run that has not ended, that asked otherwise, or that chose its rows by what was done elsewhere."""
+    both = listed("outline", "kind")
+    all_but_one = ["--set", "input.limit=3"]
+    ended, output = ask("out", *all_but_one, tasks=both)
+    for changes in (
+        [{**both[0], "decoding": {"temperature": 0.1}}, *both[1:], *listed("about")],
+        [*both, *listed("about")],  # over all rows
+    ):
+        ended, _ = ask("out", tasks=changes)
+        assert (ended.code, "belongs to another run" in ended.stderr) == (5, True), ended.stderr
+    (output / "_SUCCESS").unlink()
+    ended, _ = ask("out", *all_but_one, tasks=[*both, *listed("about")])
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "out has not ended: run it again with its own tasks alone" in ended.stderr
+    ended, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", tasks=[*both, *listed("about")])
+    assert (ended.code, "chose its rows by input.except_done_in" in ended.stderr) == (2, True), ended.stderr
+    ended, _ = ask("other", tasks=both)
+    ended, other = ask("other", tasks=[*both, {**listed("about")[0], "name": "a/b"}])
+    assert (ended.code, "name a/b with letters" in ended.stderr) == (2, True), ended.stderr
+    for folder in (output, other):
+        assert not (folder / "added").exists()
 
 
 def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):

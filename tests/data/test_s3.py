@@ -292,8 +292,14 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
     upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)
-    settings = ["input.id_column=null", "input.passthrough=[topic]", "job.max_error_fraction=0.5"]
-    ended = summarize(*on("s3://corpus/in", "s3://corpus/out", *settings))
+    settings = [
+        "input.id_column=null",
+        "input.passthrough=[topic]",
+        "job.max_error_fraction=0.5",
+        "decoding.max_new_tokens=8",
+    ]
+    known = [*on("s3://corpus/in", "s3://corpus/out", *settings), "--task", "summary"]
+    ended = summarize(*known)
     assert ended.code == 0, ended.stderr
     files = s3.files()
     for name, data in files.items():
@@ -307,5 +313,8 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     puts = {change for change in s3.changes() if "/_run/parts/part-" in change[1]}
     names = [part.name for part in parts(tmp_path / "out")]
     assert puts == {("PUT", f"/corpus/out/_run/parts/{name}") for name in names}, "one request a part"
+    added = summarize(*known, "--task", "translation")
+    assert added.code == 0, added.stderr
+    assert [name for name in s3.files() if name.startswith("out/added/translation/summaries/")]
     said = [ended.stdout.encode(), ended.stderr.encode(), *files.values()]
     assert not [text for text in said if SECRET_KEY.encode() in text or ACCESS_KEY.encode() in text]

@@ -33,8 +33,10 @@ from specextend.attention.compiled.blocks import HEADER
 from specextend.attention.compiled.products import BLOCK
 from specextend.attention.plan import AttentionPlan, KeySpan
 
-ROWS = 192 if tiles.HAS_TILES else 96
-"""Rows of an item of attention at most; a multiple of TILE."""
+ROWS, MOST_ROWS = (192, 768) if tiles.HAS_TILES else (96, 96)
+"""Rows of an item of attention, and where there are items enough: whole tiles. The more it has, the
+fewer times keys are laid out.
+"""
 ITEMS_PER_WORKER = 4
 """Items from which threads are busy evenly enough without dividing the keys."""
 ELEMENTS: dict[torch.dtype, type] = {torch.float32: np.float32, torch.bfloat16: items.BF16}
@@ -96,7 +98,8 @@ def _describe(
     threads = num_workers()
     group = num_heads // len(k)
     longest = max(span.lengths)
-    rows = min(ROWS, num_queries * group)
+    own_share = num_sequences * len(k) * num_queries * group // (ITEMS_PER_WORKER * threads)
+    rows = min(max(ROWS, own_share // ROWS * ROWS), MOST_ROWS, num_queries * group)
     num_groups = num_sequences * len(k) * -(-num_queries * group // rows)
     num_splits = max(1, -(-longest // items.SPLIT))
     num_parts = 1 if threads == 1 or num_groups >= ITEMS_PER_WORKER * threads else num_splits
