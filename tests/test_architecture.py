@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -233,18 +232,6 @@ def test_comments_docstrings_and_layout_are_free(source, tokens):
     assert count_tokens(source) == tokens
 
 
-def test_the_package_does_not_print():
-    """Output belongs to `cli/`; a library that prints cannot be used by another."""
-    prints = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.parent.name != "cli"
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert not prints, f"return it, or log it: {', '.join(prints)}"
-
-
 def test_a_count_agrees_with_its_noun():
     """`1 rows` in a log is the first that a new user reads of us."""
     nouns = re.compile(r" (error |more )?(documents|rows|files|workers|starts|threads|errors|parts|texts)\b")
@@ -258,24 +245,6 @@ def test_a_count_agrees_with_its_noun():
         if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant) and nouns.match(str(text.value))
     ]
     assert not wrong, f"write `counted(count, noun)` of core.py: {', '.join(wrong)}"
-
-
-def is_swallowed(handler):
-    """Return True if it catches everything and goes on."""
-    silent = all(isinstance(each, ast.Pass | ast.Continue) for each in handler.body)
-    broad = handler.type is None or ast.unparse(handler.type) in ("Exception", "BaseException")
-    return silent and broad
-
-
-def test_no_failure_is_swallowed():
-    """A failure is a value or an exception. One that is passed over is found in the output, months later."""
-    swallowed = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in SOURCES + TESTS
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ExceptHandler) and is_swallowed(node)
-    ]
-    assert not swallowed, f"name the error, or make it a value: {', '.join(swallowed)}"
 
 
 def test_a_module_is_named_for_what_it_holds():
@@ -344,10 +313,3 @@ def test_an_unknown_public_name_is_an_attribute_error():
     """The names are imported lazily; a typing error must still fail as in any other module."""
     with pytest.raises(AttributeError, match="no attribute 'Engin'"):
         specextend.Engin  # noqa: B018
-
-
-@pytest.mark.parametrize("module", ["specextend.stats", "specextend.core"])
-def test_the_ground_floor_needs_the_standard_library_alone(module):
-    """Schedulers and reports count without waiting seconds for torch."""
-    code = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pyarrow', 'ray')))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,10 +1,12 @@
 """The configuration: what is read, what is refused, and in which words."""
 
+import os
+
 import pytest
 
 from specextend.config import RunConfig
+from tests.contract.test_configuration import LEAST, refusal
 from tests.contract.test_configuration import config_file as config_file
-from tests.contract.test_configuration import refusal
 
 
 @pytest.mark.parametrize("key", ["input", "input.path", "output.path", "target.model", "draft.model"])
@@ -20,8 +22,8 @@ def test_no_message_repeats_an_address_that_is_refused(config_file, key, value):
         assert "SECRET" not in refusal(config_file, *overrides)
 
 
-def test_local_paths_become_absolute_and_others_stay(config_file, tmp_path):
-    """Workers run elsewhere, in another current directory."""
+def test_paths_of_a_file_are_relative_to_it_and_what_is_typed_to_where_one_types(config_file, tmp_path, monkeypatch):
+    """Workers, notebooks and cron run in another current folder. Nobody writes into an installed package."""
     (tmp_path / "owner" / "draft").mkdir(parents=True)
     config = RunConfig.load(config_file, ["input.path=s3://bucket/in", "target.model=./t"])
     assert config.input.path == "s3://bucket/in"
@@ -29,6 +31,15 @@ def test_local_paths_become_absolute_and_others_stay(config_file, tmp_path):
     assert config.target.model == str(tmp_path / "t")
     assert config.draft.model == str(tmp_path / "owner" / "draft"), "a folder of that name is there, so it is meant"
     assert RunConfig.load(config_file).target.model == "owner/target", "no such folder: a Hub id"
+    elsewhere = tmp_path / "owner"
+    monkeypatch.chdir(elsewhere)
+    config = RunConfig.load(config_file, ["output.path=typed"])
+    assert (config.input.path, config.output.path) == (str(tmp_path / "in"), str(elsewhere / "typed"))
+    assert RunConfig.load(LEAST).input.path == str(elsewhere / "in")
+    shipped = RunConfig.load("smollm2")
+    assert shipped.output.path == str(elsewhere / "out" / "demo")
+    assert os.path.isdir(shipped.input.path)
+    assert os.path.isdir(shipped.draft.model)
 
 
 def test_a_path_may_hold_signs_like_those_of_variables(config_file, monkeypatch):

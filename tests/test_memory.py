@@ -21,7 +21,6 @@ from specextend.loading import (
     target_rows,
     with_batch_size,
 )
-from specextend.models import load_target
 from specextend.pairing import check_pair
 from specextend.proof.subject import Kernels
 from tests.alive import Live
@@ -65,19 +64,11 @@ def test_planned_caches_are_those_of_the_engine(pairs, draft, caches):
     assert (planned["draft_weights"] > 0) == (draft != "ngram")
 
 
-def test_planned_weights_are_those_that_are_loaded(pairs):
-    """Counted without a file of weights; tied ones once."""
-    for family in ("llama", "qwen2-tied"):
-        config = tiny_config(pairs(family), "ngram")
-        planned = memory_bytes(config, check_pair(config.target, None))
-        loaded = load_target(config.target)
-        assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
-
-
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_planned_weights_in_8_and_4_bits_are_those_that_are_loaded(tmp_path, scheme):
-    """A target is chosen by what is left beside the cache; scales are counted, too."""
-    config = tiny_config(write_wide_target(tmp_path), "ngram", target__quantize=scheme)
+@pytest.mark.parametrize("family, scheme", [("llama", None), ("qwen2-tied", None), (None, "int8"), (None, "int4")])
+def test_planned_weights_are_those_that_are_loaded(pairs, tmp_path, family, scheme):
+    """Counted without a file of weights; tied ones once, and scales, too."""
+    pair = pairs(family) if family else write_wide_target(tmp_path)
+    config = tiny_config(pair, "ngram", target__quantize=scheme)
     planned = memory_bytes(config, check_pair(config.target, None))
     target, _ = load_cached_target(config, 64, Kernels())
     held = sum(each.nbytes for weight in target.model.parameters() for each in parts_of(weight))

@@ -115,23 +115,17 @@ def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, t
     assert sum(memory_bytes(config, facts).values()) < 70 * GIB, "the rest is for the head"
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_on_a_gpu_attention_is_left_to_the_start(file):
-    """A kind that is named excludes the faster one, and `reference` is for tests."""
-    config = RunConfig.load(file)
-    if config.job.device == "cuda":
-        assert config.attention.backend == "auto"
-        assert config.attention.tree == "auto"
-
-
 GPU_CONFIGS = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if RunConfig.load(path).job.device == "cuda"]
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)
 def test_the_kernel_of_steps_takes_every_call_of_a_shipped_configuration(name):
-    """What it does not take runs eagerly: five of six drafts did, because their last levels see up to 450 rows."""
-    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
+    """What it does not take runs eagerly: five of six drafts did, because their last levels see up to 450 rows. A kind
+    that is named would exclude the faster one.
+    """
     config = RunConfig.load(CONFIGS / f"{name}.yaml")
+    assert config.attention.backend == config.attention.tree == "auto"
+    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
     tree = config.tree
     num_nodes = tree.most_nodes
     calls = [(num_nodes, level * num_nodes) for level in range(1, tree.depth)]  # of drafts

@@ -1,7 +1,6 @@
 """The command `train`: distil a draft for a target from text in Parquet files."""
 
 import json
-import math
 import signal
 import sys
 import time
@@ -95,12 +94,9 @@ class _Shown:
     """
 
     _stage = ""
-    _first = 0
-    _begun = 0.0
-    _shown = 0.0
 
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        from specextend.cluster.progress import describe_duration
+        from specextend.cluster.progress import Pace, describe_duration
 
         now = time.monotonic()
         is_last = done == total
@@ -108,7 +104,7 @@ class _Shown:
             self._stage = stage
             self._first = done
             self._begun = now
-            self._shown = -math.inf
+            self._pace = Pace(LINE_S)
         line = f"{stage} {done}/{total}{detail}"
         if done > self._first:
             left_s = (now - self._begun) / (done - self._first) * (total - done)
@@ -121,6 +117,5 @@ class _Shown:
                 file=sys.stderr,
                 flush=True,
             )
-        elif is_last or now - self._shown >= LINE_S:
+        elif self._pace.is_due(now) or is_last:
             print(line, file=sys.stderr, flush=True)
-            self._shown = now

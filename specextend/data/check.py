@@ -432,21 +432,30 @@ def guess_columns(path: str) -> Guess:
     """
     listing = list_input(path)
     name = listing.relative_paths[0]
-
-    def read(file: pa.NativeFile) -> tuple[pa.Schema, pa.Table]:
-        parquet = open_parquet(file)
-        schema = parquet.schema_arrow
-        return schema, _first_rows(parquet)
-
-    schema, batch = read_file(
-        listing.root.child(name), read, partial(unreadable, name), listing.sizes[name]
+    table = read_file(
+        listing.root.child(name),
+        lambda file: _first_rows(open_parquet(file)),
+        partial(unreadable, name),
+        listing.sizes[name],
     )
-    columns = dict(zip(schema.names, batch.columns, strict=True))
-    values = {name: _comparable(column) for name, column in columns.items() if is_id(column.type)}
-    lengths = {name: _mean_length(column) for name, column in columns.items()}
+    rows = f"the first {counted(len(table), 'row')} of {name}"
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    lengths = {column: _mean_length(values) for column, values in columns.items()}
+    text = _guess_text(name, columns, lengths)
+    del columns[text]
+    found, why = _guess_id(columns, lengths, rows)
+    others = tuple(column for column in table.column_names if column not in (text, found))
+    why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
+    return Guess(text, why_text, found, why, others, _difference(listing, table.schema))
+
+
+def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[str, float]) -> str:
+    """Choose the column with the longest texts. Raises InputError if there is none, or if that or
+    one that is named as the text is no column of strings.
+    """
     text = max(lengths, key=lengths.__getitem__, default="")
-    if not lengths or not lengths[text]:
-        raise InputError(f"{name} has no column of texts; it has {', '.join(schema.names)}")
+    if not lengths.get(text):
+        raise InputError(f"{name} has no column of texts; it has {', '.join(lengths)}")
     for column in [text, *filter(_TEXT_NAMES.fullmatch, columns)]:
         kind = columns[column].type
         if is_bytes(kind) or kind.num_fields:
@@ -457,39 +466,34 @@ def guess_columns(path: str) -> Guess:
             raise InputError(
                 f"{name}: column {column!r} looks like the text, but is {kind}, not a string{cast}"
             )
-    rows = f"the first {counted(len(values[text]), 'row')} of {name}"
-    unique = [
-        column
-        for column, ids in values.items()
-        if column != text and len({*ids} - {None, b""}) == len(ids)
-    ]
-    short = {column: lengths.get(column, 0) for column in unique}
-    found, why = _guess_id(short, rows, is_told=len(values[text]) >= _ID_ROWS)
-    spoilt = [column for column in values if _ID_NAMES.search(column) and column not in unique]
-    if spoilt and not (found and _ID_NAMES.search(found)):
-        why += (
-            f"; {spoilt[0]} is named as one, but has nulls or repeats: input.on_bad_id: error "
-            "takes it nevertheless"
-        )
-    others = tuple(column for column in schema.names if column not in (text, found))
-    why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
-    return Guess(text, why_text, found, why, others, _difference(listing, schema))
+    return text
 
 
-def _guess_id(unique: dict[str, float], rows: str, *, is_told: bool) -> tuple[str | None, str]:
-    """Choose the id among the columns that are unique, and say why.
-
-    unique: with the mean lengths of their texts. is_told: there are rows enough to tell.
+def _guess_id(
+    columns: dict[str, pa.ChunkedArray], lengths: dict[str, float], rows: str
+) -> tuple[str | None, str]:
+    """Choose the id among the columns that are unique, and say why. lengths: of their texts, on
+    average.
     """
+    values = {column: _comparable(each) for column, each in columns.items() if is_id(each.type)}
+    unique = [column for column, ids in values.items() if len({*ids} - {None, b""}) == len(ids)]
     named = [column for column in unique if _ID_NAMES.search(column)]
+    # the shortest texts, and before them integers
+    short = [column for column in unique if lengths[column] <= _ID_CHARACTERS]
     if named:
         found = min(named, key=lambda name: (name.lower() != "id", not name.lower().endswith("id")))
         return found, f"named as an id, unique and never null in {rows}"
-    # the shortest texts, and before them integers
-    short = [column for column in unique if unique[column] <= _ID_CHARACTERS]
-    if is_told and short:
-        return min(short, key=unique.__getitem__), f"unique in {rows}"
-    return None, "no column is named as an id and unique"
+    found = None
+    why = "no column is named as an id and unique"
+    if short and len(values[short[0]]) >= _ID_ROWS:
+        found = min(short, key=lengths.__getitem__)
+        why = f"unique in {rows}"
+    if spoilt := next(filter(_ID_NAMES.search, values), None):
+        why += (
+            f"; {spoilt} is named as one, but has nulls or repeats: input.on_bad_id: error takes "
+            "it nevertheless"
+        )
+    return found, why
 
 
 def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
@@ -513,11 +517,9 @@ def _difference(listing: Listing, schema: pa.Schema) -> str:
         found: pa.Schema = read_file(
             listing.root.child(name), pq.read_schema, partial(unreadable, name), size
         )
-        theirs = _only(found, schema)
-        ours = _only(schema, found)
-        if theirs or ours:
-            theirs = theirs or "nothing else"
-            ours = ours or "nothing else"
+        own = _only(found, schema), _only(schema, found)
+        if any(own):
+            theirs, ours = (columns or "nothing else" for columns in own)
             return (
                 f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the "
                 "columns it uses in all"

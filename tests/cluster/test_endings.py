@@ -177,31 +177,33 @@ def test_a_manifest_of_another_shape_is_damaged_and_no_traceback(ended, shape):
     assert "\n" not in f"{said.value}{shown.value}"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"workers": [{"worker": "worker-1"}], "seen": "2026-01-01"},
-        {"workers": 5, "seen": "2026-01-01"},
-        {"job": "tiny"},
-        {"versions": ["torch"]},
-        {"charges": {"0:0": {"attempts": 1e999, "struck": []}}},
-        {"kernels": [{}]},
-        {"took_over": {"run_id": 5}},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_a_record_of_another_shape_stops_neither_a_run_nor_its_report(ended, change):
-    """It says nothing that a run needs."""
-    kernels = change.pop("kernels", None)
-    worker = {"worker": "worker-1", "seat": 1, "asked": "2026-01-01", "kernels": kernels}
-    if kernels is not None:
-        worker |= dict.fromkeys(("begun", "ready", "gone", "reason"))
-        change |= {"workers": [worker], "seen": "2026-01-01"}
+WORKER = dict.fromkeys(("begun", "ready", "gone", "reason")) | {"worker": "worker-1", "seat": 1, "asked": "2026-01-01"}
+RECORDS = [
+    b"",
+    b"\xff",
+    b"[]",
+    b"[" * 100_000,
+    {"workers": [{"worker": "worker-1"}], "seen": "2026-01-01"},
+    {"workers": 5, "seen": "2026-01-01"},
+    {"job": "tiny"},
+    {"versions": ["torch"]},
+    {"charges": {"0:0": {"attempts": 1e999, "struck": []}}},
+    {"workers": [WORKER | {"kernels": [{}]}], "seen": "2026-01-01"},
+    {"took_over": {"run_id": 5}},
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
+def test_a_record_that_is_damaged_or_of_another_shape_stops_neither_a_run_nor_its_report(ended, record):
+    """A driver was killed on a full disk: what it did is in the parts, and its record says nothing that a run needs."""
     path = ended.output / "_run" / "attempts" / "0000000b.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"run_id": "0000000b", "begin": "2026-01-01"} | change))
+    start = {"run_id": "0000000b", "begin": "2026-01-01"}
+    path.write_bytes(record if isinstance(record, bytes) else json.dumps(start | record).encode())
     assert ended.run() == EXIT_DONE
-    write_report(str(ended.output))
+    report = write_report(str(ended.output))
+    assert report["rows"]["done"] == 2 * NUM_ROWS - 1
+    assert "0000000b" in [start["run_id"] for start in report["starts"]]
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])

@@ -20,6 +20,11 @@ from tests.cluster.conftest import Screen
 from tests.cluster.fakes import SwapsWeights
 from tests.job.conftest import read_json
 
+UNSAID = (
+    "part_summaries mean_acceptance_length draft_acceptance_rate acceptance_histogram retrieval_coverage sources "
+    "retrieval_churn copied_fraction rouge1 rouge2 rougeL reasoning evidence choices"
+)
+"""Columns that plain decoding leaves null: 0 would pull an average down."""
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
 
@@ -53,6 +58,7 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert run.errors()["d8"]["attempts"] == 1
     assert len({row["worker"] for row in run.summaries().values()}) == 1
     assert len(run.summaries()) == 6
+    assert {name for name, value in run.summaries()["d0"].items() if value is None} == set(UNSAID.split())
     assert not (run.output / "_SUCCESS").exists()
     [why] = [note for note in run.screen.notes if note.startswith("exit 3, ")]
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why

@@ -90,7 +90,7 @@ def assert_refused(ended, said, output):
             "job.gpus_per_worker is 1 but this machine has",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for"),
         ),
-        (["target.device=cuda"], "unknown key target.device; a worker computes on a GPU if"),
+        (["target.device=cuda"], "unknown key target.device; known keys are model, dtype, quantize"),
     ],
 )
 def test_a_wrong_value_is_named(call, corpus, tmp_path, settings, said):

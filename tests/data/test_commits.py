@@ -9,22 +9,10 @@ from specextend.data.commits import (
     CommitWriter,
     StrangeCommitError,
     commit_of,
-    list_commits,
     pending,
     read_commits,
     read_results,
 )
-from specextend.data.schema import COMMIT_SCHEMA
-
-
-def test_parts_are_named_by_run_and_counted_on_over_runs(output, done):
-    first = CommitWriter(output, "ffffffff")
-    assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
-    assert first.commit([]) is None
-    assert first.commit([done(0, 1)]) == "part-ffffffff-000001.parquet"
-    assert CommitWriter(output, "00000000").commit([done(0, 2)]) == "part-00000000-000002.parquet"
-    assert [name[5:13] for name in list_commits(output)] == ["ffffffff", "ffffffff", "00000000"]
-    assert pq.read_schema(f"{output.path}/_run/parts/{list_commits(output)[0]}").equals(COMMIT_SCHEMA)
 
 
 def test_done_beats_error_and_later_beats_earlier(output, done, failed):

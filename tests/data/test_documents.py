@@ -519,24 +519,22 @@ def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
         assert rows(Path(output), "text") == [text]
 
 
-def test_text_with_nuls_is_refused_or_read_in_its_encoding(folder, prepare):
-    """UTF-16 without a mark is valid UTF-8, with a NUL behind each letter."""
-    (folder / "bare.txt").write_bytes("fine".encode("utf-16-le"))
+@pytest.mark.parametrize(
+    "encoding, text",
+    [
+        ("utf-16-le", "fine"),  # without a mark it is valid UTF-8, with a NUL behind each letter
+        ("iso2022_jp", "\u65e5\u672c"),  # was taken for ASCII, whatever was said: `$BF|K\\`
+    ],
+)
+def test_text_that_looks_like_utf_8_is_refused_or_read_in_its_encoding(folder, prepare, encoding, text):
+    """Its bytes are valid as they are, so something else was read, with exit 0. UTF-32 with a mark says what it is."""
+    (folder / "bare.txt").write_bytes(text.encode(encoding))
     (folder / "marked.txt").write_bytes("fine".encode("utf-32"))
     prepare()
     assert rows(folder, "text") == ["fine"]
     assert failures(folder) == {"bare.txt": "encoding"}
-    prepare(encoding="utf-16-le")
-    assert rows(folder, "text") == ["fine", "fine"]
-
-
-def test_text_of_which_each_byte_is_ascii_may_be_in_another_encoding(folder, prepare):
-    """ISO-2022 was taken for UTF-8, whatever was said: `$BF|K\\` instead of Japanese, with exit 0."""
-    (folder / "shift.txt").write_bytes("\u65e5\u672c".encode("iso2022_jp"))
-    prepare()
-    assert failures(folder) == {"shift.txt": "encoding"}
-    prepare(encoding="iso2022_jp")
-    assert rows(folder, "text") == ["\u65e5\u672c"]
+    prepare(encoding=encoding)
+    assert rows(folder, "text") == [text, "fine"]
 
 
 @pytest.mark.parametrize(

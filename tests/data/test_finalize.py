@@ -14,7 +14,7 @@ from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import Location, exists, resolve
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
 from tests.data.conftest import opened
@@ -46,27 +46,6 @@ def files(output, folder):
     return sorted(os.listdir(path)) if path.exists() else []
 
 
-def test_rows_stand_in_input_order_one_file_for_one_file(source, output, done, failed):
-    writer = CommitWriter(output, "0000000a")
-    writer.commit([done(2, 1), done(0, 2)])
-    writer.commit([failed(2, 0), done(0, 0), done(0, 1)])
-    assert finalize(source, output) == Counts(rows=5, done=4, errors=1)
-    assert files(output, "summaries") == [f"part-{number:05d}.parquet" for number in range(3)]
-    assert [read(output, "summaries", number)["doc_id"].to_pylist() for number in range(3)] == [
-        ["id-0-0", "id-0-1", "id-0-2"],
-        [],
-        ["id-2-1"],
-    ]
-    for number in range(3):
-        expected = pa.schema([*summary_fields(), *source.passthrough_fields])
-        assert read(output, "summaries", number).schema.equals(expected)
-    assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], None, []]
-    assert files(output, "errors") == ["part-00002.parquet"]
-    told = {"error_class": "NullText", "message": "why", "stage": "read", "retryable": False, "attempts": 1}
-    own = {"content_sha256": None, "summary": None, "n": 3, "topic": None}
-    assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told | own]
-
-
 @pytest.fixture
 def finished(source, output, done):
     """An output whose every row is done."""
@@ -92,8 +71,12 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("num_files", range(6))
 def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files, source, output, done, failed):
-    """Each file is whole or not there, so a second finalize only adds what is missing."""
-    CommitWriter(output, "0000000a").commit([done(0, 0), failed(0, 1), done(0, 2), failed(2, 0), done(2, 1)])
+    """Each file is whole or not there, so a second finalize only adds what is missing. An input file has one file of
+    results, and rows stand in its order.
+    """
+    writer = CommitWriter(output, "0000000a")
+    writer.commit([done(2, 1), done(0, 2)])
+    writer.commit([failed(2, 0), done(0, 0), failed(0, 1)])
     left = iter(range(num_files))
 
     def replace(old, new, rename=os.replace):
@@ -110,7 +93,14 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(num_files,
         [],
         ["id-2-1"],
     ]
-    assert [read(output, "errors", number)["doc_id"].to_pylist() for number in (0, 2)] == [["id-0-1"], ["id-2-0"]]
+    assert read(output, "summaries", 0).schema.equals(pa.schema([*summary_fields(), *source.passthrough_fields]))
+    assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], []]
+    errors = [read(output, "errors", number) for number in (0, 2)]
+    assert [table.select(["doc_id", "n"]).to_pylist() for table in errors] == [
+        [{"doc_id": "id-0-1", "n": 1}],
+        [{"doc_id": "id-2-0", "n": 3}],
+    ]
+    assert not exists(output.child("errors", "part-00001.parquet"))
     assert not list(Path(output.path).rglob(".*")), "no litter of the killed one is left"
 
 

@@ -198,14 +198,6 @@ def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(odd_file, plain_to
             assert found in ("EmptyText", "UndecodableText"), name
 
 
-def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path, write):
-    """Its name would be part of an id, which Parquet could not hold."""
-    path = write("in/a.parquet", {"text": ["x"]})
-    path.rename(tmp_path / "in" / "caf\udce9.parquet")
-    with pytest.raises(InputError, match="contains a name that is not UTF-8"):
-        opened(tmp_path / "in")
-
-
 @pytest.mark.slow
 def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path):
     """The real job: one word, 60,000 words, one endless word; files without a row and without a row group."""

@@ -11,7 +11,6 @@ from specextend.data.storage import (
     Location,
     atomic_output,
     delete,
-    exists,
     list_files,
     read_bytes,
     remove_temporary_files,
@@ -26,18 +25,6 @@ def folder(request, tmp_path):
     if request.param == "local":
         return resolve(str(tmp_path / "folder"))
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
-
-
-def test_what_was_written_is_read_back_and_replaced_whole(folder):
-    location = folder.child("a", "b.json")
-    assert read_bytes(location) is None
-    write_bytes(location, b"first, and longer")
-    write_bytes(location, b"second")
-    assert read_bytes(location) == b"second"
-    assert list_files(folder.child("a")) == ["b.json"]
-    delete(location)
-    delete(location)
-    assert not exists(location)
 
 
 def test_a_failure_while_writing_leaves_what_was_there(folder):

@@ -8,7 +8,6 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-import yaml
 
 from specextend.config import RunConfig
 from specextend.shipped import DEFAULT_TARGET, models_folder
@@ -161,28 +160,6 @@ def test_a_shell_completes_commands_and_names_of_configurations():
 
     assert {"run", "report", "compare"} <= complete("specextend ")
     assert {"smollm2", "tiny-random"} <= complete("specextend run --config ")
-
-
-def test_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
-    """A notebook or cron has another current folder; what is typed is relative to where one types."""
-    values = {
-        "input": {"path": "in"},
-        "output": {"path": "out"},
-        "target": {"model": "./t"},
-        "draft": {"kind": "ngram"},
-    }
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "night.yaml").write_text(yaml.safe_dump(values))
-    monkeypatch.chdir(tmp_path)
-    config = RunConfig.load("project/night.yaml", ["output.path=typed"])
-    assert config.input.path == str(tmp_path / "project" / "in")
-    assert config.target.model == str(tmp_path / "project" / "t")
-    assert config.output.path == str(tmp_path / "typed")
-    assert RunConfig.load(values).input.path == str(tmp_path / "in")
-    shipped = RunConfig.load("smollm2")
-    assert shipped.output.path == str(tmp_path / "out" / "demo"), "nobody writes into an installed package"
-    assert os.path.isdir(shipped.input.path)
-    assert os.path.isdir(shipped.draft.model)
 
 
 def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):

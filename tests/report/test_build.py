@@ -113,18 +113,6 @@ def test_a_folder_that_takes_no_files_is_reported_all_the_same(run, capfd):
     assert line.startswith(f"note: report.json and report.html cannot be written into {run}: ")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"[" * 100_000], ids=range(4))
-def test_a_damaged_record_of_a_start_hides_no_figures(run, content):
-    """A driver was killed on a full disk: what it did is in the parts."""
-    path = Path(run, "_run", "attempts", "0a.json")
-    path.parent.mkdir()
-    path.write_bytes(content)
-    report = build_report(run)
-    assert report["rows"]["done"] == 2
-    nothing = dict.fromkeys(report["starts"][0]) | {"memory_gib": {"planned": None, "used": None}}
-    assert report["starts"] == [nothing | {"run_id": "0a", "documents": 0}]
-
-
 def test_report_json_is_json_whatever_the_rows_hold(tmp_path):
     """Numbers that are none and halves of characters: programs that read the report are stricter than Python."""
     bad = DONE[0] | {"retrieval_coverage": math.nan, "verify_s": math.inf}

@@ -8,7 +8,7 @@ import pytest
 from specextend.data.run_folder import time_text
 from specextend.report.page import TILES, to_html
 from specextend.report.sections import sections
-from tests.report.made_up import FIRST, HOSTILE, NIGHT_S, SECOND
+from tests.report.made_up import FIRST, NIGHT_S, SECOND
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
 
@@ -75,12 +75,6 @@ def test_nothing_in_the_page_is_fetched_or_run(page):
         assert "url(" not in (values.get("style") or "").replace("url(#", "")
     policy = [values["content"] for tag, values in page.elements if values.get("http-equiv")]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
-
-
-def test_an_id_with_markup_is_text(page):
-    """Ids and messages come from the corpus, whose authors nobody knows."""
-    assert HOSTILE in page.text
-    assert "<b>Bad</b>" in page.text
 
 
 def test_every_finding_leads_to_a_table_of_the_page(page, report):
