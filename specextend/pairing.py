@@ -172,9 +172,7 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
     """Return the size of a draft by its config and the headers of its files, for a target with
     these facts.
     """
-    if draft is None:
-        return DraftSize(0, 0, num_layers_read=0)
-    if draft.kind == "ngram":
+    if draft is None or draft.kind == "ngram":
         return DraftSize(0, 0)
     if draft.kind == "eagle":
         return _size_eagle(draft)
@@ -188,7 +186,7 @@ class DraftSize(NamedTuple):
     num_parameters: int
     num_cached: int
     """Keys and values of one row of its caches."""
-    num_layers_read: int = 1
+    num_layers_read: int = 0
     """The target's layers whose outputs it is given for each token of a prompt."""
 
 

@@ -154,9 +154,10 @@ def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, referenc
 class Device:
     """A host and a device with a time line each: a replay takes the host no time, and the device some seconds."""
 
-    def __init__(self):
+    def __init__(self, draft_s, verify_s):
         self.now = self.free_at = 0.0
-        self.seconds = {"draft": 5.0, "absorb": 0.1, "verify": 1.0}
+        self._draft_s = draft_s
+        self._verify_s = verify_s
 
     def clock(self):
         return self.now
@@ -166,10 +167,14 @@ class Device:
 
     def capture(self, name, function):
         replay, outputs = record(name, function)
+        if name == "verify":
+            seconds = self._verify_s(function.args[1].numel())
+        else:
+            seconds = {"draft": self._draft_s, "absorb": 0.1}[name]
 
         def launch():
             self.now += 0.01
-            self.free_at = max(self.now, self.free_at) + self.seconds[name]
+            self.free_at = max(self.now, self.free_at) + seconds
             replay()
             if name == "verify":  # its tokens are read at once
                 self.wait()
@@ -177,18 +182,34 @@ class Device:
         return launch, outputs
 
 
-def test_captured_drafts_that_lose_are_given_up(pair, references, monkeypatch):
+def rows_that_are_free(most):
+    """Seconds of a step by its rows: as many as a plain step's up to so many, and then in proportion."""
+    return lambda num_rows: max(1.0, num_rows / most)
+
+
+@pytest.mark.parametrize(
+    "draft_s, verify_s, batch, nodes",
+    [
+        pytest.param(0.5, rows_that_are_free(9), 1, (7, 8), id="whole trees where rows are free"),
+        pytest.param(5.0, rows_that_are_free(9), 1, (0, 3), id="none of a draft of five plain steps"),
+    ],
+)
+def test_captured_steps_do_what_the_device_makes_pay(draft_s, verify_s, batch, nodes, pair, references, monkeypatch):
     """Launches were timed, not work: a draft of five plain steps for five tokens seemed free, and its target slow."""
-    simulated = Device()
+    simulated = Device(draft_s, verify_s)
     monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
     monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
-    costs = StepCosts(CostTable(dict.fromkeys(SIZES, (1.0, 0.0))))
+    monkeypatch.setattr("specextend.decoding.engine.TIMED_EVERY", 4)  # outputs are short
+    costs = StepCosts(CostTable({size: (verify_s(size), 0.0) for size in (*SIZES, 27)}))
     adaptive = Adaptive(costs, NUM_NODES, reads_late=True)
-    engine = captured_engine(pair, "same", device.Graphs(simulated.capture, 0), adaptive, decoding__max_batch_size=1)
+    graphs = device.Graphs(simulated.capture, 0)
+    changes = {"decoding__max_batch_size": batch, "cache__policy": "full"}
+    engine = captured_engine(pair, "same", graphs, adaptive, **changes)
     total = total_of(checked(engine, references))
-    assert costs.draft_s(1) == pytest.approx(5.1, abs=0.1)
+    assert costs.draft_s(batch) == pytest.approx(draft_s + 0.1, abs=0.1)
     assert costs.verify_s(1, [300]) == pytest.approx(1.0, abs=0.1)
-    assert total.num_plain_steps > 2 * total.num_spec_steps
+    least, most = nodes
+    assert least <= total.num_draft_tokens / (total.num_plain_steps + total.num_spec_steps) <= most
 
 
 def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):

@@ -137,6 +137,10 @@ class AttentionPlan:
     """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None:
     made from the lists.
     """
+    ends_only: bool = False
+    """True if nobody reads the last layer's output but at each sequence's last row: it computes no
+    other, only all keys and values.
+    """
     captured: bool = False
     """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
     them raises.

@@ -107,7 +107,7 @@ class Engine:
         )
         self._num_levels = drafter.num_levels if drafter else 0
         self._tree_attention = tree_attention
-        hidden_layers = drafter.hidden_layers if drafter else ()
+        hidden_layers = drafter.hidden_layers if drafter else None
         self._verifier = Verifier(
             target,
             hidden_layers,

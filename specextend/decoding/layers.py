@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -101,20 +101,26 @@ class FusedLayer(nn.Module):
             )
 
     def forward(self, x: Tensor, run: Forward) -> Tensor:
-        """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says."""
+        """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says.
+
+        The last layer returns [B, C] where nobody reads more.
+        """
+        plan = run.plan
         keys, values = run.stored[self._index]
         normed = run.kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
         qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))
         rotated = run.kernels.rotate_heads(
             qkv, run.cos, run.sin, self.head_norms, keys, values, run.rows
         )
-        query = rotated.unflatten(0, (-1, run.plan.num_new))
-        if self._index in run.plan.keep_layers:
-            run.plan.queries[self._index] = query
+        query = rotated.unflatten(0, (-1, plan.num_new))
+        if self._index in plan.keep_layers:
+            plan.queries[self._index] = query
+        if plan.ends_only and self._index == len(run.stored) - 1:
+            x = x.unflatten(0, query.shape[:2])[:, -1].contiguous()
+            query = query[:, -1:]
+            plan = replace(plan, num_new=1)
         mixed = (
-            attend_plan(run.attend, query, keys, values, run.plan, self._scale)
-            .flatten(2)
-            .flatten(0, 1)
+            attend_plan(run.attend, query, keys, values, plan, self._scale).flatten(2).flatten(0, 1)
         )
         residual, normed = run.kernels.add_norm(
             x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps

@@ -79,30 +79,39 @@ class CachedModel:
         return self.forward_with_features(token_ids, positions, plan, ())[0]
 
     def forward_with_features(
-        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        layers: tuple[int, ...] | None,
     ) -> tuple[Tensor, Tensor]:
         """Run `forward`, and return features [B, T, F] beside it: the outputs of `layers`
         (ascending) side by side.
 
-        Without layers the features are the hidden states themselves. Nothing is kept.
+        Without layers the features are the hidden states themselves, and with None there are no
+        features (F = 0). Where the plan is for ends only, hidden may be [B, 1, C]. Nothing is kept.
         """
         model = self.model.model
         embedded = model.embed_tokens(token_ids)
         cos, sin = model.rotary_emb(embedded, positions)
         sin[..., : self.head_dim // 2].neg_()
         x, cos, sin = (each.flatten(0, 1) for each in (embedded, cos, sin))
+        wanted = layers or ()
         if self._decoder is not None and len(plan.spans) == 1:
-            x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, layers)
+            x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, wanted)
         else:
             rows = plan.new_rows(self.device).flatten()
             run = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, cos, sin)
             outputs = []
             for index, layer in enumerate(model.layers):
                 x = layer(x, run)
-                if index in layers:
+                if index in wanted:
                     outputs.append(x)
-        hidden = model.norm(x).unflatten(0, token_ids.shape)
-        return hidden, torch.cat(outputs, -1).unflatten(0, token_ids.shape) if layers else hidden
+        hidden = model.norm(x).unflatten(0, (len(token_ids), -1))
+        if layers == ():
+            return hidden, hidden
+        features = torch.cat([embedded[..., :0].flatten(0, 1), *outputs], -1)
+        return hidden, features.unflatten(0, token_ids.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""

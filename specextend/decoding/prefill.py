@@ -11,6 +11,7 @@ position, `H` query heads, `K` key heads, `D` head size.
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
@@ -35,18 +36,17 @@ class LastPrompt:
     else is ever written to a region that no running request has.
     """
 
-    token_ids: Items[int]
+    token_ids: list[int]
     first_row: int
     features: list[Tensor] = field(default_factory=list)
     """What a draft is given for its chunks, each [1, n, F]."""
 
-    def length_in(self, prompt_token_ids: Items[int]) -> int:
+    def length_in(self, prompt_token_ids: list[int]) -> int:
         """Return the tokens to take over for another prompt, whose last token is never among them;
         0 if too few.
         """
-        pairs = zip(self.token_ids, prompt_token_ids[:-1], strict=False)
-        common = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
-        n = min(len(self.token_ids), len(prompt_token_ids) - 1) if common is None else common
+        both = [self.token_ids, prompt_token_ids[:-1]]
+        n = len(commonprefix(both))  # noqa: RUF071  of lists it compares item by item
         return n if n >= LEAST_REUSED else 0
 
     def write(self, cache: KVCache, first_row: int, count: int) -> list[Tensor]:
@@ -84,7 +84,7 @@ class PromptReader:
 
     _target: CachedModel
     _drafter: Drafter | None
-    _hidden_layers: tuple[int, ...]
+    _hidden_layers: tuple[int, ...] | None
     """Those of the target that the draft reads."""
     _scored_layers: Items[int]
     """Those that score chunks."""
@@ -119,10 +119,10 @@ class PromptReader:
         )
         plan, hidden, features = self._read_chunk(sequence, chunk)
         self._let_draft_read(sequence, chunk, [features])
-        self._features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
+        self._features.append(features)
         if sequence.length < len(token_ids):
             return None
-        self._last_prompt = LastPrompt(tuple(token_ids), sequence.region.start, self._features)
+        self._last_prompt = LastPrompt(token_ids, sequence.region.start, self._features)
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
@@ -143,25 +143,29 @@ class PromptReader:
         self._watch.charge("prefill_s", [sequence])
         if self._drafter is None or not sequence.drafts:
             return
-        first = 0
-        for features in chunks:
-            self._drafter.prefill(
-                sequence.slot, token_ids[first : first + features.shape[1]], features[0]
-            )
-            first += features.shape[1]
+        read = token_ids.split([features.shape[1] for features in chunks])
+        for tokens, features in zip(read, chunks, strict=True):
+            self._drafter.prefill(sequence.slot, tokens, features[0])
         self._watch.charge("draft_prefill_s", [sequence])
 
     def _read_chunk(
         self, sequence: Sequence, chunk: Tensor
     ) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features
-        [1, T, F].
+        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T or 1, C] and
+        features [1, T, F].
+
+        The last layer's output is computed for the last token alone, unless the draft reads it.
         """
         first = sequence.length
         sequence.length += len(chunk)
-        layers = frozenset(self._scored_layers)
+        read = self._hidden_layers
+        last = self._target.config.num_hidden_layers - 1
         plan = AttentionPlan(
-            [sequence.region.start], [sequence.length], len(chunk), keep_layers=layers
+            [sequence.region.start],
+            [sequence.length],
+            len(chunk),
+            keep_layers=frozenset(self._scored_layers),
+            ends_only=read is None or last not in (read or [last]),
         )
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self._on_chunk()

@@ -280,10 +280,9 @@ class Stopwatch:
         self.mark = perf_counter()
         """The moment up to which time is charged."""
 
-    def restart(self) -> float:
-        """Charge the time since the mark to no sequence; return the current time."""
+    def restart(self) -> None:
+        """Charge the time since the mark to no sequence."""
         self.mark = perf_counter()
-        return self.mark
 
     def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
         """Charge the time since the mark to a phase of these sequences; return the current time."""

@@ -394,11 +394,12 @@ class Drafter(Protocol):
     what was read meanwhile when it goes on.
     """
 
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...] | None
     """The target's layers, ascending from 0, whose concatenated outputs are a position's features
     [.., F].
 
-    Without layers the features are the last hidden state, after the final norm.
+    Without layers the features are the last hidden state, after the final norm; None: it reads no
+    features (F = 0).
     """
     num_levels: int
     """The largest number of tree levels; the acceptance histogram has one entry more."""

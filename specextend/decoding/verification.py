@@ -62,7 +62,7 @@ class Verifier:
     """Runs the target over trees and commits to its cache what it accepts."""
 
     _target: CachedModel
-    _hidden_layers: tuple[int, ...]
+    _hidden_layers: tuple[int, ...] | None
     """Those whose outputs are kept."""
     _scored_layers: tuple[int, ...]
     """Those whose queries are kept."""

@@ -46,9 +46,9 @@ class DraftNetwork(Protocol):
     """C"""
     vocabulary: Tensor | None
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...] | None
     """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the
-    last hidden state.
+    last hidden state; None: it reads none.
     """
     reads_history: bool
     """True if `forward` needs the tokens before each token."""

@@ -227,7 +227,7 @@ class EagleNetwork:
         self._head = head
         self._attend = target.attend
         self.hidden_size = head.hidden_size
-        self.hidden_layers = hidden_layers
+        self.hidden_layers: tuple[int, ...] | None = hidden_layers
         self.reads_history = head.copy_heads > 0
         device = target.device
         dtype = target.dtype

@@ -302,7 +302,7 @@ class NgramDrafter(Drafter):
         self._device = device
         self._draft = draft
         self._clock = clock
-        self.hidden_layers = () if draft is None else draft.hidden_layers
+        self.hidden_layers = None if draft is None else draft.hidden_layers
         self.num_levels = max(0 if draft is None else draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0

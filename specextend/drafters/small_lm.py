@@ -36,7 +36,7 @@ class ModelNetwork:
         self._other_id = other_id
         self.vocabulary: Tensor | None = None
         self.hidden_size: int = model.config.hidden_size
-        self.hidden_layers: tuple[int, ...] = ()
+        self.hidden_layers: tuple[int, ...] | None = None
         self.reads_history = False
         self.at_once = None
         # whole pieces
@@ -64,7 +64,8 @@ class ModelNetwork:
         ]
         positions = torch.arange(position, position + padded, device=token_ids.device)
         pieces = pad(token_ids, (0, padded - num_new)).view(-1, size)
-        self._run(pieces, positions.view(-1, size), AttentionPlan(starts, lengths, size))
+        plan = AttentionPlan(starts, lengths, size, ends_only=True)
+        self._run(pieces, positions.view(-1, size), plan)
         self.cache.store_working(slot, kept, num_new, position)
         keep_next = min(position + num_new, self._window - 1)
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)

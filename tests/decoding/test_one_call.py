@@ -51,18 +51,20 @@ def in_one_call(model):
 
 
 @torch.inference_mode()
-def forwards(model):
-    """Return what two sequences give and write: a chunk of a prompt, another one behind it, a tree and a plain step."""
+def forwards(model, batch=2, kept=KEPT, ends_only=False):
+    """Return what sequences give and write: a chunk of a prompt, another one behind it, a tree and a plain step."""
     model.cache.stored[:] = 0
     generator = torch.Generator().manual_seed(0)
     results = []
     length = 0
-    for num_new, mask in ((70, None), (130, None), (9, TREE.expand(2, -1, -1)), (1, None)):
+    for num_new, mask in ((70, None), (130, None), (9, TREE.expand(batch, -1, -1)), (1, None)):
         length += num_new
-        plan = AttentionPlan([0, 512], [length] * 2, num_new, mask, "dense", keep_layers=frozenset({1}))
-        token_ids = torch.randint(0, 100, (2, num_new), generator=generator)
-        positions = torch.arange(length - num_new, length).expand(2, -1)
-        results += [*model.forward_with_features(token_ids, positions, plan, KEPT), plan.queries[1]]
+        what = {"keep_layers": frozenset({1, 2}), "ends_only": ends_only and mask is None}
+        plan = AttentionPlan([0, 512][:batch], [length] * batch, num_new, mask, "dense", **what)
+        token_ids = torch.randint(0, 100, (batch, num_new), generator=generator)
+        positions = torch.arange(length - num_new, length).expand(batch, -1)
+        hidden, features = model.forward_with_features(token_ids, positions, plan, kept)
+        results += [hidden, features, *plan.queries.values()]
     return [*results, model.cache.stored.clone()]
 
 
@@ -76,6 +78,19 @@ def test_it_is_as_exact_as_layer_after_layer(models):
     for right, before, after in zip(expected, plain, found, strict=True):
         assert after.shape == right.shape
         assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()
+
+
+@pytest.mark.parametrize("is_joined, batch", [(True, 1), (True, 2), (False, 2)])
+def test_what_is_read_of_a_prompt_does_not_depend_on_what_is_not(is_joined, batch, models):
+    """Keys, values, features and what each last token gives have the bits that they have where all is computed."""
+    model = in_one_call(models[1]) if is_joined else models[0]
+    whole = forwards(model, batch, (0, 1))
+    ends = forwards(model, batch, (0, 1), ends_only=True)
+    assert torch.equal(ends[-1], whole[-1])
+    assert ends[0].shape[1] == 1
+    rounding = 0 if is_joined else 1e-5
+    for one, other in zip(whole, ends, strict=True):
+        torch.testing.assert_close(other, one[:, -other.shape[1] :], rtol=rounding, atol=rounding)
 
 
 @torch.inference_mode()

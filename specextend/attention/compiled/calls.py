@@ -224,7 +224,8 @@ class Decoder:
         """Run x [R, C], cos and sin [R, D], with a plan of one span, and write its rows to the
         cache [L, 2, K, S, D].
 
-        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16.
+        Returns the output, and those of the layers `kept`. Everything is contiguous and bf16. Where
+        nobody reads more, the output [B, C] is that of each sequence's last row.
         """
         call = np.zeros(1, phases.RECORD)
         own = call[0]["own"]
@@ -233,14 +234,21 @@ class Decoder:
         out = torch.empty_like(x)
         _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
         own["num_rows"] = len(x)
-        outputs = [
-            torch.empty_like(x) if index in kept else out for index in range(len(self._calls))
-        ]
-        kinds = phases.INPUT_NORM, phases.NORM
-        plan.queries.update(
-            self.launch(call, kinds, x, outputs, plan.spans[0], stored, plan.keep_layers)
-        )
-        return outputs[-1], [outputs[index] for index in kept]
+        last = len(self._calls) - 1
+        outputs = [torch.empty_like(x) if index in kept else out for index in range(last + 1)]
+        end = phases.ATTEND if plan.ends_only else phases.NORM
+        phases_of_all = phases.INPUT_NORM, end + last * phases.NUM_OF_LAYER
+        keep = plan.keep_layers | {last}
+        plan.queries |= self.launch(call, phases_of_all, x, outputs, plan.spans[0], stored, keep)
+        if plan.ends_only:
+            x = [x, *outputs][last].unflatten(0, (-1, plan.num_new))[:, -1].clone()
+            queries = plan.queries[last][:, -1:].contiguous()
+            span = KeySpan(plan.starts, plan.lengths)
+            own["num_rows"] = len(x)
+            rest = phases.ATTEND, phases.NORM
+            self.launch(call, rest, x, [x], span, stored[last:], (), queries)
+            outputs[last] = x
+        return outputs[last], [outputs[index] for index in kept]
 
     def launch(
         self,
@@ -251,13 +259,17 @@ class Decoder:
         span: KeySpan,
         stored: Tensor,
         keep: Collection[int] = (),
+        queries: Tensor | None = None,
     ) -> dict[int, Tensor]:
-        """Run phases of a call, whose layers read x [R, C] and write outputs, for all sequences as
-        many rows.
+        """Run phases of a call, whose layers, the last ones, read x [R, C] and write outputs, for
+        all sequences as many rows.
 
-        Returns the queries [B, T, H, D] of the layers `keep`.
+        Returns the queries [B, T, H, D] of the layers `keep`. queries: those of a layer that begins
+        with attention.
         """
-        calls, num_rows, (num_keys, _, head_dim) = self._calls.copy(), len(x), stored.shape[2:]
+        calls = self._calls[-len(outputs) :].copy()
+        num_rows = len(x)
+        num_keys, _, head_dim = stored.shape[2:]
         group = self._widths[0] // head_dim // (num_keys - int(call[0]["own"]["num_copied"])) - 2
         widths = {
             "normed": x.shape[1],
@@ -268,7 +280,7 @@ class Decoder:
         widths["mixed"] = num_keys * group * head_dim
         made = {name: empty_rows(x, num_rows, width) for name, width in widths.items()}
         mixed = made["mixed"].view(len(span.starts), -1, num_keys * group, head_dim)
-        turned = [torch.empty_like(mixed)] * len(calls)
+        turned = [torch.empty_like(mixed) if queries is None else queries] * len(calls)
         for index in keep:
             turned[index] = torch.empty_like(mixed)
         needed = _describe(

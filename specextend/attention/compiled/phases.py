@@ -117,7 +117,7 @@ class Call(NamedTuple):
     first: int
     """The first kind of phases that have items."""
     end: int
-    """The kind behind the last of them."""
+    """The phase after the last of them, which is a kind where there is one layer."""
     layers: int
     """`LAYER` records."""
     num_layers: int
@@ -593,7 +593,7 @@ def prepare(element, call, layers, counter, level):
         )[:] = 0
     for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
         kind, layer = place_of(own, phase)
-        is_asked = own.first <= kind < own.end
+        is_asked = own.first <= kind and phase < own.end
         integers(element, counter + 2 * phase * LINE, 2)[1] = (
             count_items(call, layers[layer], kind) if is_asked else 0
         )
