@@ -464,7 +464,10 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
             trust_remote_code=False,
             **options,
         )
-        _forget_quantization(model)
+        # the weights are plain tensors now, and move and save like any others
+        vars(model.config).pop("quantization_config", None)
+        for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+            vars(model).pop(name, None)
         split = _check_gguf(file, model)
         check_supported(model.config, str(file))
         model.save_pretrained(folder)
@@ -544,12 +547,3 @@ def _gguf_rope(fields: Values, divisors: Any, config: PreTrainedConfig, file: st
             "safetensors"
         )
     return rope
-
-
-def _forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of quantization: the weights are plain tensors now, and move and save like
-    any others.
-    """
-    vars(model.config).pop("quantization_config", None)
-    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
-        vars(model).pop(name, None)

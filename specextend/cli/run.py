@@ -86,18 +86,6 @@ class Arguments:
             raise RefusedError(str(error)) from error
 
 
-def _date(
-    context: click.Context, parameter: click.Parameter, value: datetime | None
-) -> date | None:
-    return value and value.date()
-
-
-def _several(context: click.Context, parameter: click.Parameter, value: int | None) -> int | None:
-    if value is not None and value < 2:
-        raise click.BadParameter(f"at least 2 documents show how documents differ, got {value}.")
-    return value
-
-
 _WHERE = takes(
     click.option(
         "--task",
@@ -112,7 +100,7 @@ _WHERE = takes(
     click.option(
         "--run-date",
         type=click.DateTime(["%Y-%m-%d"]),
-        callback=_date,
+        callback=lambda context, parameter, value: value and value.date(),
         metavar="YYYY-MM-DD",
         help="what {run_date} in the paths of input and output stands for, today by default; a "
         "start that resumes a run after midnight needs it",
@@ -139,10 +127,9 @@ _PLAN = takes(
     click.option("--json", metavar="FILE", help="write the plan there, too"),
     click.option(
         "--calibrate",
-        type=int,
-        callback=_several,
+        type=click.IntRange(min=2),
         metavar="N",
-        help="decode N documents to measure the time",
+        help="decode N documents, at least 2, to measure the time",
     ),
     click.option("--by", metavar="TIME", help="say how many workers are done by then (HH:MM)"),
 )

@@ -318,7 +318,7 @@ class Pool:
         self._expect(actor.handle.progress.remote(), _Call(worker, "poll"))
 
     def _poll_later(self, actor: _Actor) -> None:
-        actor.poll_at = self.clock() + poll_every_s(len(self._actors))
+        actor.poll_at = self.clock() + max(POLL_S, len(self._actors) / POLLS_PER_S)
 
     def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
         actor = self._actors.get(call.worker)
@@ -432,11 +432,6 @@ class Pool:
     def kill(self, worker: str) -> None:
         """End a worker and forget its calls."""
         ray.kill(self._actors.pop(worker).handle, no_restart=True)
-
-
-def poll_every_s(num_workers: int) -> float:
-    """Return the seconds from a worker's answer to its next poll."""
-    return max(POLL_S, num_workers / POLLS_PER_S)
 
 
 def last_line(error: BaseException) -> str:

@@ -57,7 +57,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--calibrate", "1"], "at least 2 documents"),
+        (["--calibrate", "1"], "1 is not in the range x>=2"),
         (["--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
         (["--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
