@@ -144,8 +144,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     (folder / "caf\udce9.txt").write_text("text")
     (folder / "photo.jpg").write_bytes(b"\xff\xd8")
     (folder / "blank.md").write_text(" \n")
-    ended = documents(folder)
-    assert ended.code == 3
+    ended = documents(folder).exits(3)
     assert rows(folder, "id") == ["fine.pdf"]
     assert failures(folder) == {
         "scan.pdf": "no text",
@@ -169,8 +168,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     assert "(and 2 more like this)" in told.stderr
     assert "; 0 files read, 7 failed, 1 unchanged; " in told.stdout
     (folder / "a.csv").unlink()
-    again = documents(folder, "--encoding", "latin-1", "--skip-unreadable")
-    assert again.code == 0
+    documents(folder, "--encoding", "latin-1", "--skip-unreadable").exits(0)
     assert rows(folder, "text") == ["One report.", "café"]
 
 
@@ -273,8 +271,7 @@ def test_rows_keep_their_columns_and_a_bad_row_aborts_nothing(folder):
     (folder / "a.jsonl").write_text("\n".join([*map(json.dumps, lines), "", *broken]), "latin-1")
     (folder / "b.csv").write_bytes(b"key,body,n\nx,taken,5\nz,fine,many\nw,caf\xe9,1\nv,short\n")
     fields = ["--text-field", "body", "--id-field", "key"]
-    ended = documents(folder, *fields)
-    assert ended.code == 3
+    ended = documents(folder, *fields).exits(3)
     assert rows(folder, "id", "title", "text", "n", "tags", "big", "text_") == [
         {"id": "7", "title": "T", "text": "one", "n": "1", "tags": '["a"]', "big": None, "text_": "other"},
         {"id": "x", "title": None, "text": "two", "n": "2.5", "tags": None, "big": str(1 << 70), "text_": None},
@@ -365,8 +362,7 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     output = [] if "--output" in arguments else ["--output", "out"]
-    ended = specextend("prepare", *arguments, *output)
-    assert said in ended.line()
+    assert said in specextend("prepare", *arguments, *output).line()
     assert not (tmp_path / "out").exists()
 
 
@@ -382,9 +378,7 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     pq.write_table(pa.table({"report": ["one", None, "three"], "pages": [1, 2, 3]}), folder / "test-0.parquet")
     arguments = ["hf", folder, "--split", "test", "--text-field", "report", "--output", f"{folder}.out"]
     for _ in range(2):
-        ended = specextend("prepare", *arguments)
-        assert ended.code == 3, ended.stderr
-        assert ended.stdout.partition(";")[0] == f"2 documents in {folder}.out"
+        assert specextend("prepare", *arguments).exits(3).stdout.partition(";")[0] == f"2 documents in {folder}.out"
     assert rows(folder, "id", "text", "pages") == [
         {"id": f"{folder}:test:0", "text": "one", "pages": 1},
         {"id": f"{folder}:test:2", "text": "three", "pages": 3},
@@ -418,8 +412,7 @@ def test_two_fields_are_not_one_text(folder):
     """The first one was dropped without a word."""
     (folder / "a.jsonl").write_text('{"title": "a", "body": "b"}')
     fields = ("--text-field", "title", "--text-field", "body")
-    ended = documents(folder, *fields)
-    assert "one field holds the text" in ended.line()
+    assert "one field holds the text" in documents(folder, *fields).line()
 
 
 def test_a_table_is_read_as_it_was_meant_or_refused(folder, prepare):

@@ -97,14 +97,12 @@ def test_a_run_is_written_resumed_and_finished(s3, output, done, failed):
         write_manifest(output, manifest)
     CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
     CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
-    followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live")
-    assert followed.code == 0
+    followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live").exits(0)
     assert followed.stdout == "4 of 5 documents in s3://corpus/live; 1 failed\n"
     assert s3.files().keys() > {"live/part-0000000b-000000.parquet", "live/part-0000000a-000001.parquet"}
     assert finalize(source, output) == Counts(5, 4, 1)
     write_success(output, Counts(5, 4, 1))
-    exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv")
-    assert exported.code == 0
+    exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv").exits(0)
     assert exported.stdout == "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n"
     folder = output.child("summaries")
     tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
@@ -299,8 +297,7 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
         "decoding.max_new_tokens=8",
     ]
     known = [*on("s3://corpus/in", "s3://corpus/out", *settings), "--task", "summary"]
-    ended = summarize(*known)
-    assert ended.code == 0, ended.stderr
+    ended = summarize(*known).exits(0)
     files = s3.files()
     for name, data in files.items():
         target = tmp_path / name
@@ -313,8 +310,7 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     puts = {change for change in s3.changes() if "/_run/parts/part-" in change[1]}
     names = [part.name for part in parts(tmp_path / "out")]
     assert puts == {("PUT", f"/corpus/out/_run/parts/{name}") for name in names}, "one request a part"
-    added = summarize(*known, "--task", "translation")
-    assert added.code == 0, added.stderr
+    summarize(*known, "--task", "translation").exits(0)
     assert [name for name in s3.files() if name.startswith("out/added/translation/summaries/")]
     said = [ended.stdout.encode(), ended.stderr.encode(), *files.values()]
     assert not [text for text in said if SECRET_KEY.encode() in text or ACCESS_KEY.encode() in text]
