@@ -190,8 +190,7 @@ def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path, key, name):  # 
     """Unpickling runs code; under the name of safetensors, too."""
     pickled_target(tmp_path / "model", name, tmp_path / "canary")
     output = tmp_path / "out"
-    ended = call("--config", CONFIG, "--output", output, "--set", f"{key}={tmp_path / 'model'}")
-    assert "pickle" in ended.line()
+    assert "pickle" in call("--config", CONFIG, "--output", output, "--set", f"{key}={tmp_path / 'model'}").line()
     assert not (tmp_path / "canary").exists()
     assert not output.exists()
 
@@ -217,8 +216,7 @@ def test_a_configuration_runs_nothing(call, tmp_path):  # noqa: F811
     """YAML knows tags that call functions; ours does not."""
     path = tmp_path / "run.yaml"
     path.write_text(f"input: !!python/object/apply:os.system ['touch {tmp_path / 'canary'}']\n")
-    ended = call("--config", path)
-    assert ended.line()
+    assert call("--config", path).line()
     assert not (tmp_path / "canary").exists()
 
 
@@ -312,8 +310,7 @@ def test_nothing_in_the_report_is_more_than_text(ran):
 def test_an_id_that_is_refused_cannot_either(call, tmp_path):  # noqa: F811
     """An error names what is wrong, which comes from the data."""
     pq.write_table(pa.table({"text": ["a", "b"], "name": [NAMES[0]] * 2}), tmp_path / "in.parquet")
-    ended = call("--config", CONFIG, *on(tmp_path / "in.parquet", tmp_path / "out", "input.id_column=name"))
-    assert ended.code == 2
+    ended = call("--config", CONFIG, *on(tmp_path / "in.parquet", tmp_path / "out", "input.id_column=name")).exits(2)
     assert "owned" in ended.stderr
     assert unsafe(ended.stderr) == set()
 

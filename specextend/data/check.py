@@ -481,9 +481,9 @@ def _guess_id(
     # the shortest texts, and before them integers
     short = [column for column in unique if lengths[column] <= _ID_CHARACTERS]
     if named:
-        found = min(named, key=lambda name: (name.lower() != "id", not name.lower().endswith("id")))
-        return found, f"named as an id, unique and never null in {rows}"
-    found = None
+        best = min(named, key=lambda name: (name.lower() != "id", not name.lower().endswith("id")))
+        return best, f"named as an id, unique and never null in {rows}"
+    found: str | None = None
     why = "no column is named as an id and unique"
     if short and len(values[short[0]]) >= _ID_ROWS:
         found = min(short, key=lengths.__getitem__)

@@ -112,6 +112,9 @@ class Job:
     def summaries(self):
         return rows_of(self.output / "summaries")
 
+    def column(self, name):
+        return [row[name] for row in self.summaries().values()]
+
     def errors(self):
         return rows_of(self.output / "errors")
 

@@ -78,5 +78,4 @@ except InterruptedRunError as error:
 @pytest.mark.slow
 def test_a_signal_is_heard_while_ray_begins():
     """Ray's handler ended the job with 15."""
-    process = ended(RAY)
-    assert process.code == 75, process.stderr
+    ended(RAY).exits(75)

@@ -146,8 +146,7 @@ def run(tmp_path, kept_kernels, local_ray):
 def undisturbed(tmp_path_factory, kept_kernels, local_ray):
     """What the same corpus gives when nothing happens."""
     calm = Run(tmp_path_factory.mktemp("undisturbed"))
-    ended = in_process("summarize.py", "--config", CONFIG, *calm.arguments())
-    assert ended.code == 0, ended.stderr
+    in_process("summarize.py", "--config", CONFIG, *calm.arguments()).exits(0)
     result = calm.result()
     assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"
     assert {row["num_dropped_tokens"] > 0 for row in result} == {False, True}

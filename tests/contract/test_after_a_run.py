@@ -29,8 +29,7 @@ def finished(tmp_path_factory, kept_kernels, local_ray):
     """A run of five rows, two of which are errors; nobody writes into its folder."""
     folder = tmp_path_factory.mktemp("finished")
     write_corpus(folder / "in" / "a.parquet", [TEXT * 3, None, TEXT * 9, " ", TEXT * 30], doc=[*"abcde"])
-    ended = in_process("summarize.py", *arguments(folder))
-    assert ended.code == 3, ended.stderr
+    in_process("summarize.py", *arguments(folder)).exits(3)
     return folder
 
 
@@ -55,8 +54,7 @@ def stamps(folder):
 
 def test_the_status_says_how_the_run_ended(finished):
     """On any machine: rows, errors by class, every start."""
-    ended = specextend("status", finished / "out")
-    assert ended.code == 0
+    ended = specextend("status", finished / "out").exits(0)
     assert ended.stderr == ""
     first, *lines = ended.stdout.splitlines()
     assert first == "finished with errors: 3 of 5 rows done, 2 failed, 0 left"
@@ -77,8 +75,7 @@ def test_the_status_of_a_run_that_somebody_drives_names_the_driver(folder):
 def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder, flags):
     """Nothing is decoded or written, the exit code still says that rows failed, and the report has no empty start."""
     before = stamps(folder)
-    ended = call(*arguments(folder, *flags))
-    assert ended.code == 3, ended.stderr
+    ended = call(*arguments(folder, *flags)).exits(3)
     assert "complete already, 5 rows: 3 done, 2 failed\nexit 3, no _SUCCESS" in ended.stderr
     said = ended.stderr.splitlines()[-1]
     assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
@@ -90,8 +87,7 @@ def test_a_retry_says_which_error_rows_it_leaves_out(call, plan, finished):
     """A thousand null texts would be planned, read and refused again with every outage that is made good."""
     left_out = "not tried again: 2 error rows whose `retryable` is false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
-        ended = plan(*arguments(finished, *flags))
-        assert ended.code == 0, ended.stderr
+        ended = plan(*arguments(finished, *flags)).exits(0)
         assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
         assert (left_out in ended.stdout) == is_said
     assert call(*arguments(finished, "--retry-errors=some")).code == 2
@@ -100,8 +96,7 @@ def test_a_retry_says_which_error_rows_it_leaves_out(call, plan, finished):
 def test_a_retry_of_nothing_is_refused(call, plan, folder):
     """With a mistyped output folder it did every row again, for a night."""
     for command, flag in (call, "--retry-errors"), (plan, "--retry-errors=all"):
-        ended = command(*arguments(folder, flag, "--output", str(folder / "nowhere")))
-        assert "--retry-errors: " in ended.line()
+        assert "--retry-errors: " in command(*arguments(folder, flag, "--output", str(folder / "nowhere"))).line()
         assert not (folder / "nowhere").exists()
 
 
@@ -110,14 +105,11 @@ def test_errors_that_are_allowed_make_the_run_a_success_which_is_not_started_aga
     did nothing.
     """
     allowed = arguments(folder, "--set", "job.max_error_fraction=0.5")
-    ended = call(*allowed)
-    assert ended.code == 0, ended.stderr
+    call(*allowed).exits(0)
     assert read_json(folder / "out" / "_SUCCESS") == {"rows": 5, "done": 3, "errors": 2}
     assert specextend("status", folder / "out").stdout.startswith("complete: 3 of 5 rows done, 2 failed")
     before = stamps(folder)
-    ended = call(*allowed)
-    assert ended.code == 0
-    assert ended.stderr == "complete already, 5 rows: 3 done, 2 failed\n"
+    assert call(*allowed).exits(0).stderr == "complete already, 5 rows: 3 done, 2 failed\n"
     assert stamps(folder) == before
 
 
@@ -137,13 +129,10 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, plan, fold
     (folder / "in").unlink()
     shutil.copytree(finished / "in", folder / "in")
     write_corpus(folder / "in" / "b.parquet", [TEXT, TEXT * 2], doc=["f", "g"])
-    ended = call(*arguments(folder))
-    assert ended.code == 5
+    ended = call(*arguments(folder)).exits(5)
     assert f"give another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
     new = ["--output", folder / "new", "--set", f"input.except_done_in=['{folder / 'out'}']"]
-    ended = plan(*arguments(folder, *new))
-    assert ended.code == 0, ended.stderr
-    assert "\n2 of 2 rows to do" in ended.stdout, "the empty texts are still empty"
+    assert "\n2 of 2 rows to do" in plan(*arguments(folder, *new)).exits(0).stdout, "the empty texts are still empty"
 
 
 def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder):
@@ -152,8 +141,7 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     table = pq.read_table(folder / "in" / "a.parquet")
     pq.write_table(table, folder / "corpus" / "a.parquet", row_group_size=2)
     again = on(folder / "corpus", folder / "night", f"input.except_done_in=['{folder / 'out'}']")
-    ended = call(*arguments(folder), *again)
-    assert ended.code == 0, ended.stderr
+    ended = call(*arguments(folder), *again).exits(0)
     said = "3 done before and unchanged, 2 failed before and would again, 0 changed, 0 new"
     assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
     assert "summaries: none, because there was nothing to do\n" in ended.stdout
@@ -184,8 +172,7 @@ def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder):
     """A night on which only empty texts came started Ray and loaded the models to say so."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
     again = on(folder / "bad", folder / "night", "input.passthrough=[doc]")
-    ended = call(*arguments(folder), *again)
-    assert ended.code == 3, ended.stderr
+    call(*arguments(folder), *again).exits(3)
     names = ("doc_id", "error_class", "attempts", "doc")
     errors = [tuple(row[name] for name in names) for row in rows(folder / "night" / "errors")]
     assert errors == [("x", "NullText", 1, "x"), ("y", "EmptyText", 1, "y")]
@@ -200,15 +187,12 @@ def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, fol
     assert call(*night).code == 0
     write_corpus(folder / "bad" / "b.parquet", [TEXT], doc=["z"])
     (folder / "bad" / "a.parquet").unlink()
-    ended = call(*night)
-    assert ended.code == 0, ended.stderr
+    ended = call(*night).exits(0)
     assert "complete already, 2 rows: 0 done, 2 failed; files from which it chose its rows have changed" in ended.stderr
-    other = call(*night, "--set", "tree.nodes=5")
-    assert other.code == 5
+    other = call(*night, "--set", "tree.nodes=5").exits(5)
     assert "\n  tree.nodes: 8 there, 5 here" in other.stderr
     (folder / "night" / "_SUCCESS").unlink()
-    ended = call(*night)
-    assert ended.code == 5
+    ended = call(*night).exits(5)
     assert "files from which it chose its rows have changed or are gone: to do only what is new, give" in ended.stderr
     assert '\n  input file a.parquet: "2 rows' in ended.stderr
 
@@ -232,8 +216,7 @@ def test_a_report_can_be_made_again_and_is_the_same(folder):
     """Also on another machine, where the folder lies elsewhere."""
     made = read_json(folder / "out" / "report.json")
     (folder / "out" / "report.json").unlink()
-    ended = specextend("report", folder / "out")
-    assert ended.code == 0
+    ended = specextend("report", folder / "out").exits(0)
     assert ended.stderr == ""
     assert "rows done" in ended.stdout
     again = read_json(folder / "out" / "report.json")
@@ -245,8 +228,7 @@ def test_a_report_can_be_made_again_and_is_the_same(folder):
 def test_an_export_has_each_answer_once(finished, tmp_path, monkeypatch, name):
     """As rows of files that other programs read, each column as far as the format has its type."""
     to = tmp_path / name
-    ended = specextend("export", finished / "out", "--to", to)
-    assert ended.code == 0
+    ended = specextend("export", finished / "out", "--to", to).exits(0)
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 5 documents in {to}; 2 failed\n"
     wanted = rows(finished / "out" / "summaries")
@@ -275,16 +257,14 @@ def test_an_export_that_would_spoil_something_is_refused(finished, tmp_path):
         tmp_path / "full": "is not empty; name another folder",
     }
     for to, said in refused.items():
-        ended = specextend("export", finished / "out", "--to", to)
-        assert ended.line() == f"error: {to} {said}"
+        assert specextend("export", finished / "out", "--to", to).line() == f"error: {to} {said}"
 
 
 @pytest.mark.parametrize("command", [["report"], ["export", "--to", "x.jsonl"], ["status"]])
 def test_a_folder_without_a_run_is_refused_in_one_line(command, tmp_path, monkeypatch):
     """And stays empty: no file that looks like a result."""
     monkeypatch.chdir(tmp_path)
-    ended = specextend(*command, tmp_path)
-    assert "holds no run" in ended.line()
+    assert "holds no run" in specextend(*command, tmp_path).line()
     assert not list(tmp_path.iterdir())
 
 
@@ -303,8 +283,7 @@ def test_lines_of_json_become_parquet(tmp_path):
     lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     fields = ["--text-field", "body", "--id-field", "n"]
-    ended = specextend("prepare", "documents", tmp_path / "in.jsonl", *fields, "--output", tmp_path / "a")
-    assert ended.code == 0, ended.stderr
+    ended = specextend("prepare", "documents", tmp_path / "in.jsonl", *fields, "--output", tmp_path / "a").exits(0)
     assert ended.stdout == f"2 documents in {tmp_path / 'a'}\n"
     assert pq.read_table(tmp_path / "a").select(["id", "text", "reference"]).to_pylist() == [
         {"id": "7", "text": "one", "reference": None},

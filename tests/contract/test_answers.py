@@ -11,6 +11,7 @@ import pytest
 
 from specextend import RunConfig, Summarizer
 from tests.job.conftest import CONFIG, on, read_json, rows, summarize, write_corpus
+from tests.refused import refused
 
 SCHEMA = (
     "{kind: audit | budget, closed: boolean, pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}}"
@@ -99,8 +100,7 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
         "decoding.temperature=1.5",
         "decoding.max_new_tokens=80",
     ]
-    ended = summarize(*on(corpus, tmp_path / "out", *settings))
-    assert ended.code == 0, ended.stderr
+    summarize(*on(corpus, tmp_path / "out", *settings)).exits(0)
     for row in rows(tmp_path / "out" / "summaries"):
         answer = json.loads(row["answer"])
         assert answer == {name: row[name] for name in ("kind", "closed")}
@@ -148,10 +148,8 @@ def test_a_schema_of_values_alone_is_scored(tmp_path):
     ],
 )
 def test_a_bad_schema_is_refused_and_its_field_named(schema, said):
-    with pytest.raises(ValueError, match=r"output\.") as refused:
-        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}", "output.sources=true"])
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    changes = ["output.path=unused", f"output.schema={schema}", "output.sources=true"]
+    assert said in refused(RunConfig.load, CONFIG, changes)
 
 
 def test_a_limit_that_no_answer_can_keep_is_refused_before_a_model_is_loaded(call, plan, tmp_path):

@@ -23,8 +23,7 @@ def decoded(folder: Path, *settings: str, flags: tuple[str, ...] = ()) -> Path:
     texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
     corpus = write_corpus(folder / "in" / "a.parquet", texts, doc=[*"abcdef"])
     own = ("input.id_column=doc", f"target.model={folder / 'target'}", "job.max_error_fraction=0.5", *settings)
-    ended = in_process("summarize.py", "--config", CONFIG, *on(corpus, folder / "out", *own), *flags)
-    assert ended.code == 0, ended.stderr
+    in_process("summarize.py", "--config", CONFIG, *on(corpus, folder / "out", *own), *flags).exits(0)
     return folder / "out"
 
 
@@ -46,8 +45,7 @@ def test_a_run_is_equal_and_its_report_has_a_speed_up_from_then_on(finished):
     """Without an audit there is neither: nothing was compared. A table for people, and JSON for programs."""
     assert specextend("report", finished).code == 0
     assert read_json(finished / "report.json")["audit"] is None
-    ended = specextend("audit", finished, "--json", finished.parent / "found.json")
-    assert ended.code == 0
+    ended = specextend("audit", finished, "--json", finished.parent / "found.json").exits(0)
     assert ended.stderr == ""
     found = read_json(finished.parent / "found.json")
     assert found.items() >= ALL.items()
@@ -82,8 +80,7 @@ def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tm
     assert [row["finish_reason"] for row in found] == ["length", "stop", "stop", "length", "stop"]
     assert read_json(output / "report.json")["raised_limits"] == 4
     assert len([*(output / "_run" / "attempts").iterdir()]) == 3
-    ended = specextend("audit", output, "--json", "-")
-    assert json.loads(ended.stdout).items() >= ALL.items()
+    assert json.loads(specextend("audit", output, "--json", "-").stdout).items() >= ALL.items()
     ended = specextend("export", output, "--follow", "--to", tmp_path / "live")
     assert "documents that were done again" in ended.line()
 

@@ -20,15 +20,12 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     """Every custom_id exactly once, with its answer or its error, as a client of the API reads it."""
     texts = {"r-1": ("The committee met. " * 40, 12), "r-2": ("Nothing was decided.", 7), "empty": (" ", 5)}
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))
-    prepared = specextend("prepare", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet")
-    assert prepared.code == 0, prepared.stderr
+    prepared = specextend("prepare", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet").exits(0)
     settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
     output = tmp_path / "out"
     places = ("--input", tmp_path / "in.parquet", "--output", tmp_path / "out")
-    ended = summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5")
-    assert ended.code == 0, ended.stderr
-    exported = specextend("export", output, "--format", "openai", "--to", tmp_path / "out.jsonl")
-    assert exported.code == 0
+    summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5").exits(0)
+    exported = specextend("export", output, "--format", "openai", "--to", tmp_path / "out.jsonl").exits(0)
     assert exported.stderr == ""
     assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()

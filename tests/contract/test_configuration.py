@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from specextend import RunConfig
+from tests.refused import refused
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -63,10 +64,7 @@ def config_file(tmp_path, monkeypatch):
 
 def refusal(file, *overrides, **keywords):
     """What a user reads; it must be one line."""
-    with pytest.raises(ValueError) as refused:
-        RunConfig.load(file, overrides, **keywords)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    return refused(RunConfig.load, file, overrides, **keywords)
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -13,8 +13,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6])
     settings = ["input.id_column=null", "input.options_column=limit", "prompt.max_prompt_tokens=100"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
-    ended = plan(*arguments, "--json", tmp_path / "plan.json")
-    assert ended.code == 0, ended.stderr
+    ended = plan(*arguments, "--json", tmp_path / "plan.json").exits(0)
     plan = read_json(tmp_path / "plan.json")
     assert plan["rows"] == 5
     assert plan["rows_to_do"] == 5
@@ -39,8 +38,7 @@ def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
     folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
     (folder / "b.jsonl").write_text("{}")
     (folder / "c.csv").write_text("text")
-    ended = plan("--config", CONFIG, *on(folder, tmp_path / "out", "input.id_column=null"))
-    assert ended.code == 0, ended.stderr
+    ended = plan("--config", CONFIG, *on(folder, tmp_path / "out", "input.id_column=null")).exits(0)
     said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
     assert said in [line.split() for line in ended.stdout.splitlines()]
 
@@ -49,8 +47,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
     """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
     settings = ["input.id_column=null", "job.cpus_per_worker=4096", "job.gpus_per_worker=1"]
-    ended = plan("--config", CONFIG, *on(corpus, tmp_path / "out", *settings))
-    assert ended.code == 0, ended.stderr
+    ended = plan("--config", CONFIG, *on(corpus, tmp_path / "out", *settings)).exits(0)
     assert "here no run can start: job." in " ".join(ended.stdout.split())
 
 
@@ -65,5 +62,4 @@ def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):
 )
 def test_wrong_arguments_are_refused(plan, arguments, said):
     """A plan for a moment that nobody meant is worse than none."""
-    ended = plan("--config", CONFIG, *arguments)
-    assert said in ended.line()
+    assert said in plan("--config", CONFIG, *arguments).line()

@@ -28,8 +28,7 @@ def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path, monkeyp
             name: hub.push(f"owner/{name}", MODELS / folder)
             for name, folder in (("target", "target"), ("draft", "draft-model"))
         }
-        ended = start(hub, tmp_path / "cache", tmp_path, monkeypatch)
-        assert ended.code == 0, ended.stderr
+        ended = start(hub, tmp_path / "cache", tmp_path, monkeypatch).exits(0)
         for name, commit in commits.items():
             assert ended.stderr.count(f"{name} owner/{name} (default branch) is commit {commit}") == 1
             snapshots = tmp_path / "cache" / "hub" / f"models--owner--{name}" / "snapshots"

@@ -121,8 +121,7 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, t
     damaged[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
     corpus.write_bytes(damaged)
     call = request.getfixturevalue(command)
-    ended = call("--config", CONFIG, *run_on(corpus, tmp_path / "out", "input.id_column=null"))
-    line = ended.line()
+    line = call("--config", CONFIG, *run_on(corpus, tmp_path / "out", "input.id_column=null")).line()
     assert line.startswith("error: a.parquet cannot be read as Parquet (")
     assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
 
@@ -131,8 +130,7 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, t
 def test_an_output_that_cannot_be_written_is_refused(call, plan, corpus, tmp_path, output):
     """Found before anything is loaded, also by a dry run."""
     for do in (call, plan):
-        ended = do(*on(corpus, tmp_path / output))
-        line = ended.line()
+        line = do(*on(corpus, tmp_path / output)).line()
         assert line.startswith(f"error: output.path {tmp_path / output}")
 
 
@@ -149,13 +147,11 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus, tmp_
     manifest = tmp_path / "out" / "_run" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{")
-    ended = call(*arguments)
-    assert "is not a manifest that this version can read" in ended.line(5)
+    assert "is not a manifest that this version can read" in call(*arguments).line(5)
     manifest.unlink()
     (tmp_path / "out" / "_run" / "parts").mkdir()
     (tmp_path / "out" / "_run" / "parts" / "part-00000001-000000.parquet").write_bytes(b"PAR1")
-    ended = call(*arguments)
-    assert "part-00000001-000000.parquet is damaged" in ended.line()
+    assert "part-00000001-000000.parquet is damaged" in call(*arguments).line()
 
 
 @pytest.mark.parametrize(
@@ -168,8 +164,7 @@ def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, plan, c
     path.parent.mkdir(parents=True)
     path.touch() if kind == "folder" else path.mkdir()
     for do in (call, plan):
-        ended = do(*on(corpus, tmp_path / "out"))
-        assert f"{path} must be a {kind} of the run" in ended.line()
+        assert f"{path} must be a {kind} of the run" in do(*on(corpus, tmp_path / "out")).line()
 
 
 @pytest.mark.parametrize("name", ["errors", "_run/parts"])
@@ -178,8 +173,7 @@ def test_a_link_to_a_folder_elsewhere_is_refused(call, corpus, tmp_path, name):
     link = tmp_path / "out" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path)
-    ended = call(*on(corpus, tmp_path / "out"))
-    assert f"{link} is a symbolic link" in ended.line()
+    assert f"{link} is a symbolic link" in call(*on(corpus, tmp_path / "out")).line()
 
 
 def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_path, monkeypatch):
@@ -202,8 +196,7 @@ def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, plan, corpus,
     assert_refused(
         call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out"
     )
-    ended = plan(*arguments, "--set", "prompt.max_prompt_tokens=500")
-    assert ended.code == 0
+    plan(*arguments, "--set", "prompt.max_prompt_tokens=500").exits(0)
 
 
 def test_a_folder_that_another_driver_holds_is_refused(call, corpus, tmp_path):
@@ -240,8 +233,7 @@ def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder
     """At once, and the run had begun: the next start goes on with it."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
-    ended = summarize(*run_on(corpus, tmp_path / "out", "input.id_column=doc"))
-    assert ended.code == 1
+    ended = summarize(*run_on(corpus, tmp_path / "out", "input.id_column=doc")).exits(1)
     assert ended.stderr.splitlines()[-1].startswith(f"error: Ray cannot be joined: {why}")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "_run" / "lock").exists()
@@ -249,8 +241,7 @@ def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder
 
 def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path):
     """A log collector reads stderr: the last line of a run that never began is an object too."""
-    ended = call("--config", tmp_path / "nowhere.yaml", "--log", "json")
-    line = ended.line()
+    line = call("--config", tmp_path / "nowhere.yaml", "--log", "json").line()
     said = json.loads(line)
     assert said["event"] == "error"
     assert "nowhere.yaml" in said["message"]
@@ -298,7 +289,6 @@ def connections(pid, port):
 def test_a_hub_that_is_away_is_exit_1(call, hub, corpus, tmp_path, monkeypatch):
     """Exit 2 would keep a scheduler from trying again; a model of that name may well be there tomorrow."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    ended = call(*on(corpus, tmp_path / "out", "target.model=somebody/something"))
-    line = ended.line(1)
+    line = call(*on(corpus, tmp_path / "out", "target.model=somebody/something")).line(1)
     assert line.startswith("error: the Hub does not answer for somebody/something")
     assert line.endswith("run again")

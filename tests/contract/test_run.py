@@ -186,17 +186,14 @@ def test_somebody_elses_file_among_the_summaries_is_not_read(demo, tmp_path, cal
     output = tmp_path / "copy"
     shutil.copytree(demo[1], output)
     pq.write_table(pa.table({"text": ["mine"]}), output / "summaries" / "a-note.parquet")
-    ended = call("--config", CONFIG, "--output", output, *DEMO)
-    assert ended.code == 0, ended.stderr
-    assert "Summary of " in ended.stdout
+    assert "Summary of " in call("--config", CONFIG, "--output", output, *DEMO).exits(0).stdout
 
 
 def test_a_folder_of_another_run_is_refused_with_the_difference(demo, call):
     """Another tree is another run, more workers are not."""
     _, output = demo
     settings = ["--set", "tree.nodes=5", "--set", "job.workers=2"]
-    ended = call("--config", CONFIG, "--output", output, *settings)
-    assert ended.code == 5
+    ended = call("--config", CONFIG, "--output", output, *settings).exits(5)
     assert "belongs to another run; give another output.path, or restore what differs:" in ended.stderr
     assert "tree.nodes: 8 there, 5 here" in ended.stderr
     assert "input.passthrough" in ended.stderr
@@ -209,8 +206,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path, summar
         tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
     )
     changes = ["input.id_column=doc", "prompt.length_policy=error", "input.options_column=length"]
-    ended = summarize_here(*on(corpus, tmp_path / "out", *changes, "input.passthrough=[length]"))
-    assert ended.code == 3, ended.stderr
+    summarize_here(*on(corpus, tmp_path / "out", *changes, "input.passthrough=[length]")).exits(3)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     [done] = rows(tmp_path / "out" / "summaries")
     assert done["doc_id"] == "3"
@@ -235,8 +231,7 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
     corpus = write_corpus(tmp_path / "in.parquet", ["t5 t6 t7", "t8 t9 t10"])
     changes = [f"target.model={pair.target}", f"draft.model={pair.drafts['good']}", "decoding.max_new_tokens=150"]
     arguments = on(corpus, tmp_path / "out", "input.id_column=null", *changes)
-    ended = summarize_here(*arguments, "--set", "decoding.stop_repetition=true")
-    assert ended.code == 0, ended.stderr
+    summarize_here(*arguments, "--set", "decoding.stop_repetition=true").exits(0)
     for row in rows(tmp_path / "out" / "summaries"):
         assert row["finish_reason"] == "repetition"
         assert row["quality_flags"][0] == "repeated"
@@ -266,8 +261,7 @@ def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path, start):
     """A nightly window: exit 75, run again tomorrow."""
     arguments = long_corpus(tmp_path, 5000)
     output = tmp_path / "out"
-    ended = summarize(*arguments, "--output", output, "--set", "job.deadline_s=15")
-    assert ended.code == 75, ended.stderr
+    ended = summarize(*arguments, "--output", output, "--set", "job.deadline_s=15").exits(75)
     assert "job.deadline_s has passed" in ended.stderr
     assert not (output / "_SUCCESS").exists()
 
@@ -277,8 +271,7 @@ def test_two_workers_give_what_one_gives(demo, tmp_path, summarize_here):
     """Who does what, and beside whom, changes no summary."""
     _, output = demo
     others = settings(job={"workers": 2}, decoding={"max_batch_size": 1})
-    ended = summarize_here("--output", tmp_path / "two", *others)
-    assert ended.code == 0, ended.stderr
+    summarize_here("--output", tmp_path / "two", *others).exits(0)
     pairs = zip(rows(tmp_path / "two" / "summaries"), rows(output / "summaries"), strict=True)
     assert all(mine["summary"] == theirs["summary"] for mine, theirs in pairs)
 

@@ -158,8 +158,7 @@ def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path
     assert {*asked, facts[4]} == tasks
     for command in commands:
         few = ["--set", "decoding.max_new_tokens=8"] if command[0] == "run" and "facts" not in command else []
-        ended = specextend(*command, *few)
-        assert ended.code == 0, ended.stderr
+        specextend(*command, *few).exits(0)
     for task in tasks:
         found = rows(tmp_path / "out" / ("facts" if task == "facts" else "asked") / "summaries")
         column = RunConfig.load(["smollm2", task]).output.column

@@ -173,6 +173,4 @@ def test_memory_at_the_end_of_a_run_does_not_grow_with_its_results(tmp_path):
 
 def measured(script, *arguments):
     """The numbers that a script prints in a process of its own."""
-    ended = ran(sys.executable, "-c", script, *map(str, arguments))
-    assert ended.code == 0, ended.stderr
-    return [int(number) for number in ended.stdout.split()]
+    return [int(number) for number in ran(sys.executable, "-c", script, *map(str, arguments)).exits(0).stdout.split()]

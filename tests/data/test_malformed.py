@@ -210,8 +210,7 @@ def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path):
     pq.ParquetWriter(folder / "no groups.parquet", table.schema).close()
     settings = ['input.text_column="the text #1"', 'input.id_column="id.a#b"', "input.passthrough=[n.tok]"]
     output = tmp_path / "out%20#1"
-    ended = summarize(*on(folder, output, *settings))
-    assert ended.code == 0, ended.stderr
+    summarize(*on(folder, output, *settings)).exits(0)
     found = rows(output / "summaries")
     assert [(row["doc_id"], row["n.tok"]) for row in found] == [("1", None), ("2", 60_000), ("3", 0), ("4", -1)]
     assert [row["num_dropped_tokens"] > 0 for row in found] == [False, True, False, True]

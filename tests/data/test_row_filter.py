@@ -1,9 +1,12 @@
 """The filter of rows: a condition of SQL, and that nothing else gets through."""
 
+import re
+
 import pyarrow as pa
 import pytest
 
 from specextend.data.database import filter_columns, matches
+from tests.refused import refused
 
 TABLE = pa.table(
     {
@@ -51,23 +54,21 @@ def test_rows_match_as_in_sql(text, rows):
         ("pages in (select 1)", "subquery is not allowed"),
         ("lang = (select content from read_text('/etc/passwd'))", "not allowed"),
         ("lang; drop table x", "syntax error"),
-        ("pages > avg(pages)", r"avg\(\) is not allowed"),
+        ("pages > avg(pages)", "avg() is not allowed"),
         ("row_number() over () < 3", "window is not allowed"),
-        ("unnest(pages)", r"unnest\(\) is not allowed"),
-        ("day < today()", r"today\(\) is not allowed"),
-        ("age(day) > interval 9 years", r"age\(\) is not allowed"),
-        ("day < current_localtimestamp()", r"current_localtimestamp\(\) is not allowed"),
-        ("pages > random()", r"random\(\) is not allowed"),
-        ("lang == repeat('x', 4000000000)", r"repeat\(\) is not allowed"),
+        ("unnest(pages)", "unnest() is not allowed"),
+        ("day < today()", "today() is not allowed"),
+        ("age(day) > interval 9 years", "age() is not allowed"),
+        ("day < current_localtimestamp()", "current_localtimestamp() is not allowed"),
+        ("pages > random()", "random() is not allowed"),
+        ("lang == repeat('x', 4000000000)", "repeat() is not allowed"),
         ("pages > $1", "parameter is not allowed"),
         ("Lang == 'en' or lang == 'de'", "differ in case"),
     ],
 )
 def test_what_reaches_beyond_a_row_is_refused(text, message):
     """A configuration may come from somebody who must not read files here; and a resumed run needs the same rows."""
-    with pytest.raises(ValueError, match=message) as refused:
-        filter_columns(text)
-    assert "\n" not in str(refused.value)
+    assert message in refused(filter_columns, text)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,5 @@ def test_what_reaches_beyond_a_row_is_refused(text, message):
 )
 def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text, what):
     """Whatever DuckDB says becomes one line; text that is not UTF-8 would end its database."""
-    with pytest.raises(ValueError, match=f"does not fit its columns .*{what}") as refused:
-        matches(text, TABLE.select(filter_columns(text)))
-    assert "\n" not in str(refused.value)
+    said = refused(matches, text, TABLE.select(filter_columns(text)))
+    assert re.search(f"does not fit its columns .*{what}", said)

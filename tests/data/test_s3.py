@@ -16,14 +16,11 @@ from specextend.cluster.exits import EXIT_FAILED, StoreError, exit_code, exit_co
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
-from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
-from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.source import open_source
 from specextend.data.storage import (
     atomic_output,
-    list_files,
     resolve,
     write_bytes,
 )
@@ -86,35 +83,6 @@ def test_keys_are_named_as_they_are(s3, output, done):
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
     assert every.read(DocumentKey(1, 0)).document.text == "three"
-
-
-def test_a_run_is_written_resumed_and_finished(s3, output, done, failed):
-    """All that a driver does to an output folder, on object storage."""
-    source = two_files()
-    manifest = build_manifest(source, {}, {})
-    write_manifest(output, manifest)
-    with pytest.raises(FileExistsError):
-        write_manifest(output, manifest)
-    CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
-    CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
-    followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live")
-    assert followed.code == 0
-    assert followed.stdout == "4 of 5 documents in s3://corpus/live; 1 failed\n"
-    assert s3.files().keys() > {"live/part-0000000b-000000.parquet", "live/part-0000000a-000001.parquet"}
-    assert finalize(source, output) == Counts(5, 4, 1)
-    write_success(output, Counts(5, 4, 1))
-    exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv")
-    assert exported.code == 0
-    assert exported.stdout == "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n"
-    folder = output.child("summaries")
-    tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
-    assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
-    assert list_files(output.child("errors")) == ["part-00000.parquet"]
-    assert read_manifest(output) == manifest
-    assert read_success(output) == Counts(5, 4, 1)
-    s3.requests.clear()
-    finalize(source, output)
-    assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
 
 
 @pytest.mark.parametrize("path", ["lake", "lake/orders/day=1", "lake/orders/day=1/*.parquet", "lake/**/a.parquet"])
@@ -299,8 +267,7 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
         "decoding.max_new_tokens=8",
     ]
     known = [*on("s3://corpus/in", "s3://corpus/out", *settings), "--task", "summary"]
-    ended = summarize(*known)
-    assert ended.code == 0, ended.stderr
+    ended = summarize(*known).exits(0)
     files = s3.files()
     for name, data in files.items():
         target = tmp_path / name
@@ -313,8 +280,14 @@ def test_a_whole_job_reads_and_writes_object_storage(s3, tmp_path):
     puts = {change for change in s3.changes() if "/_run/parts/part-" in change[1]}
     names = [part.name for part in parts(tmp_path / "out")]
     assert puts == {("PUT", f"/corpus/out/_run/parts/{name}") for name in names}, "one request a part"
-    added = summarize(*known, "--task", "translation")
-    assert added.code == 0, added.stderr
+    for more, to in (("--follow",), "live"), ((), "answers.csv"):
+        told = specextend("export", "s3://corpus/out", *more, "--to", f"s3://corpus/{to}")
+        assert (told.code, told.stdout) == (0, f"8 of 10 documents in s3://corpus/{to}; 2 failed\n"), told.stderr
+    assert {name.partition("/")[0] for name in s3.files()} >= {"live", "answers.csv"}
+    s3.requests.clear()
+    assert summarize(*known).code == 0
+    assert [path for method, path in s3.changes() if method == "PUT" and "/part-" in path] == [], "nothing is rewritten"
+    summarize(*known, "--task", "translation").exits(0)
     assert [name for name in s3.files() if name.startswith("out/added/translation/summaries/")]
     said = [ended.stdout.encode(), ended.stderr.encode(), *files.values()]
     assert not [text for text in said if SECRET_KEY.encode() in text or ACCESS_KEY.encode() in text]

@@ -22,8 +22,7 @@ def test_help_comes_at_once(arguments):
         "import os, sys; from specextend.cli.main import main\n"
         f"os._exit = lambda code: sys.exit(sorted({heavy} & sys.modules.keys()) or code)\nmain()"
     )
-    ended = ran(sys.executable, "-c", code, *arguments)
-    assert ended.code == 0
+    ended = ran(sys.executable, "-c", code, *arguments).exits(0)
     assert ended.stderr == ""
     assert ended.stdout
 
@@ -62,8 +61,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatc
     """With exit code 2, whichever library found it."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
-    ended = specextend(*arguments)
-    line = ended.line()
+    line = specextend(*arguments).line()
     assert line[:7] == "error: "
     assert said in line
 
@@ -134,8 +132,7 @@ def test_a_machine_is_checked_for_a_configuration():
     assert fits.code == 0
     assert found["worker"]["problem"] is None
     assert found["cores"] >= 1
-    large = specextend("check", "--config", "tiny-random", "--set", "job.cpus_per_worker=5000")
-    assert large.code == 2
+    large = specextend("check", "--config", "tiny-random", "--set", "job.cpus_per_worker=5000").exits(2)
     assert large.stdout.splitlines()[-1].startswith("does not fit: job.cpus_per_worker is 5000 but this machine has")
 
 
@@ -170,8 +167,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     write_corpus(tmp_path / "my data" / "in.parquet", ["short"] * 3, **columns)
     ended = specextend("init", "my data", "--config", "tiny-random", "--to", "configs/mine.yaml")
     assert ended.code == 2, "the folder is not there"
-    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
-    assert ended.code == 0, ended.stderr
+    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml").exits(0)
     assert (
         "column of the text: body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)"
         in ended.stdout
@@ -186,8 +182,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init", "my data", "--to", "mine.yaml")
     assert again.line() == "error: mine.yaml is there already; name another file with --to"
-    task = specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml")
-    assert task.code == 0, task.stderr
+    specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml").exits(0)
     own = [
         "input.path=my data",
         "input.text_column=body",
@@ -196,8 +191,7 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path, monkeypatch):
     ]
     assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
     assert len((tmp_path / "task.yaml").read_text().splitlines()) < 16, "of seventy lines nobody finds their own five"
-    again = specextend("init", "my data", "--config", "mine.yaml", "--config", "keywords", "--to", "more.yaml")
-    assert again.code == 0, again.stderr
+    specextend("init", "my data", "--config", "mine.yaml", "--config", "keywords", "--to", "more.yaml").exits(0)
     more = RunConfig.load("more.yaml")
     assert more.output.column == "keywords"
     assert more.target == config.target
@@ -269,8 +263,7 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     texts = [f"Report {number} of the committee, which met." for number in range(12)]
     write_corpus(tmp_path / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
     write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
-    ended = specextend("init", "data", "--config", "tiny-random", "--config", "question")
-    assert ended.code == 0, ended.stderr
+    ended = specextend("init", "data", "--config", "tiny-random", "--config", "question").exits(0)
     assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout

@@ -102,8 +102,7 @@ def script(folder, code):
 def test_the_examples_of_the_page_run(tmp_path):
     """In their order and in a script, which starts a Ray of its own, with the tiny pair in place of the large one."""
     page = "\n".join(BLOCKS).replace('"smollm2"', '"tiny-random"').replace("threading.Timer(", "threading.Timer(9e6 + ")
-    ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on")
-    assert ended.code == 0, ended.stderr
+    ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on").exits(0)
     assert len(BLOCKS) == 7
     assert pq.read_table(tmp_path / "out" / "reports" / "summaries").num_rows == 2
     assert "govreport-1k-00" in ended.stdout
@@ -120,8 +119,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     assert [cell for cell in notebook["cells"] if cell.get("outputs")] == []
     code = "\n".join(cells).replace('"smollm2"', '"tiny-random"')
     code = code.replace("few = {", 'few = {"input.id_column": None, ')  # the tiny pair names that of the demo
-    ended = script(tmp_path, f"{code}\nprint(pq.read_table(result.summaries)['doc_id'].to_pylist())")
-    assert ended.code == 0, ended.stderr
+    ended = script(tmp_path, f"{code}\nprint(pq.read_table(result.summaries)['doc_id'].to_pylist())").exits(0)
     assert "2 documents in out/quickstart/documents" in ended.stdout
     assert "['clinic.txt', 'harbour.md']" in ended.stdout
     assert "passage" in ended.stdout, "the table of the answers of several tasks"

@@ -70,8 +70,9 @@ def test_the_wheel_holds_all_modules_and_what_they_need(wheel):
 
 def test_the_tiny_pair_runs_from_the_wheel(command, tmp_path):
     """Outside the checkout: configuration, documents and page come out of the package."""
-    ended = call(command, tmp_path, "run", "--config", "tiny-random", "--output", "out", "--set", "input.limit=3")
-    assert ended.code == 0, ended.stderr
+    ended = call(
+        command, tmp_path, "run", "--config", "tiny-random", "--output", "out", "--set", "input.limit=3"
+    ).exits(0)
     assert f"specextend report {tmp_path}/out prints it" in ended.stdout
     assert pq.read_table(tmp_path / "out" / "summaries").num_rows == 3
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
@@ -82,8 +83,7 @@ def test_the_tiny_pair_runs_from_the_wheel(command, tmp_path):
 def test_the_demo_runs_in_an_empty_folder(command, tmp_path):
     """With the draft and the documents of the wheel, and the target where an earlier demo has put it."""
     few = ["--set", "input.limit=1", "--set", "decoding.max_new_tokens=8"]
-    ended = call(command, tmp_path, "demo", *few)
-    assert ended.code == 0, ended.stderr
+    call(command, tmp_path, "demo", *few).exits(0)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "cache"}
     [summary] = pq.read_table(tmp_path / "out" / "demo" / "summaries").to_pylist()
     assert summary["doc_id"] == "govreport-1k-00"

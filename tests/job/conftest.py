@@ -38,10 +38,14 @@ class Ended:
     stdout: str
     stderr: str
 
+    def exits(self, code):
+        """The same, which must have ended with that code."""
+        assert self.code == code, self.stdout + self.stderr
+        return self
+
     def line(self, code=2):
         """The one line that it ended with."""
-        assert self.code == code, self.stderr
-        [line] = self.stderr.splitlines()
+        [line] = self.exits(code).stderr.splitlines()
         return line
 
 

@@ -21,8 +21,7 @@ def test_a_calibration_measures_the_time(local_ray, corpus, tmp_path):
     """The real engine over real documents, and what the night would cost."""
     settings = ["input.id_column=null", "report.price_per_worker_hour=36", "job.workers=2"]
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings), "--calibrate", "3"]
-    ended = specextend("plan", *arguments, "--json", tmp_path / "plan.json")
-    assert ended.code == 0, ended.stderr
+    ended = specextend("plan", *arguments, "--json", tmp_path / "plan.json").exits(0)
     assert not (tmp_path / "out").exists(), "a dry run writes nothing there"
     tables = [line for line in ended.stdout.splitlines() if line.startswith("  ")]
     assert max(map(len, tables)) <= 80, "a terminal of 80 columns shows the tables as they are"

@@ -78,9 +78,7 @@ class Cluster:
 
     def ray(self, *arguments):
         """Output of `ray job`, which must succeed."""
-        ended = self.run(*RAY, "job", *arguments)
-        assert ended.code == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        return self.run(*RAY, "job", *arguments).exits(0).stdout
 
     def submit(self, name, *arguments, job=("jobs/summarize.py",)):
         settings = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}})
@@ -153,13 +151,11 @@ def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster, tmp
     """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both."""
     corpus = write_corpus(tmp_path / "in.parquet", ["The committee met and talked about the weather.", None])
     arguments = [*TINY, *on(corpus, tmp_path / "out", "input.id_column=null")]
-    ended = cluster.run("scripts/submit.sh", *arguments)
-    assert ended.code == 3, ended.stdout + ended.stderr
+    ended = cluster.run("scripts/submit.sh", *arguments).exits(3)
     for said in ("2 of 2 rows to do", "2 rows: 1 done, 1 failed", "rows done", "Summary of in.parquet:0:"):
         assert said in ended.stdout
     assert not any("\x1b" in line for line in ended.stdout.splitlines() if "rows" in line), "progress in plain lines"
-    again = cluster.run("scripts/submit.sh", *arguments, "--set", "job.max_error_fraction=0.5")
-    assert again.code == 0, again.stdout + again.stderr
+    cluster.run("scripts/submit.sh", *arguments, "--set", "job.max_error_fraction=0.5").exits(0)
     [one, other] = [job for job in cluster.job() if (job["submission_id"] or "").startswith("specextend-")]
     assert {one["driver_exit_code"], other["driver_exit_code"]} == {0, 3}
 

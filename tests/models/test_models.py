@@ -14,6 +14,7 @@ from specextend.cli.run import plan
 from specextend.model_files import ModelError, identify
 from specextend.models import TargetOptions, check_model, load_target, read_facts
 from specextend.pairing import check_pair
+from tests.refused import refused
 
 DRAFTLESS = ["--set", "decoding.mode=autoregressive", "--set", "target.dtype=float32"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -29,10 +30,7 @@ def check_target(model):
 
 def refusal(folder, read=read_facts):
     """What a user reads; it must be one line."""
-    with pytest.raises(ModelError) as refused:
-        read(str(folder))
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    return refused(read, str(folder), kind=ModelError)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
+from tests.refused import refused
 
 
 def target_of(folder):
@@ -15,10 +16,7 @@ def target_of(folder):
 
 
 def refusal(target, draft):
-    with pytest.raises(ModelError) as refused:
-        check_pair(target_of(target), draft)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    return refused(check_pair, target_of(target), draft, kind=ModelError)
 
 
 def model_draft(folder):

@@ -54,16 +54,14 @@ def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped, tmp_path, kin
     """A row that came twice would be counted twice; one that was left out is missed by nobody before the morning."""
     live = tmp_path / "live"
     before = sorted(stopped.rglob("*"))
-    ended = follow(stopped, live, "--format", kind)
-    assert ended.code == 75
+    ended = follow(stopped, live, "--format", kind).exits(75)
     assert ended.stdout == f"2 of 4 documents in {live}; 1 failed\n"
     assert ended.stderr == "the run has stopped before its end; run it again, then this command\n"
     assert sorted(stopped.rglob("*")) == before, "nothing is written into its folder"
     first = {path.name: path.stat().st_mtime_ns for path in live.iterdir()}
     commit(stopped, "0000000b", answer(1, "b"), answer(2, "c again"))  # a retry, and a driver that came too late
     commit(stopped, "0000000b", failed_row(3, doc_id="doc-3"))
-    ended = follow(stopped, live, "--format", kind)
-    assert ended.code == 0
+    ended = follow(stopped, live, "--format", kind).exits(0)
     assert ended.stderr == ""
     assert ended.stdout == f"3 of 4 documents in {live}; 1 failed\n"
     assert {path.name: path.stat().st_mtime_ns for path in live.iterdir()}.items() > first.items()
@@ -81,8 +79,7 @@ def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
     assert follow(stopped, tmp_path / "live").code == 75
     other = tmp_path / "other"
     write_manifest_file(location(other), config_of(str(other)), 1)
-    ended = follow(other, tmp_path / "live")
-    assert "which is no commit of this run; name another folder" in ended.line()
+    assert "which is no commit of this run; name another folder" in follow(other, tmp_path / "live").line()
 
 
 @pytest.fixture
@@ -247,8 +244,7 @@ def test_the_second_night_replaces_the_export_of_the_first(night, tmp_path):
         (to, (tmp_path / "night" / "*",), "there is no run in"),
         (tmp_path / "folder", (every, "--replace"), "is not empty; name another folder"),
     ):
-        ended = merge(where, *more)
-        assert said in ended.line()
+        assert said in merge(where, *more).line()
 
 
 def test_a_document_that_the_input_has_no_more_is_left_out(night, tmp_path):
@@ -274,8 +270,7 @@ def test_a_byte_that_the_disk_has_changed_is_not_read_as_an_answer(tmp_path, mon
             pa.table({"doc_id": [*"abcd"], "summary": ["a summary"] * 4}),
         )
     damage(max((stopped / folder).iterdir()), "byte")
-    ended = specextend(command[0], stopped, *command[1:])
-    assert "is damaged (" in ended.line()
+    assert "is damaged (" in specextend(command[0], stopped, *command[1:]).line()
     assert not (tmp_path / "answers.csv").exists()
 
 
@@ -296,8 +291,7 @@ def test_runs_that_do_not_belong_together_are_not_merged(night, tmp_path):
         ((first, killed), "has not ended: run it again"),
         ((first, tmp_path / "in"), "holds no run"),
     ):
-        ended = merge(tmp_path / "merged", *runs)
-        assert said in ended.line()
+        assert said in merge(tmp_path / "merged", *runs).line()
         assert not (tmp_path / "merged").exists()
     assert specextend("export", first, number, "--to", tmp_path / "merged").code == 2
     said = merge(tmp_path / "merged", first, night(5, {"a": "a5"}, digest="e" * 64)).stdout
