@@ -30,7 +30,7 @@ from specextend.cluster.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from specextend.cluster.workers import poll_every_s
+from specextend.cluster.workers import POLL_S, POLLS_PER_S
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 
@@ -203,7 +203,8 @@ class SimulatedCluster:
 
     def _poll_later(self, worker: str) -> None:
         if self._polls is not None:
-            heapq.heappush(self._polls, (self.clock.now + poll_every_s(len(self.workers)), worker))
+            poll_at = self.clock.now + max(POLL_S, len(self.workers) / POLLS_PER_S)
+            heapq.heappush(self._polls, (poll_at, worker))
 
     def _ready(self, worker: str) -> list[Event]:
         if (being := self.workers.get(worker)) is None:
