@@ -711,19 +711,16 @@ def parse(key: str, text: str) -> Any:
         tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"--set {key}: {shown(text)} is not a valid YAML value ({_yaml_problem(error)})"
-        raise ConfigError(f"{problem}; {_how_to_quote(key, text)}") from None
+        quoted = json.dumps(text, ensure_ascii=False) if shown(text) == repr(text) else '"..."'
+        raise ConfigError(
+            f"{problem}; quote a text: --set {shlex.quote(f'{key}={quoted}')}"
+        ) from None
     if comment := text[tokens[-1].end_mark.index :].strip():
         raise ConfigError(
             f"--set {key}: {shown(comment)} is a comment in YAML and would be left out; quote the "
             "value"
         )
     return value
-
-
-def _how_to_quote(key: str, text: str) -> str:
-    """Say how a text is written that YAML would read as something else."""
-    value = json.dumps(text, ensure_ascii=False) if shown(text) == repr(text) else '"..."'
-    return f"quote a text: --set {shlex.quote(f'{key}={value}')}"
 
 
 def shown(value: object) -> str:

@@ -314,9 +314,7 @@ def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> in
         return rows
     excess = sum(memory_bytes(config, facts).values()) - int(_PLANNED * budget)
     of_draft = [sum(_draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
-    drafts = (
-        draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
-    )
+    drafts = draft_size(config.active_draft).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
     per_row = (
         facts.kv_bytes_per_token(config.target.dtype)
         + drafts * DTYPES[config.target.dtype].itemsize
@@ -339,7 +337,7 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
     """
     size = DTYPES[config.target.dtype].itemsize
     num_rows = target_rows(config, facts)
-    draft = draft_size(config.active_draft, facts)
+    draft = draft_size(config.active_draft)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
     return {
         "target_weights": target_bytes(config.target),

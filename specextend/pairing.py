@@ -168,16 +168,13 @@ def draft_rows(
     return num_full, options.batch_size * aligned(max(staged, seen + trees))
 
 
-def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
-    """Return the size of a draft by its config and the headers of its files, for a target with
-    these facts.
-    """
+def draft_size(draft: DraftOptions | None) -> DraftSize:
+    """Return the size of a draft by its config and the headers of its files."""
     if draft is None or draft.kind == "ngram":
         return DraftSize(0, 0)
     if draft.kind == "eagle":
         return _size_eagle(draft)
-    draft_facts = read_facts(draft.model)
-    return DraftSize(num_parameters(draft.model), draft_facts.kv_numbers_per_token)
+    return DraftSize(num_parameters(draft.model), read_facts(draft.model).kv_numbers_per_token)
 
 
 class DraftSize(NamedTuple):

@@ -299,6 +299,10 @@ def document_figures(figures: RunFigures) -> Values:
     flagged = (
         f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
     )
+    names = ", ".join(dict.fromkeys((*_SLOWEST, "total_s", *PHASES)))
+    slowest = f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)),
+        '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
+    FROM done WHERE total_s IS NOT NULL ORDER BY total_s DESC, doc_id LIMIT {NUM_SLOWEST}"""
     choices: dict[str, dict[str, Values]] = {}
     for row in figures.select(_CHOICES):
         choices.setdefault(row.pop("field"), {})[row.pop("value")] = row
@@ -312,7 +316,7 @@ def document_figures(figures: RunFigures) -> Values:
         "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
         "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
         "workers": _counts(figures, "worker"),
-        "slowest": _slowest(figures),
+        "slowest": figures.select(slowest),
         "evidence": {row.pop("field"): row for row in figures.select(_EVIDENCE)},
         "sources": figures.select(_SOURCES)[0],
         "choices": choices,
@@ -345,15 +349,6 @@ def _counts(figures: RunFigures, name: str, rows: str = "done") -> dict[str, int
         "1 ORDER BY n DESC, 1"
     )
     return {row["value"]: row["n"] for row in figures.select(query)}
-
-
-def _slowest(figures: RunFigures) -> list[Values]:
-    names = ", ".join(dict.fromkeys((*_SLOWEST, "total_s", *PHASES)))
-    return figures.select(
-        f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)),
-            '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
-        FROM done WHERE total_s IS NOT NULL ORDER BY total_s DESC, doc_id LIMIT {NUM_SLOWEST}"""
-    )
 
 
 def limit_figures(figures: RunFigures, starts: Sequence[Start]) -> Values | None:

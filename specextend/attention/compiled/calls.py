@@ -186,6 +186,8 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
         len(layers),
     )
     _point(own, workspace=workspace, counters=counters)
+    # fewer rows are in the caches of all cores
+    own["num_shares"] = min(num_workers(), 8) if own["num_rows"] > products.ROWS else 1
     _run_on_all(phases.kernel(), call)
 
 

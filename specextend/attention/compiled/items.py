@@ -343,8 +343,8 @@ def write_results(element, call, item, totals):
 @numba.njit
 def find_item(element, call, number):
     """Return the rows of the item with a number, parts aside."""
-    rest, row_block = divmod(number, num_row_blocks(call))
-    sequence, key_head = divmod(rest, call.num_key_heads)
+    rest, key_head = divmod(number, call.num_key_heads)
+    sequence, row_block = divmod(rest, num_row_blocks(call))
     first_row = row_block * call.rows
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
     places = integers(element, call.places, (2, call.num_sequences))

@@ -124,8 +124,12 @@ class Call(NamedTuple):
     workspace: int
     """Memory of workers for products."""
     counters: int
-    """int64, 0 at first: workers, and for each phase items begun, behind it their number, and items
-    done.
+    """int64, 0 at first: workers, and for each phase items begun of each share, then items done,
+    behind it their number.
+    """
+    num_shares: int
+    """Shares of a phase's items. A worker begins with its own, whose rows it has in its cache from
+    the phase before, and then helps with the others.
     """
     num_rows: int
     cos: int
@@ -594,7 +598,7 @@ def prepare(element, call, layers, counter, level):
     for phase in range(PREPARE + 1, NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
         kind, layer = place_of(own, phase)
         is_asked = own.first <= kind and phase < own.end
-        integers(element, counter + 2 * phase * LINE, 2)[1] = (
+        integers(element, counter + (2 * phase + 1) * LINE, 2)[1] = (
             count_items(call, layers[layer], kind) if is_asked else 0
         )
 
@@ -660,6 +664,7 @@ def work(element, call):
     own = call.own
     layers = numba.carray(layers_at(element, own.layers), own.num_layers)
     worker = add_to(element, own.counters, 1)
+    shares = own.num_shares
     counter = own.counters + LINE
     scratch = items.memory_of(layers[0].attention, worker)
     sums = own.workspace + worker * products.WORKER_BYTES
@@ -667,15 +672,18 @@ def work(element, call):
     for level in range(own.num_levels + 1):
         for phase in range(NUM_KINDS + (own.num_layers - 1) * NUM_OF_LAYER):
             kind, layer = place_of(own, phase)
-            count = integers(element, counter, 2)[1] if kind > PREPARE else 1
-            number = add_to(element, counter, 1)
-            while number < count:
-                if kind == PREPARE:
-                    prepare(element, call, layers, counter, level)
-                else:
-                    run_item(element, call, layers[layer], kind, scratch, sums, number)
-                add_to(element, counter + LINE, 1)
-                number = add_to(element, counter, 1)
+            count = integers(element, counter + LINE, 2)[1] if kind > PREPARE else 1
+            for turn in range(shares):
+                share = (worker + turn) % shares
+                while True:
+                    number = count * share // shares + add_to(element, counter + 8 * share, 1)
+                    if number >= count * (share + 1) // shares:
+                        break
+                    if kind == PREPARE:
+                        prepare(element, call, layers, counter, level)
+                    else:
+                        run_item(element, call, layers[layer], kind, scratch, sums, number)
+                    add_to(element, counter + LINE, 1)
             wait_for(element, counter + LINE, count)
             counter += 2 * LINE
             if own.is_done != 0:
