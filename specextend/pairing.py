@@ -129,7 +129,17 @@ def load_drafter(
     network: DraftNetwork
     rows = draft_rows(config, cache, num_rows, target.device)
     if draft.kind == "eagle":
-        network = _load_eagle(draft, target, lm_head, rows)
+        head = read_head(draft.model)
+        network = EagleNetwork(
+            head,
+            read_weights(head, str(target.device)),
+            read_vocabulary(head),
+            target,
+            lm_head,
+            rows,
+            rope_frequencies(head.rope, head.head_dim, draft.model),
+            head.hidden_layers(target.config.num_hidden_layers),
+        )
     else:
         network = _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
@@ -210,23 +220,15 @@ def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     theirs = load_tokenizer(draft.model)
     for name in _SPECIAL_TOKENS:
         _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
-    _check_shared_tokens(draft.model, theirs.get_vocab(), facts.name, ours.get_vocab(), num_rows)
-
-
-def _check_shared_tokens(
-    draft: str, theirs: dict[str, int], target: str, ours: dict[str, int], num_rows: int
-) -> None:
-    """Raise ModelError unless each id below `num_rows` that both vocabularies use is the same token
-    in both.
-    """
+    # each id that both vocabularies use has to be the same token in both
     their_tokens, our_tokens = (
-        {token_id: token for token, token_id in each.items()} for each in (theirs, ours)
+        {token_id: token for token, token_id in each.get_vocab().items()} for each in (theirs, ours)
     )
     for token_id in sorted(their_tokens.keys() & our_tokens.keys()):
         if token_id < num_rows:
-            _check_equal(
-                f"token {token_id}", draft, their_tokens[token_id], target, our_tokens[token_id]
-            )
+            name = f"token {token_id}"
+            both = their_tokens[token_id], our_tokens[token_id]
+            _check_equal(name, draft.model, both[0], facts.name, both[1])
 
 
 def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:
@@ -247,22 +249,6 @@ def _size_eagle(draft: DraftOptions) -> DraftSize:
         count += head.draft_vocab_size * head.hidden_size
     return DraftSize(
         count, 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read
-    )
-
-
-def _load_eagle(
-    draft: DraftOptions, target: CachedModel, lm_head: Tensor, rows: tuple[int, int]
-) -> EagleNetwork:
-    head = read_head(draft.model)
-    return EagleNetwork(
-        head,
-        read_weights(head, str(target.device)),
-        read_vocabulary(head),
-        target,
-        lm_head,
-        rows,
-        rope_frequencies(head.rope, head.head_dim, draft.model),
-        head.hidden_layers(target.config.num_hidden_layers),
     )
 
 

@@ -344,7 +344,9 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
         raise RefusedError(
             f"tasks: an added one is a folder, so name {strange[0]} with letters, digits, - and _"
         )
-    _check_ended(config.of_tasks(done, config.output.path))
+    pinned = _check_ended(config.of_tasks(done, config.output.path))
+    # a branch of the Hub may have moved
+    config = config.model_copy(update={"target": pinned.target, "draft": pinned.draft})
     for folder in added:
         names = folder.split("+")
         if {*names} == {*left}:
@@ -372,14 +374,17 @@ def _tasks_there(manifest: ReadOnly) -> list[str]:
     return list(manifest["identity"].get("tasks", ()))
 
 
-def _check_ended(config: RunConfig) -> None:
-    """Raise RefusedError unless the output folder holds this run, and all of it."""
+def _check_ended(config: RunConfig) -> RunConfig:
+    """Return the configuration with the models that the run pinned. Raises RefusedError unless the
+    output folder holds it, and all of it.
+    """
     prepared = prepare(config)
     if not check_same_run(prepared) or read_success(prepared.output) is None:
         raise RefusedError(
             f"{prepared.output.path} has not ended: run it again with its own tasks alone, before "
             "one is added"
         )
+    return prepared.config
 
 
 def _say_other_input(prepared: Prepared) -> str:

@@ -284,7 +284,16 @@ def held(
 
     thread = threading.Thread(target=keep, name="heartbeat", daemon=True)
     try:
-        _wait_for(lock, say, checkpoint)
+        said = ""
+        while True:
+            with writing(lock.output):
+                if lock.try_take():
+                    break
+            if lock.watched not in ("", said):
+                said = lock.watched
+                say(said)
+            checkpoint()
+            time.sleep(CHECK_EVERY_S)
         thread.start()
         yield
     finally:
@@ -292,19 +301,6 @@ def held(
         if thread.is_alive():
             thread.join(LAST_S)
         lock.release()
-
-
-def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Checkpoint) -> None:
-    said = ""
-    while True:
-        with writing(lock.output):
-            if lock.try_take():
-                return
-        if lock.watched not in ("", said):
-            said = lock.watched
-            say(said)
-        checkpoint()
-        time.sleep(CHECK_EVERY_S)
 
 
 @contextmanager

@@ -231,7 +231,16 @@ class CausalDrafter(Drafter):
         if self.network.at_once is not None:
             for slot, new, features in zip(slots, decided.token_ids, decided.features, strict=True):
                 token_ids, before = self._unread.get(slot, ([], features[:0]))
-                self._unread[slot] = token_ids + new, torch.cat([before, features[: len(new)]])
+                token_ids = token_ids + new
+                before = torch.cat([before, features[: len(new)]])
+                late = len(token_ids) - 1
+                if late > TreeOptions.ngram_depth:  # alone: all slots would be padded to it
+                    self._gain.interrupt()
+                    read = torch.tensor([token_ids[:late]])
+                    self._read([slot], self._locate([slot]), read, before[None, :late])
+                    self._cache.advance(slot, late)
+                    token_ids, before = token_ids[late:], before[late:]
+                self._unread[slot] = token_ids, before
             return
         [table] = self._graphs.run(
             "absorb",
@@ -321,8 +330,6 @@ class CausalDrafter(Drafter):
         """Read what is unread of the slots, and grow their trees, in one call."""
         unread = {slot: self._unread.pop(slot) for slot in slots}
         width = max(len(new) for new, _ in unread.values())
-        if width > 1 + TreeOptions.ngram_depth:  # takes longer than a level
-            self._gain.interrupt()
         texts, features = [], []
         places, read = [], []
         for slot, (new, before) in unread.items():
