@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,7 +41,7 @@ class FakeEngine:
     def num_active(self):
         return len(self._active)
 
-    trials = ()
+    target = SimpleNamespace(trials=())
 
     def limits(self):
         """It has no model, so it has no limits."""
