@@ -78,4 +78,4 @@ except InterruptedRunError as error:
 @pytest.mark.slow
 def test_a_signal_is_heard_while_ray_begins():
     """Ray's handler ended the job with 15."""
-    ended(RAY).exits(75)
+    assert ended(RAY).code == 75
