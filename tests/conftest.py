@@ -50,10 +50,13 @@ def _own_cache_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def local_ray():
-    """One Ray for all tests of a process: starting one takes five seconds."""
+    """One Ray for all tests of a process: starting one takes five seconds.
+
+    Its workers say nothing here: what one prints at its end would stand in what a later test's command printed.
+    """
     import ray
 
-    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "ignore_reinit_error": True}
+    options = {"include_dashboard": False, "log_to_driver": False, "ignore_reinit_error": True}
     ray.init(address="local", num_cpus=4, **options)
     yield
     ray.shutdown()
