@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
-from specextend.attention.plan import Attend, AttentionPlan, attend_plan
+from specextend.attention.plan import AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
-from specextend.drafters.causal import HISTORY, histories, last_tokens
+from specextend.drafters.causal import HISTORY, last_tokens
 from specextend.model_files import TensorInfo
 
 Found = dict[str, tuple[Path, str, TensorInfo]]
@@ -288,7 +288,15 @@ class EagleNetwork:
             hidden = torch.cat([held.pending[1], hidden])
         held.pending = text[-HISTORY:], hidden[-1:].clone()
         if len(token_ids):
-            embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
+            # each token is looked up and normalised once
+            each = self._embedded(text, None)
+            embedded = torch.cat(
+                [
+                    each[HISTORY - i : len(each) - i]
+                    for i in range(1 + HISTORY * self.reads_history)
+                ],
+                -1,
+            )
             _, inputs = self._inputs(embedded, hidden[:-1])
             turning, values = self._project(inputs)
             projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
@@ -315,7 +323,11 @@ class EagleNetwork:
         query, keys, values = self._with_copies(
             {"q_proj": query, "k_proj": keys, "v_proj": values}, embedded
         )
-        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._scale)
+        stored = self.cache.working.keys[0], self.cache.working.values[0]
+        rows = plan.new_rows(keys.device).flatten()
+        for held, new in zip(stored, (keys, values), strict=True):
+            held.index_copy_(1, rows, new.flatten(0, 1).transpose(0, 1))
+        mixed = attend_plan(self._attend, query, *stored, plan, self._scale)
         residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
         gate_up = self._linears["layer/mlp/gate_proj+up_proj"]
         gate, up = gate_up(self._norm("layer.post_attention_layernorm", residual)).chunk(2, -1)
@@ -426,24 +438,6 @@ class EagleNetwork:
             return x
         eps = self._head.layer_eps if name.startswith("layer.") else self._head.head_eps
         return rms_norm(x, weight.shape, weight, eps)
-
-
-def _attend(
-    attend: Attend,
-    cache: KVCache,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-) -> Tensor:
-    """Write keys and values [B, T, K, D] as the plan's new rows, and attend with query [B, T, H, D]
-    to what it sees.
-    """
-    rows = plan.new_rows(keys.device).flatten()
-    cache.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
-    cache.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
-    return attend_plan(attend, query, cache.keys[0], cache.values[0], plan, scale)
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ MOST_ROWS = tiles.ROWS
 """Rows of a product at most, those of matrix tiles."""
 WIDTHS = [4] * MOST_ROWS if "avx512f" in vir.processor_features() else [4, 2, 1, 1, 1, 1]
 """Vectors of columns in a product of 1, 2, ... rows: what registers have room for."""
-AHEAD = 2048
+AHEAD = 4096 if vir.HAS_BF16 else 2048
 """Bytes of weights that are asked for ahead of a product of several rows, which the processor does
 not foresee.
 """
@@ -294,7 +294,7 @@ def fetch(b, element, source, stride, num_rows, num_lines):
 
 def emit_product(
     b, element, rows, width, left, left_stride, right, right_stride,
-    right_column, depth, sums, sums_stride, accumulate,
+    right_column, depth, sums, sums_stride, accumulate, ahead,
 ):  # fmt: skip
     """Emit the product of a tile with all its sums in registers."""
     starts = [address(b, left, b.mul(left_stride, number(row))) for row in range(rows)]
@@ -314,7 +314,7 @@ def emit_product(
             load_units(b, kind, address(b, start, times(b, right_column, column)))
             for column in range(width)
         ]
-        if element == types.int32 and rows > 1:
+        with b.if_then(b.icmp_signed("!=", ahead, number(0))):
             for column in range(width):
                 vir.prefetch(b, address(b, start, times(b, right_column, column), AHEAD))
         halves = (
@@ -353,7 +353,7 @@ def product(
     replace them.
 
     Matrix tiles read and write `MOST_ROWS` however many there are; `ahead` is where the columns of
-    a later product are.
+    a later product are. Elsewhere what comes `AHEAD` is asked for, unless `ahead` is 0.
     """
     places = (
         left,
@@ -365,6 +365,7 @@ def product(
         sums,
         sums_stride,
         accumulate,
+        ahead,
     )
     done = b.append_basic_block("done")
     size = max(WIDTHS) + 1
@@ -374,7 +375,7 @@ def product(
             case = b.append_basic_block(f"product_{w}")
             choice.add_case(number(w), case)
             b.position_at_end(case)
-            tiles.emit_product(b, w, *places, ahead)
+            tiles.emit_product(b, w, *places)
             b.branch(done)
         b.position_at_end(done)
         return

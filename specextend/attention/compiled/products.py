@@ -226,6 +226,8 @@ def multiply_rows(element, call, sums, widened, block, first, num_rows):
             left = Matrix(x.start + row * x.stride, x.stride)
             out = Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
             ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
+            if not HAS_TILES and first % ROWS + tile > 0:
+                ahead = 0  # the first rows have brought them
             multiply_tile(
                 element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead
             )
