@@ -31,13 +31,6 @@ def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
     return torch.cat([token_ids[:1].expand(HISTORY) if before is None else before, token_ids])
 
 
-def histories(text: Tensor) -> Tensor:
-    """Return the three tokens [T, 3] before each token of text [3 + T] but the first three, nearest
-    first.
-    """
-    return text[:-1].unfold(0, HISTORY, 1).flip(1)
-
-
 class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
