@@ -137,10 +137,9 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
     """
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
-    rows = [row, *(replace(row, instruction=other) for other in row.others)]
     under_way = [
-        summarize(task.config, task.prompts, rows[number], f"{name}:{number}")
-        for number, task in enumerate(tasks)
+        summarize(task.config, task.prompts, own, f"{name}:{number}")
+        for number, (task, own) in enumerate(zip(tasks, _rows_of(row), strict=True))
     ]
     states = [_state(rounds, None) for rounds in under_way]
     while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
@@ -150,6 +149,11 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
                 states[number] = _state(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
     return _together(row, tuple(zip(tasks, ended, strict=True)))
+
+
+def _rows_of(row: Row) -> list[Row]:
+    """Return a row as each task reads it, with its own instruction."""
+    return [row, *(replace(row, instruction=other) for other in row.others)]
 
 
 def _state(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | DocumentError:
@@ -184,10 +188,10 @@ def _task_rows(row: Row, answered: Iterable[tuple[Task, Summary | DocumentError]
     have, of one that failed what it wrote.
     """
     found: list[Values] = []
-    for task, state in answered:
+    for (task, state), own in zip(answered, _rows_of(row), strict=False):  # one task has none
         made: Values
         if isinstance(state, Summary):
-            made = finished_row(task.config, row, state)
+            made = finished_row(task.config, own, state)
         else:
             made = {"summary": state.summary}
         found.append({**made, "name": task.name, "text": made["summary"]})

@@ -84,7 +84,10 @@ class Summarizer:
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
-        found = read_batch(batch, RowReader(self._config.input, (self._config.prompt.template,)))
+        reader = RowReader(self._config.input, (self._config.prompt.template,))
+        check_columns("the batch", batch.schema, reader)
+        rows = plain_rows(batch, reader.document_columns)
+        found = [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
         decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
         results = [
             _failed(row.doc_id, row)
@@ -262,7 +265,10 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     if isinstance(documents, list) and all(
         each is None or isinstance(each, str) for each in documents
     ):
-        return _of_texts(documents, options), pa.Table.to_pylist
+        columns: Values = {options.text_column: pa.array(documents, "string")}
+        if options.id_column is not None:
+            columns[options.id_column] = pa.array(map(str, range(len(documents))), "string")
+        return pa.table(columns), pa.Table.to_pylist
     if options.id_column is None:
         raise InputError(
             "input.id_column must be set: a document of a batch has no place in a file to be its id"
@@ -283,26 +289,10 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
     )
 
 
-def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
-    columns: Values = {options.text_column: pa.array(texts, "string")}
-    if options.id_column is not None:
-        columns[options.id_column] = pa.array(map(str, range(len(texts))), "string")
-    return pa.table(columns)
-
-
-def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
-    """Read the documents of a table; one that cannot be processed is its error. A row's key is its
-    place in the table.
-
-    Without `input.id_column` that place is its id. Raises InputError if a configured column is
-    missing or mistyped.
-    """
-    check_columns("the batch", batch.schema, reader)
-    rows = plain_rows(batch, reader.document_columns)
-    return [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
-
-
 def _row_or_error(number: int, values: ReadOnly, reader: RowReader) -> Row | DocumentError:
+    """Read a document of a table, or what is wrong with it. Its place in the table is its key, and
+    without `input.id_column` its id.
+    """
     column = reader.options.id_column
     doc_id = number if column is None else values[column]
     if doc_id is None:

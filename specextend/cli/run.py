@@ -300,7 +300,16 @@ def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: 
     """
     from rich.text import Text  # not for --help
 
-    best = min(rows, key=lambda row: (row[column].strip() in examples, *_by_quality(row)))
+    # what is less for a text that reads better: flags, then unlike its reference, then copied
+    best = min(
+        rows,
+        key=lambda row: (
+            row[column].strip() in examples,
+            len(row["quality_flags"]),
+            -(row["rougeL"] or 0.0),
+            row["copied_fraction"] or 0.0,
+        ),
+    )
     others = [row for row in rows if row is not best]
     why = (
         f", by its quality figures the best of {'' if is_all else 'the first '}{len(rows)}"
@@ -317,13 +326,6 @@ def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: 
         line = Text(f"{_name_of(row)}: {printable(row[column].strip().partition(chr(10))[0])}")
         line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
         print(line.plain)
-
-
-def _by_quality(row: Values) -> tuple[float, ...]:
-    """Return what is less for a text that reads better: flags, then unlike its reference, then
-    copied.
-    """
-    return len(row["quality_flags"]), -(row["rougeL"] or 0.0), row["copied_fraction"] or 0.0
 
 
 def _name_of(row: Values) -> str:

@@ -30,7 +30,7 @@ from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, is_passing, is_uri, list_folders, resolve
+from specextend.data.storage import Location, is_passing, list_folders, path_below, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
@@ -344,6 +344,10 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
         raise RefusedError(
             f"tasks: an added one is a folder, so name {strange[0]} with letters, digits, - and _"
         )
+    if len("+".join(left).encode()) > 255:
+        raise RefusedError(
+            f"tasks: {len(left)} are new, with too long names for one folder; add fewer at once"
+        )
     pinned = _check_ended(config.of_tasks(done, config.output.path))
     # a branch of the Hub may have moved
     config = config.model_copy(update={"target": pinned.target, "draft": pinned.draft})
@@ -364,9 +368,7 @@ ADDED = "added"
 
 
 def _place_of_added(config: RunConfig, names: list[str]) -> str:
-    path = config.output.path
-    place, mark, query = path.partition("?") if is_uri(path) else (path, "", "")
-    return f"{place.rstrip('/')}/{ADDED}/{'+'.join(names)}{mark}{query}"
+    return path_below(config.output.path, f"{ADDED}/{'+'.join(names)}")
 
 
 def _tasks_there(manifest: ReadOnly) -> list[str]:

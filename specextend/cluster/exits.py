@@ -122,7 +122,9 @@ def exit_code_of_command(error: ValueError | OSError) -> int:
     """Return the exit code of a command that ended with an error which is no RunError: 1 if a later
     try may succeed.
     """
-    is_store = isinstance(error, InputUnreachableError) or (
+    from specextend.model_files import HubUnreachableError  # it imports huggingface_hub
+
+    is_store = isinstance(error, InputUnreachableError | HubUnreachableError) or (
         isinstance(error, OSError) and is_passing(error)
     )
     return EXIT_FAILED if is_store else EXIT_REFUSED

@@ -402,7 +402,11 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
             )
         case _:
             choices = []
-    found = {_arrow(name, each, whole, within) for each in choices if not _is_null(each)}
+    found = {
+        _arrow(name, each, whole, within)
+        for each in choices
+        if not (isinstance(each, Mapping) and each.get("type") == "null")
+    }
     if found == {pa.int64(), pa.float64()}:
         return pa.float64()
     if len(found) != 1:
@@ -449,10 +453,6 @@ def _string_fields(name: str, schema: Any, whole: ReadOnly) -> Iterator[str]:
             case {"type": "object"}:
                 for key, each in _properties(kind).items():
                     yield from _string_fields(f"{name}.{key}" if name else key, each, whole)
-
-
-def _is_null(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "null"
 
 
 def _kind(value: Any) -> str:

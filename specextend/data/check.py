@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -47,7 +47,7 @@ from specextend.data.parquet import (
     write_groups,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
-from specextend.data.schema import COMMIT_SCHEMA, TextColumns, summary_fields
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, TextColumns, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order
 
 MAX_GROUP_BYTES = 1 << 30
@@ -176,7 +176,10 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
         & {*passthrough},
         "input.passthrough and output.schema both name {}; rename the field": {*passthrough}
         & {*fields},
-        "output.column names {}, which results have already; rename it": {output.column} & taken,
+        "output.column names {}, which results have already; rename it": {output.column}
+        & (taken | {*ERROR_SCHEMA.names} - {"summary"}),
+        "input.passthrough names {}, as error rows call another one; rename it": {*passthrough}
+        & {f"{name}_" for name in ERROR_SCHEMA.names if name in passthrough},
         "output.schema names {}, which results have already; rename the field": [
             name for name in fields if name.lower() in in_lower_case
         ],
@@ -475,7 +478,12 @@ def _guess_id(
     """Choose the id among the columns that are unique, and say why. lengths: of their texts, on
     average.
     """
-    values = {column: _comparable(each) for column, each in columns.items() if is_id(each.type)}
+    values = {
+        # text as bytes, which need not be UTF-8
+        column: (each.cast("large_binary") if is_text(each.type) else plain_text(each)).to_pylist()
+        for column, each in columns.items()
+        if is_id(each.type)
+    }
     unique = [column for column, ids in values.items() if len({*ids} - {None, b""}) == len(ids)]
     named = [column for column in unique if _ID_NAMES.search(column)]
     # the shortest texts, and before them integers
@@ -554,9 +562,3 @@ def _mean_length(values: pa.ChunkedArray) -> float:
             lengths = pc.binary_length(stored)
         total += pc.sum(lengths).as_py() or 0
     return total / max(1, len(values))
-
-
-def _comparable(values: pa.ChunkedArray) -> list[Any]:
-    """Return the values of a possible id; text as bytes, which need not be UTF-8."""
-    spelled = values.cast("large_binary") if is_text(values.type) else plain_text(values)
-    return list(spelled.to_pylist())

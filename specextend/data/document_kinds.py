@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 from specextend.core import Values, one_line
 from specextend.data.document_set import COLUMNS, COUNTS
-from specextend.data.inputs import InputError
+from specextend.data.inputs import InputError, InputUnreachableError
 
 KINDS = {
     ".pdf": "pdf",
@@ -718,8 +718,8 @@ def hub_rows(
     """Stream the numbered rows of a data set by its name on the Hugging Face Hub, or of a local
     folder of one.
 
-    Raises InputError, in one line, if the Hub cannot be reached, or the data set or its split is
-    unknown.
+    Raises, in one line, InputUnreachableError if the Hub cannot be reached, InputError if the data
+    set or its split is unknown.
     """
     import datasets
 
@@ -728,7 +728,7 @@ def hub_rows(
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
         yield from enumerate(islice(rows, limit))
     except ConnectionError as error:
-        raise InputError(
+        raise InputUnreachableError(
             f"the Hugging Face Hub cannot be reached to fetch {name}; run again"
         ) from error
     except (ValueError, OSError) as error:

@@ -202,12 +202,15 @@ def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
 
 
 def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested sections to pairs of a dotted name and a value."""
+    """Flatten nested sections to pairs of a dotted name and a value; a backslash stands before the
+    dots of a name.
+    """
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{name}.")
+        place = prefix + name.replace(".", "\\.")
+        if isinstance(value, Mapping) and (value or not prefix):
+            yield from flattened(value, f"{place}.")
         else:
-            yield f"{prefix}{name}", value
+            yield place, value
 
 
 def _flat_identity(manifest: ReadOnly) -> Iterator[tuple[str, Any]]:

@@ -255,6 +255,8 @@ LEAST_LENGTH = 6
 """Characters from which a value may stand in its document nearly, and not as whole words: fewer are
 like anything.
 """
+MOST_ALIKE = 2000
+"""Characters up to which it may: the search takes time by their square."""
 _MOST_PLACES = 1000
 """Places inside of words that are passed over."""
 _OTHER_SCRIPTS = "\u0590"
@@ -287,7 +289,7 @@ def _passage(value: str, document: str) -> tuple[int, int, float] | None:
         if not _is_in_a_word(document, begin) and not _is_in_a_word(document, end):
             return begin, end, 100.0
     # the first would be looked for in the value
-    if len(value) > len(document) or len(value) < LEAST_LENGTH:
+    if not LEAST_LENGTH <= len(value) <= min(len(document), MOST_ALIKE):
         return None
     match = partial_ratio_alignment(value, document, score_cutoff=LEAST_SCORE)
     if match is None:
@@ -321,8 +323,8 @@ def _whole_words(text: str, begin: int, end: int) -> tuple[int, int]:
 
 def _plain(text: str) -> str:
     """Return a text of the same length in lower case, with one kind of space."""
-    lower = text.lower()
-    return (lower if len(lower) == len(text) else text).translate(_SPACES)
+    # the only one that becomes two
+    return text.replace("\u0130", "i").lower().translate(_SPACES)
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:

@@ -189,6 +189,13 @@ def resolve(uri: str) -> Location:
     return Location(filesystem, path.rstrip("/"))
 
 
+def path_below(uri: str, name: str) -> str:
+    """Return a path or URI with a name behind its path, before its parameters."""
+    found = _QUERY.search(uri) if is_uri(uri) else None
+    place = uri[: found.start()] if found else uri
+    return f"{place.rstrip('/')}/{name}{uri[len(place) :]}"
+
+
 def _split(uri: str) -> tuple[str, str, str, str]:
     """Split a URI into scheme, authority, path with its first slash, and parameters without their
     question mark.
@@ -473,7 +480,10 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
         location.filesystem.create_dir(location.parent.path, recursive=True)
     target = _temporary(location) if moves else location
     try:
-        _send(target, data)
+        # closing the stream shows the bytes, so nothing but the store may fail in between
+        with target.filesystem.open_output_stream(target.path, compression=None) as stream:
+            for begin in range(0, len(data), _BLOCK_BYTES):
+                stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
         if moves:
             location.check()
             location.filesystem.move(target.path, location.path)
@@ -482,15 +492,6 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
             with suppress(OSError):  # it is no data to anybody, and the next start removes it
                 location.filesystem.delete_file(target.path)
         raise
-
-
-def _send(location: Location, data: pa.Buffer) -> None:
-    """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in
-    between.
-    """
-    with location.filesystem.open_output_stream(location.path, compression=None) as stream:
-        for begin in range(0, len(data), _BLOCK_BYTES):
-            stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
 
 
 def in_order(

@@ -54,8 +54,8 @@ class DecodingOptions:
     quoted."""
     max_batch_size: int | Literal["auto"] = 1
     """Most sequences that a worker decodes together; fewer run where the cache has no room. `auto`
-    is the number of documents of mean length that the cache holds, at most 4 on a CPU, 8 on one
-    with AMX, and 32 on a GPU."""
+    is the number of documents of mean length that the cache holds, at most 8 on a CPU and 32 on a
+    GPU."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB; a draft's caches are
     additional. With `max_batch_size: auto` it is what a GPU of this machine has left, if that

@@ -96,7 +96,7 @@ CPU = DeviceTraits(
     prefill_chunk=1024,
     decode_share=0.0,
     packs_linears=True,
-    largest_batch=8 if torch.cpu._is_amx_tile_supported() else 4,
+    largest_batch=8,
     measured_rows=64,
     # what a worker with tiny models takes: its libraries and compiled kernels
     workspace_bytes=5 << 28,

@@ -67,6 +67,8 @@ def assert_refused(ended, said, output):
             ["output.column=same", "input.passthrough=[same]"],
             "output.column and input.passthrough both name same",
         ),
+        (["output.column=key"], "output.column names key, which results have already"),
+        (["input.passthrough=[message, message_]"], "input.passthrough names message_, as error rows call another"),
         (["input.options_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),

@@ -1,8 +1,10 @@
 """Several tasks of one run: each document is read once, and each answer is that of a run of its own."""
 
 import json
+import re
 from functools import partial
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -96,6 +98,20 @@ def test_answers_are_those_of_runs_of_their_own(changes, ask):
             )
 
 
+def test_a_text_repeats_its_own_instruction_and_no_others(ask, corpus):
+    """Where one task asked for a word that stood in another's text, that was flagged as an echo."""
+    ended, alone = ask("alone", **FIRST)
+    own = rows(alone / "summaries")
+    words = [re.search(r"\w+", row["about"])[0] for row in own]
+    write_corpus(corpus, pq.read_table(corpus)["text"].to_pylist(), reader=words, doc_id=list("abcd"))
+    word = {"name": "word", "prompt": {"instruction": "{{ reader }}"}, "output": {"column": "word"}}
+    ended, output = ask("out", tasks=[word, *listed("about")])
+    ended.exits(0)
+    found = rows(output / "summaries")
+    assert [row["about"] for row in found] == [row["about"] for row in own]
+    assert [row["tasks"][1]["quality_flags"] for row in found] == [row["quality_flags"] for row in own]
+
+
 def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
     """And a retry does the document again."""
     broken = {
@@ -169,8 +185,9 @@ def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask
     ended, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", tasks=[*both, *listed("about")])
     assert "chose its rows by input.except_done_in" in ended.exits(2).stderr
     ended, _ = ask("other", tasks=both)
-    ended, other = ask("other", tasks=[*both, {**listed("about")[0], "name": "a/b"}])
-    assert "name a/b with letters" in ended.exits(2).stderr
+    for name, said in (("a/b", "name a/b with letters"), ("a" * 256, "too long names for one folder")):
+        ended, other = ask("other", tasks=[*both, {**listed("about")[0], "name": name}])
+        assert said in ended.exits(2).stderr
     for folder in (output, other):
         assert not (folder / "added").exists()
 

@@ -49,6 +49,7 @@ def test_a_string_is_found_where_it_stands_first_or_nearly(value, passage):
         ("5%", "5%p.a.", "5%"),
         ("Paris", "from _Paris_ on", "Paris"),
         ("12", "a run of 12km", "12"),
+        ("Ankara", "İzmir, ANKARA", "ANKARA"),
     ],
 )
 def test_a_word_or_a_number_is_found_whole(value, document, passage):

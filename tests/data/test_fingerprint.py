@@ -60,6 +60,7 @@ def test_another_value_is_another_run_and_the_difference_is_said(manifest):
         ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
         ("target", "quantize", "int8", 'target.quantize: nothing there, "int8" here'),
         ("input", "passthrough", [], 'input.passthrough: ["n"] there, [] here'),
+        ("tree", "more", {"a.b": {}}, "tree.more.a\\.b: nothing there, {} here"),
     ]:
         other = manifest(changed(section, key, value))
         assert other["fingerprint"] != manifest()["fingerprint"]

@@ -12,6 +12,7 @@ from specextend.data.storage import (
     atomic_output,
     delete,
     list_files,
+    path_below,
     read_bytes,
     remove_temporary_files,
     resolve,
@@ -47,6 +48,7 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path):
     name = "date=2026-01-01%2000%3A00#1?x=y"
     assert resolve(f"{tmp_path}/{name}").path == f"{tmp_path}/{name}"
     assert resolve((tmp_path / name).as_uri()).path == f"{tmp_path}/{name}"
+    assert resolve(path_below(f"file://{tmp_path}/a?", "b")).path == f"{tmp_path}/a?/b"
     assert resolve(f"file://localhost{tmp_path}/a#1").path == f"{tmp_path}/a#1"
     with pytest.raises(ValueError, match=r"^cannot open file://a/b: a file:// URI needs an absolute path"):
         resolve("file://a/b")
@@ -56,7 +58,9 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path):
 @pytest.mark.parametrize("key", ["date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
 def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme, parameters, key):
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
-    assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
+    uri = f"{scheme}://bucket/{key}{parameters}"
+    assert resolve(uri).path == f"bucket/{key}"
+    assert resolve(path_below(uri, "a/b")).path == f"bucket/{key}/a/b"
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specextend.cluster.exits import exit_code_of_command
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
 from specextend.models import TargetOptions, check_model, load_target
@@ -112,6 +113,7 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(way, hub, write_mode
         resolve_revision(NAME)
     assert str(away.value).startswith("the Hub does not answer for owner/target, nor does its cache here: ")
     assert "\n" not in str(away.value)
+    assert exit_code_of_command(away.value) == 1
 
 
 def cut_off(hub, way, monkeypatch):
