@@ -26,7 +26,7 @@ from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
-from specextend.data.run_folder import Counts, check_kinds, read_success
+from specextend.data.run_folder import ADDED, Counts, check_kinds, read_success
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
@@ -361,10 +361,6 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             left = [name for name in left if name not in names]
     say(f"tasks: {', '.join(left)} alone; the others are done")
     return config.of_tasks(left, _place_of_added(config, left))
-
-
-ADDED = "added"
-"""Folder of a run that holds runs of tasks which it was asked once it had ended."""
 
 
 def _place_of_added(config: RunConfig, names: list[str]) -> str:

@@ -397,7 +397,7 @@ def dry_run(
         "rows": prepared.source.num_rows,
         "selection": {
             "counts": {} if selection is None else dict(selection.counts),
-            "notes": list(describe_selection(prepared.source)),
+            "notes": [*describe_selection(prepared.source), *prepared.notes],
         },
         "rows_to_do": len(plan.estimates) + len(plan.refused),
         "error_rows_left_out": len(progress.final) if retry_errors == "retryable" else 0,

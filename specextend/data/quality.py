@@ -112,12 +112,13 @@ def assess(
     copied = copied_fraction(summary, document)
     asked = split_words(instruction)
     length = min(COPIED_WORDS, len(asked))
+    runs = [*_runs(summary, REPEATED_WORDS)]
     flags = {
         "empty": not text.strip(),
         "truncated": completion.finish_reason == "length",
         "repeated": is_loop(completion.token_ids),
-        "repeated_ngrams": repeated_fraction(summary) > MOST_REPEATED,
-        "copied": copied is not None and copied > MOST_COPIED,
+        "repeated_ngrams": len(runs) - len({*runs}) > MOST_REPEATED * len(runs),
+        "copied": (copied or 0) > MOST_COPIED,
         "echo": length and not {*_runs(asked, length)}.isdisjoint(_runs(summary, length)),
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
@@ -136,12 +137,6 @@ def split_words(text: str) -> list[str]:
     """Return the words of a text in order."""
     text = text.lower().replace("_", " ")
     return _WORD.findall(_UNSPACED.sub(r" \g<0> ", text))
-
-
-def repeated_fraction(words: Sequence[str]) -> float:
-    """Return the share of the runs of 4 words that occurred before; 0 if there are fewer words."""
-    runs = list(_runs(words, REPEATED_WORDS))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def copied_fraction(words: Sequence[str], document: str) -> float | None:

@@ -36,6 +36,8 @@ Record = TypeVar("Record")
 SUMMARIES = "summaries"
 ERRORS = "errors"
 """The folders of the results, each with one file per input file."""
+ADDED = "added"
+"""Folder of a run that holds runs of tasks which it was asked once it had ended."""
 
 
 def _place(*names: str) -> Callable[[Location], Location]:

@@ -165,6 +165,7 @@ def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
         assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
         ended, _ = ask("out", **tasks)
         assert "complete already, 4 rows" in ended.exits(0).stderr
+        assert f"\nadded/{name}: complete: 4 of 4 rows" in specextend("status", output).stdout
     assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
 
 
@@ -246,6 +247,10 @@ def test_a_plan_counts_what_is_read_once(corpus, tmp_path, local_ray):
     one, both = planned("--config", "summary"), planned("--task", "summary", "--task", "translation")
     assert one["prompt_tokens"] < both["prompt_tokens"] < 1.3 * one["prompt_tokens"]
     assert both["output_tokens_at_most"] == 4 * (256 + 2048)
+    file = tmp_path / "again.yaml"
+    file.write_text(yaml.safe_dump({"tasks": listed("outline", "about")}))
+    [note] = planned("--config", str(file))["selection"]["notes"]
+    assert note.startswith("task about reads each document again")
 
 
 @pytest.mark.slow
