@@ -358,7 +358,7 @@ def test_an_object_store_is_read_and_written(monkeypatch, prepare):
         (["documents", "texts", "--text-field", "a", "--text-field", "b"], "one field holds the text"),
         (["documents", "texts", "--output", "texts/a.txt"], "texts/a.txt is a file; name a folder"),
         (["documents", "texts", "--output", "texts"], "holds a.txt, which is no part of a data set"),
-        (["hf", "texts/none"], "texts/none"),
+        (["hf", "./texts/none"], "texts/none"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
