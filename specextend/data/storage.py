@@ -191,8 +191,7 @@ def resolve(uri: str) -> Location:
 
 def path_below(uri: str, name: str) -> str:
     """Return a path or URI with a name behind its path, before its parameters."""
-    found = _QUERY.search(uri) if is_uri(uri) else None
-    place = uri[: found.start()] if found else uri
+    place = uri[: found.start()] if is_uri(uri) and (found := _QUERY.search(uri)) else uri
     return f"{place.rstrip('/')}/{name}{uri[len(place) :]}"
 
 
@@ -483,7 +482,7 @@ def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
         # closing the stream shows the bytes, so nothing but the store may fail in between
         with target.filesystem.open_output_stream(target.path, compression=None) as stream:
             for begin in range(0, len(data), _BLOCK_BYTES):
-                stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
+                stream.write(data[begin : begin + _BLOCK_BYTES])
         if moves:
             location.check()
             location.filesystem.move(target.path, location.path)

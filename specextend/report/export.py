@@ -448,6 +448,10 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _spelled(column.cast(kind.value_type))
+    if kind.num_fields and "time64[ns]" in str(kind):  # Python's own have no nanoseconds
+        raise ValueError(
+            f"{kind} has nanoseconds inside, which only Parquet holds; export to .parquet"
+        )
     if is_text(kind):
         try:
             return plain_text(column)
@@ -459,7 +463,6 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return _as_text(
             column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S"
         )
-    # Python's own have no nanoseconds
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):
         return pc.replace_substring(column.cast("large_string"), pattern=" ", replacement="T")
     return (

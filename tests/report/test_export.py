@@ -183,6 +183,10 @@ def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path)
     }
     [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
+    times = pa.table({"doc_id": ["a"], "t": pa.array([[1]], pa.list_(pa.time64("ns")))})
+    write_table(location(run / "summaries" / "part-00000.parquet"), times)
+    for ending, code in (("csv", 2), ("jsonl", 2), ("parquet", 0)):
+        assert specextend("export", run, "--to", tmp_path / f"times.{ending}").code == code
 
 
 def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopped, tmp_path):
