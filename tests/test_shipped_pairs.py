@@ -32,7 +32,11 @@ LLAMA32 = {
     },
 }
 LLAMA31 = LLAMA32 | {"rope_scaling": LLAMA32["rope_scaling"] | {"factor": 8.0}}
-VICUNA = {"model_type": "llama", "max_position_embeddings": 2048}
+VICUNA = {
+    "model_type": "llama",
+    "max_position_embeddings": 4096,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
 SHAPE = [
     "num_hidden_layers",
     "hidden_size",
@@ -49,7 +53,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
     "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
-    "lmsys/vicuna-7b-v1.3": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
+    "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
 BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
 """Parameters, tied ones counted once, by the models' cards."""
