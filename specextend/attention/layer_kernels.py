@@ -1,4 +1,4 @@
-"""What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and
+"""What stands between a layer's matrix products as four Triton kernels, for GPUs: each reads and
 writes its rows once.
 
 Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a
@@ -10,15 +10,19 @@ Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` interme
 query heads, `K` key heads, `S` cache rows, `D` head size.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from specextend.attention.plain import HeadNorms, LayerKernels
 
 HEADS = 8
 """Heads of a token that a program rotates."""
+TINIEST = tl.constexpr(1e-12)
+"""What stands for the largest element of a row of zeros."""
 GATED = 1024
 """Elements of a row that a program gates."""
 
@@ -141,6 +145,19 @@ def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + column, gated.to(out.dtype.element_ty), mask=exists)
 
 
+@triton.jit
+def quantize_rows(x, rounded, scales, size, BLOCK: tl.constexpr):
+    """Round one row of `size` elements to fp8, its largest to 448. The grid is [R]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < size
+    values = tl.load(x + row * size + column, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), TINIEST) / 448
+    tl.store(scales + row, scale)
+    values = (values / scale).to(rounded.dtype.element_ty)
+    tl.store(rounded + row * size + column, values, mask=exists)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Do what `torch_kernels.add_norm` does."""
     assert x.is_contiguous()
@@ -192,4 +209,31 @@ def gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-TRITON = LayerKernels(add_norm, rotate_heads, gate)
+def multiply(linear: nn.Module, x: Tensor) -> Tensor:
+    """Do what `torch_kernels.multiply` does. Before a product in fp8 torchao alone reads and writes
+    the input several times, which would take half as long as the product.
+    """
+    weight: Any = linear.weight
+    if getattr(getattr(weight, "qdata", None), "dtype", None) != torch.float8_e4m3fn:
+        product: Tensor = linear(x)
+        return product
+    assert x.is_contiguous()
+    size = x.shape[1]
+    rounded = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(len(x), 1, dtype=torch.float32)
+    quantize_rows[(len(x),)](
+        x, rounded, scales, size, BLOCK=triton.next_power_of_2(size), num_warps=norm_warps(size)
+    )
+    bias: Any = linear.bias
+    return torch._scaled_mm(
+        rounded,
+        weight.qdata.t(),
+        scales,
+        weight.scale.t(),
+        bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+
+
+TRITON = LayerKernels(add_norm, rotate_heads, gate, multiply)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specextend.attention.plan import KeySpan, additive
 
@@ -91,7 +91,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The three functions of a layer between its matrix products; each is one kernel on a GPU.
+    """The functions of a layer between its matrix products, each one kernel on a GPU, and the
+    products.
 
     `torch_kernels.TORCH` says what they compute.
     """
@@ -111,3 +112,7 @@ class LayerKernels:
     """
     gate: Callable[[Tensor], Tensor]
     """gate_up [R, 2I], whose first half is the gate -> SwiGLU [R, I]."""
+    multiply: Callable[[nn.Module, Tensor], Tensor]
+    """(linear layer, x [R, in]) -> [R, out]. A layer in fp8 rounds x to it under a scale for each
+    row.
+    """

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
 from specextend.attention.plain import HeadNorms, LayerKernels
@@ -28,6 +28,9 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, 
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+PLANNED = 512
+"""cuDNN plans anew for each number of queries and of keys: it is asked for multiples of this."""
 
 
 def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
@@ -119,9 +122,21 @@ def _attend_efficiently(
     return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
 
 
+def _by_cudnn(
+    q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN where sizes come again, as those of whole chunks do, else as `_on_cuda`."""
+    if q.dtype == torch.float32 or q.shape[1] % PLANNED or key.shape[2] % PLANNED:
+        return _on_cuda(q, key, value, span, b, scale)
+    out, lse, *_ = _cudnn(q.transpose(1, 2), key, value, None, True, 0.0, span.causal, scale=scale)
+    return out.transpose(1, 2), lse.view(out.shape[:3]).transpose(1, 2)
+
+
 attend_by_head = _each(_by_head)
 attend_cuda = _each(_on_cuda)
 """By torch's own flash kernels on a GPU, without a copy of the prefix."""
+attend_cudnn = _each(_by_cudnn)
+"""For chunks of prompts, which have no mask."""
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -163,7 +178,13 @@ def gate(gate_up: Tensor) -> Tensor:
     return silu(gated).mul_(up)
 
 
-TORCH = LayerKernels(add_norm, rotate_heads, gate)
+def multiply(linear: nn.Module, x: Tensor) -> Tensor:
+    """Return what a linear layer makes of x; see `LayerKernels`."""
+    product: Tensor = linear(x)
+    return product
+
+
+TORCH = LayerKernels(add_norm, rotate_heads, gate, multiply)
 
 
 FlashKernel = Callable[..., Any]

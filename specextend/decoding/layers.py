@@ -108,7 +108,8 @@ class FusedLayer(nn.Module):
         plan = run.plan
         keys, values = run.stored[self._index]
         normed = run.kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
-        qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))
+        multiply = run.kernels.multiply
+        qkv = multiply(self.qkv, normed).unflatten(-1, (-1, self.head_dim))
         rotated = run.kernels.rotate_heads(
             qkv, run.cos, run.sin, self.head_norms, keys, values, run.rows
         )
@@ -123,9 +124,10 @@ class FusedLayer(nn.Module):
             attend_plan(run.attend, query, keys, values, plan, self._scale).flatten(2).flatten(0, 1)
         )
         residual, normed = run.kernels.add_norm(
-            x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps
+            x, multiply(self.o_proj, mixed), self.post_norm.weight, self.post_norm.eps
         )
-        return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
+        gated = run.kernels.gate(multiply(self.gate_up, normed))
+        return residual + multiply(self.down_proj, gated)
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:

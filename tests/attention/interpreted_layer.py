@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from specextend.attention.layer_kernels import TRITON, rotate_heads
+from specextend.attention.layer_kernels import TRITON, multiply, rotate_heads
 from specextend.attention.torch_kernels import TORCH
 from tests.attention.calls import assert_near
-from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
+from tests.attention.layer_calls import HEADS, assert_are_their_twins, product_in_fp8, rotate_call
 from tests.covering import covering
 
 CASES = covering([1, 5], [192, 1024, 1500], HEADS, [64, 128, 24], [True, False], [torch.float32, torch.float16])
@@ -16,6 +16,12 @@ CASES = covering([1, 5], [192, 1024, 1500], HEADS, [64, 128, 24], [True, False],
 def test_they_are_their_twins(num_rows, size, heads, head_dim, norms, dtype):
     """Sizes that are no power of two, heads that fill no program, with and without norms of queries and keys."""
     assert_are_their_twins(TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype)
+
+
+def test_a_product_in_fp8_has_a_scale_for_each_row():
+    """A document's rows must not depend on its neighbours', and a row of zeros is no division by zero."""
+    linear, x, expected = product_in_fp8()
+    assert_near(multiply(linear, x).float(), expected, 1e-2)
 
 
 def test_rows_that_are_not_named_stay_as_they_are():

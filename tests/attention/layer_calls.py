@@ -1,5 +1,7 @@
 """Calls of the kernels of a layer, and the comparison with their twins."""
 
+from types import SimpleNamespace
+
 import torch
 
 from specextend.attention.plain import HeadNorms
@@ -36,6 +38,28 @@ def outputs(
     added = kernels.add_norm(x, delta[:, :size].contiguous(), draw(size, dtype=dtype).to(device), EPS)
     normed = kernels.add_norm(x, None, draw(size, dtype=dtype).to(device), EPS)
     return [kernels.rotate_heads(*call), cache, *added, *normed, kernels.gate(gate_up)]
+
+
+def product_in_fp8(device="cpu"):
+    """A linear layer as torchao leaves it, rows [5, 96], the third of them zero, and their exact product [5, 32].
+
+    What fp8 holds exactly, times any scale, has to come back: triton's interpreter does not round to it as a GPU does.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw_fp8(*shape):
+        numbers = torch.randn(shape, generator=generator, device=device) * 100
+        numbers[:, 5] = -448.0
+        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    qdata, scale, bias = (
+        draw_fp8(32, 96),
+        torch.arange(1, 33, device=device).unsqueeze(1) / 1e5,
+        draw(32, dtype=torch.bfloat16),
+    )
+    linear = SimpleNamespace(weight=SimpleNamespace(qdata=qdata, scale=scale), bias=bias.to(device))
+    x = draw_fp8(5, 96).float() * torch.tensor([1.0, 0.25, 0.0, 2.0, 2.0**-9], device=device).unsqueeze(1)
+    return linear, x.bfloat16(), x @ (qdata.float() * scale).T + linear.bias.float()
 
 
 def assert_are_their_twins(kernels, *case, dtype, device="cpu"):

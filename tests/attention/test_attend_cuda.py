@@ -7,7 +7,7 @@ import torch
 
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.torch_kernels import attend_cuda
+from specextend.attention.torch_kernels import PLANNED, attend_cuda, attend_cudnn
 from tests.alive import Live
 from tests.attention.calls import assert_near, random_mask, regions, tensors
 from tests.covering import covering
@@ -66,12 +66,22 @@ def efficient(q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale=No
     return out, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf), torch.empty(0), torch.empty(0)
 
 
+def cudnn(q, k, v, bias, compute_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+    """Is only asked for sizes that come again, since it plans anew for each; the LSE has one more dimension."""
+    assert compute_lse
+    assert bias is None
+    assert q.shape[2] % PLANNED == k.shape[2] % PLANNED == 0
+    out, lse, *others = flash(q, k, v, dropout, causal, debug, scale=scale)
+    return out, lse.unsqueeze(-1), *others
+
+
 @pytest.fixture
 def _stand_ins():
     """Implementations for a CPU, for the duration of a test."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn, "CPU")
     yield
     library._destroy()
 
@@ -95,3 +105,13 @@ def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
     expected = attend_reference(q, k, v, MASKS[kind](starts, lengths), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert_near(found, expected, tolerance)
+
+
+@pytest.mark.usefixtures("_stand_ins")
+@pytest.mark.parametrize("before", [0, PLANNED, PLANNED + 65])
+@pytest.mark.parametrize("num_queries", [PLANNED, PLANNED + 8])
+def test_cudnn_attends_to_whole_chunks_and_flash_to_others(num_queries, before):
+    """A prompt's last chunk has any length, and one that took rows over from another any prefix."""
+    q, k, v = tensors(1, num_queries, (4, 2), before + num_queries + 3, 64, torch.bfloat16)
+    span = KeySpan([3], [before + num_queries], causal=True)
+    assert_near(attend_cudnn(q, k, v, span, SCALE), attend_reference(q, k, v, span, SCALE), 2e-2)

@@ -11,7 +11,15 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 import triton
 
-from specextend.attention.layer_kernels import GATED, HEADS, add_norm_rows, gate_rows, norm_warps, rotate_rows
+from specextend.attention.layer_kernels import (
+    GATED,
+    HEADS,
+    add_norm_rows,
+    gate_rows,
+    norm_warps,
+    quantize_rows,
+    rotate_rows,
+)
 from tests.attention.compiling import assert_fits, compile_kernel, inspect
 
 
@@ -67,3 +75,10 @@ def test_they_compile_and_fit(head_dim, norms, size, capability, element, tmp_pa
     assert_fits(inspect(compile_norm(element, size, capability), tmp_path), capability)
     gated = compile_kernel(gate_rows, dict.fromkeys(("gate_up", "out"), element), {"BLOCK": GATED}, capability)
     assert_fits(inspect(gated, tmp_path), capability)
+
+
+def test_rounding_to_fp8_compiles_and_fits(tmp_path):
+    """The input of a down projection is the widest row; only sm_89 and later have the type."""
+    types = {"x": "*bf16", "rounded": "*fp8e4nv", "scales": "*fp32"}
+    compiled = compile_kernel(quantize_rows, types, {"BLOCK": 16384}, 90, num_warps=norm_warps(14336))
+    assert_fits(inspect(compiled, tmp_path), 90)

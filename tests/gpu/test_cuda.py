@@ -5,10 +5,10 @@ import torch
 
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.torch_kernels import attend_cuda
+from specextend.attention.torch_kernels import attend_cuda, attend_cudnn
 from specextend.decoding.sampling import gumbel_noise
 from tests.attention.calls import attend_tree_slowly, tree_call
-from tests.attention.layer_calls import HEADS, assert_are_their_twins
+from tests.attention.layer_calls import HEADS, assert_are_their_twins, product_in_fp8
 from tests.covering import covering
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +29,17 @@ def test_sdpa_equals_the_reference_on_cuda(dtype, error, heads, kind):
     expected_out, expected_lse = attend_reference(q, k, v, span, 0.125)
     torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("before", [0, 1024])
+def test_cudnn_equals_the_reference_on_cuda(before):
+    """Keys lie apart by the length of the cache, and query heads share them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v = (torch.randn(8, 2048, 128, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(1, 512, 32, 128, generator=generator, device="cuda").bfloat16()
+    span = KeySpan([3], [before + 512], causal=True)
+    for found, expected in zip(attend_cudnn(q, k, v, span, 0.1), attend_reference(q, k, v, span, 0.1), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 TREE_CALLS = covering(
@@ -72,6 +83,15 @@ def test_the_kernels_of_a_layer_equal_their_twins_on_cuda(num_rows, size, heads,
     """On a CPU they were only interpreted, without bfloat16."""
     kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
     assert_are_their_twins(kernels.TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype, device="cuda")
+
+
+def test_a_product_in_fp8_is_right_on_cuda():
+    """On a CPU its kernel was only interpreted."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products in fp8")
+    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
+    linear, x, expected = product_in_fp8("cuda")
+    torch.testing.assert_close(kernels.multiply(linear, x).float(), expected, atol=1e-2, rtol=1e-2)
 
 
 def test_noise_is_the_same_on_every_device():
