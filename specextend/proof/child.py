@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import ModuleList
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plain import MAX_QUERIES
@@ -32,13 +33,14 @@ from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
 from specextend.proof.trials import (
     prompt_calls,
+    rows_before,
     step_calls,
     what_is_wrong,
     what_is_wrong_in_a_layer,
 )
 
 Times = dict[str, float]
-"""Seconds of forwards of layers of the target's size: as many as it has read a `prompt`, or take a
+"""Seconds of whole forwards of a model of the target's size, which reads a `prompt`, or takes a
 `plain` step or one with a `tree`, which a `draft` of one layer grows.
 """
 _TIMED_LENGTH = 16384
@@ -46,7 +48,6 @@ _TIMED_LENGTH = 16384
 _DRAFT_LENGTH = 2048
 """Rows that a draft sees."""
 _RUNS = 5
-_SMALL_VOCABULARY = 1024
 _LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33))
 """Tokens of a prompt, and new tokens, of requests of a tiny pair, in turns; one more is longer than
 a chunk.
@@ -155,7 +156,7 @@ def make_requests(chunk: int, batch: int) -> list[Request]:
 
 
 def measure(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Times]:
-    """Time forwards with two choices of kernels, in turns, on a layer of the target's size with
+    """Time forwards with two choices of kernels, in turns, on a model of the target's size with
     random weights.
 
     Returns the `Times` of both as `base_s` and `rung_s`.
@@ -168,41 +169,40 @@ def measure(subject: Subject, base: Kernels, rung: Kernels) -> dict[str, Times]:
             for _ in range(0 if name == "prompt" else CALLS_BEFORE_CAPTURE):
                 run()
         for side, seconds in shortest_runs(runs, _RUNS).items():
-            found[side][name] = num_runs(subject, name) * seconds
+            found[side][name] = seconds
     return found
 
 
 def make_forwards(subject: Subject, kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Make the forwards that are timed, each of which is waited for: a layer with random weights
-    and a whole cache.
+    """Make the forwards that are timed, each of which is waited for.
+
+    All layers are one, with random weights and its own cache, which is more than the GPU keeps near
+    at hand: so a whole step, and what the host asks for it, takes the memory of a layer.
     """
     device = torch.device(subject.device)
-    config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
+    config = subject.config(num_hidden_layers=1, layer_types=None)
     attend = kernels.attend(device)
     layers = kernels.of_layers(device)
     model = random_model(config, device, getattr(torch, subject.dtype))
     target = CachedModel(model, attend, subject.num_rows, layers, subject.quantize)
     target.cache.stored.normal_()
     graphs = Graphs(CudaCapture() if kernels.graphs else None)
+    layer = model.model.layers
+    whole = ModuleList([*layer] * subject.config().num_hidden_layers)
 
     def forward(name: str, batch: int, num_new: int, length: int) -> None:
+        model.model.layers = layer if name == "draft" else whole
         token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=device)
         if name == "prompt":
             positions = torch.arange(length, length + num_new, device=device).unsqueeze(0)
             target.forward(token_ids, positions, AttentionPlan([0], [length + num_new], num_new))
         else:
-            make_step(target, "dense", batch, num_new, length, graphs)(token_ids)
+            step = make_step(target, "dense", batch, num_new, length, graphs)
+            for _ in range(subject.depth if name == "draft" else 1):
+                step(token_ids)
         synchronise(device)
 
     return {name: partial(forward, name, *shape) for name, shape in timed_shapes(subject).items()}
-
-
-def num_runs(subject: Subject, name: str) -> int:
-    """Return how often a layer runs in one of the forwards: a draft of one layer grows its tree
-    level by level.
-    """
-    layers: int = subject.config().num_hidden_layers
-    return subject.depth if name == "draft" else layers
 
 
 def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
@@ -210,13 +210,13 @@ def timed_shapes(subject: Subject) -> dict[str, tuple[int, int, int]]:
     them.
     """
     chunk = min(subject.chunk, subject.longest)
-    behind = min(_TIMED_LENGTH, subject.longest, subject.num_rows) - chunk
+    behind = rows_before(chunk, min(_TIMED_LENGTH, subject.longest, subject.num_rows))
     size = subject.num_nodes + 1
     each = min(
         _TIMED_LENGTH, subject.longest, subject.num_rows // subject.batch // 256 * 256 - size
     )
     return {
-        "prompt": (1, chunk, max(0, behind)),
+        "prompt": (1, chunk, behind),
         "plain": (subject.batch, 1, each),
         "tree": (subject.batch, size, each),
         "draft": (subject.batch, subject.num_nodes, min(_DRAFT_LENGTH, each)),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specextend.attention.plain import MAX_QUERIES, HeadNorms, LayerKernels, attend_reference
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.torch_kernels import TORCH
+from specextend.attention.torch_kernels import PLANNED, TORCH
 from specextend.core import counted
 
 _LOOKED_AT = 128
@@ -93,13 +93,18 @@ def step_calls(num_nodes: int, depth: int, batch: int, longest: int) -> list[Cal
 
 
 def prompt_calls(chunk: int, longest: int) -> list[Call]:
-    """List calls of chunks of prompts: the first one, one behind a few rows, and the last one of a
-    long prompt.
+    """List calls of chunks of prompts: the first one, one behind a few rows, and one of a long
+    prompt.
     """
     return [
         Call("causal", chunk, (prefix,))
-        for prefix in dict.fromkeys((0, 65, max(0, longest - chunk)))
+        for prefix in dict.fromkeys((0, 65, rows_before(chunk, longest)))
     ]
+
+
+def rows_before(chunk: int, longest: int) -> int:
+    """Return the most rows, of those that any kernel takes, before a chunk of so long a prompt."""
+    return max(0, longest - chunk) // PLANNED * PLANNED
 
 
 def _mixed(batch: int, longest: int) -> tuple[int, ...]:
