@@ -45,6 +45,8 @@ KINDS = {
     ".tsv": "csv",
 }
 """The kind of a file, by its extension in lower case."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
+"""How a file is compressed, by its last extension in lower case."""
 NumberedRow = tuple[int, Any]
 """The number of a row, and its values or what is wrong with it."""
 _PACKAGES = {
@@ -191,7 +193,7 @@ class DocumentOptions:
 def kind_of(name: str) -> str | None:
     """Return the kind of a file by its name, or None if it is not read; it may be compressed."""
     path = PurePath(name.lower())
-    if path.suffix in (".gz", ".bz2", ".zst"):
+    if path.suffix in COMPRESSIONS:
         path = PurePath(path.stem)
     return KINDS.get(path.suffix)
 
@@ -548,13 +550,6 @@ def _marked(data: bytes) -> str | None:
     return next((name for mark, name in _BOMS.items() if data.startswith(mark)), None)
 
 
-def rows_of(kind: str, file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]:
-    """Yield the lines of JSON Lines or CSV with their numbers, each as its values or what is wrong
-    with it.
-    """
-    return _csv_rows(file, options) if kind == "csv" else _json_rows(file, options)
-
-
 def as_row(values: Any, place: str, number: int, options: DocumentOptions) -> Values:
     """Return a row's id, title, text and number, and its other fields. Raises UnreadableError for
     what is missing.
@@ -683,6 +678,15 @@ def _csv_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow]
         raise UnreadableError(
             "bad table", f"{message} ({error}); repair it, or write the table as JSON Lines"
         ) from error
+
+
+ROW_READERS: dict[str, Callable[[BinaryIO, DocumentOptions], Iterator[NumberedRow]]] = {
+    "csv": _csv_rows,
+    "jsonl": _json_rows,
+}
+"""What yields the lines of a kind of table with their numbers, each as its values or what is wrong
+with it.
+"""
 
 
 def _lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:

@@ -4,7 +4,6 @@ Another call reads only the files that are new, that have changed or that have f
 hangs its reader, or ends it, fails alone.
 """
 
-import errno
 import io
 import json
 import multiprocessing
@@ -18,16 +17,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
 from queue import LifoQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from specextend.core import Values, counted, one_line
 from specextend.data.document_kinds import (
+    COMPRESSIONS,
+    ROW_READERS,
     DocumentOptions,
     NumberedRow,
     UnreadableError,
@@ -35,7 +37,6 @@ from specextend.data.document_kinds import (
     check_packages,
     kind_of,
     read_document,
-    rows_of,
 )
 from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
 from specextend.data.inputs import InputError
@@ -43,8 +44,8 @@ from specextend.data.listing import FoundFile, each_once, find
 from specextend.data.storage import (
     Location,
     is_away,
-    is_readable,
     is_uri,
+    read_again,
     read_bytes,
     remove_temporary_files,
     resolve,
@@ -57,8 +58,6 @@ _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is
 done.
 """
-_COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
-"""Ends of paths whose content pyarrow decompresses."""
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 _BUFFER = 1 << 20
@@ -93,14 +92,7 @@ def _read_file(
     of it.
     """
     try:
-        with file.location.filesystem.open_input_stream(file.location.path) as opened:
-            stream = _Counted(opened)
-            if file.kind in ("jsonl", "csv"):
-                lines = rows_of(file.kind, io.BufferedReader(stream, _BUFFER), options)
-                return read_table(file, _whole(lines, stream, file), folder, options)
-            content = stream.readall()
-            stream.check(file)
-            row = read_document(file.kind, content, options)
+        return read_again(file.location, partial(_parse, file, folder, options), file.size)
     except UnreadableError as error:
         return _failed(file, error.reason, error.message)
     except MemoryError:
@@ -108,53 +100,26 @@ def _read_file(
     except OSError as error:
         if not is_again:
             return _read_file(file, folder, options, is_again=True)
-        reason = "unreachable" if is_away(error) or not is_readable(file.location) else "damaged"
+        reason = "unreachable" if is_away(error) else "damaged"
         return _failed(file, reason, f"cannot be read: {one_line(error)}")
     except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
         return _failed(
             file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}"
         )
+
+
+def _parse(
+    file: SourceFile, folder: Location, options: DocumentOptions, stored: pa.NativeFile
+) -> Reading:
+    """Return what the bytes of a file hold, which may be compressed. Raises UnreadableError."""
+    compression = COMPRESSIONS.get(PurePath(file.path.lower()).suffix)
+    stream = pa.CompressedInputStream(stored, compression) if compression else stored
+    if read_rows := ROW_READERS.get(file.kind):
+        lines = read_rows(io.BufferedReader(stream, _BUFFER), options)
+        return read_table(file, lines, folder, options)
+    row = read_document(file.kind, stream.read(), options)
     row["title"] = row["title"] or PurePath(file.path).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
-
-
-class _Counted(io.RawIOBase):
-    """A stream whose bytes are counted: a store may end one early without an error."""
-
-    def __init__(self, stream: pa.NativeFile):
-        self._stream = stream
-        self._num_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        num_bytes = self._stream.readinto(buffer)
-        self._num_bytes += num_bytes
-        return num_bytes
-
-    def readall(self) -> bytes:
-        content = self._stream.read()
-        self._num_bytes += len(content)
-        return content
-
-    def check(self, file: SourceFile) -> None:
-        """Raise OSError if fewer bytes came than the file has."""
-        is_compressed = file.location.path.endswith(_COMPRESSED)  # then its own end says so
-        if not is_compressed and self._num_bytes != file.size:
-            raise OSError(errno.EIO, f"{self._num_bytes:,} of {file.size:,} bytes came")
-
-
-def _whole(
-    lines: Iterator[NumberedRow], stream: _Counted, file: SourceFile
-) -> Iterator[NumberedRow]:
-    try:
-        yield from lines
-    except UnreadableError:
-        stream.readall()
-        stream.check(file)
-        raise
-    stream.check(file)
 
 
 def _columns(file: SourceFile) -> Values:

@@ -271,19 +271,6 @@ def read_bytes(location: Location) -> bytes | None:
         return None
 
 
-def is_readable(location: Location) -> bool:
-    """Return True if all bytes of a file can be read, so that it must be what they say that
-    cannot.
-    """
-    try:
-        with location.filesystem.open_input_stream(location.path, compression=None) as stream:
-            while stream.read(_BLOCK_BYTES):
-                pass
-    except OSError:
-        return False
-    return True
-
-
 def read_parsed(location: Location, parse: Callable[[bytes], Value]) -> Value | None:
     """Parse the content of a file; None if there is none. What does not parse is read once more.
 
@@ -339,28 +326,25 @@ class _Witness:
         self._num_bytes = file.size() if num_bytes is None else num_bytes
         self.trouble = ""
         if file.size() != self._num_bytes:
-            self.trouble = (
+            raise OSError(
                 f"it has {file.size():,} bytes, where the listing says {self._num_bytes:,}"
             )
 
-    def read(self, size: int) -> bytes:
-        """Read as a file does."""
+    def read(self, size: int) -> bytearray:
+        """Read as a file does. Raises OSError if less comes than there is."""
         begin = self._file.tell()
         wanted = min(size, max(0, self._num_bytes - begin))
-        num_read = 0
-        # of an empty body pyarrow says that it filled the buffer: no last byte is equal to both
-        for filler in (b"\x00", b"\xff"):
-            data = bytearray(filler * wanted)
-            try:
+        try:
+            # of an empty body pyarrow says that it filled the buffer: no last byte is equal to both
+            for filler in (b"\x00", b"\xff"):
+                data = bytearray(filler * wanted)
                 self._file.seek(begin)
-                num_read = self._file.readinto(data)
-            except OSError as error:
-                self.trouble = first_line(error)
-                raise
-            if num_read == wanted and not data.endswith(filler):
-                return bytes(data)
-        self.trouble = f"less came than the {wanted:,} bytes that were asked for"
-        return bytes(data[:num_read])
+                if self._file.readinto(data) == wanted and not data.endswith(filler):
+                    return data
+            raise OSError(f"less came than the {wanted:,} bytes that were asked for")
+        except OSError as error:
+            self.trouble = first_line(error)
+            raise
 
     @property
     def closed(self) -> bool:
