@@ -7,7 +7,6 @@ And the rewriting of files whose row groups are too large.
 import hashlib
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -29,8 +28,8 @@ from specextend.data.inputs import (
 )
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
-    BATCH_BYTES,
     compact_columns,
+    gathered,
     has_exact_int96,
     is_bytes,
     is_id,
@@ -65,7 +64,7 @@ def ask(location: Location, name: str) -> fs.FileInfo:
     does not answer.
     """
     try:
-        return location.filesystem.get_file_info(location.path)
+        return location.info
     except OSError as error:
         raise unreachable(name, error) from error
 
@@ -106,6 +105,7 @@ def _check_file(
     name = listing.relative_paths[number]
     size = listing.sizes[name]
     location = listing.root.child(name)
+    modified_ns = ask(location, name).mtime_ns
 
     def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
         with open_parquet(file) as parquet:
@@ -116,7 +116,7 @@ def _check_file(
                 [*reader.document_columns, *options.passthrough, *options.filter_columns]
             )
             stored = [column for column in wanted if column in schema.names]
-            compact = tuple(sorted(set(compact_columns(parquet, stored)) - {options.id_column}))
+            compact = tuple(sorted(compact_columns(parquet, stored) - {options.id_column}))
             if not has_exact_int96(parquet, file, stored):
                 raise InputError(
                     f"{name} has times (INT96) that are no whole microseconds; cast them when you "
@@ -124,7 +124,7 @@ def _check_file(
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
             return InputFile(
-                number, name, size, rows, largest, footer_sha256(file), None, compact
+                number, name, size, rows, largest, footer_sha256(file), modified_ns, compact
             ), schema
 
     try:
@@ -139,7 +139,7 @@ def _check_file(
             f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller "
             "ones: specextend prepare repartition INPUT --output FOLDER"
         )
-    return replace(found, modified_ns=ask(location, name).mtime_ns), schema
+    return found, schema
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -506,15 +506,9 @@ def _guess_id(
 
 def _first_rows(parquet: pq.ParquetFile) -> pa.Table:
     """Return the first rows of a file, fewer if they are large."""
-    tables = [parquet.schema_arrow.empty_table()]
-    for table in stream(parquet, parquet.schema_arrow.names):
-        tables.append(table)
-        if (
-            sum(map(len, tables)) >= SAMPLE_ROWS
-            or sum(each.nbytes for each in tables) >= BATCH_BYTES
-        ):
-            break
-    return pa.concat_tables(tables).slice(0, SAMPLE_ROWS)
+    schema = parquet.schema_arrow
+    tables = gathered(stream(parquet, schema.names))
+    return next(tables, schema.empty_table()).slice(0, SAMPLE_ROWS)
 
 
 def _difference(listing: Listing, schema: pa.Schema) -> str:

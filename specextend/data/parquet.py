@@ -128,7 +128,7 @@ def open_parquet(
     )
 
 
-def leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
+def leaves(parquet: pq.ParquetFile, columns: Iterable[str]) -> list[int]:
     """Return the numbers of the stored columns that some columns of the table are made of."""
     # a leaf is a column, or inside one; both may have dots
     begins = tuple(f"{column}." for column in columns)
@@ -139,7 +139,7 @@ def leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
     ]
 
 
-def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[str, ...]:
+def compact_columns(parquet: pq.ParquetFile, columns: list[str]) -> set[str]:
     """Read a row of each row group; return the text columns that can be read as dictionaries in all
     of them.
 
@@ -148,12 +148,12 @@ def compact_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> tuple[st
     texts = (field for field in parquet.schema_arrow if is_text(field.type))
     found = {field.name for field in texts if not pa.types.is_dictionary(field.type)} & {*columns}
     for number in range(parquet.metadata.num_row_groups):
-        if next(_batches(parquet, number, list(columns), 1), None) is None:
+        if next(_batches(parquet, number, columns, 1), None) is None:
             continue  # see `_stored_bytes`
         group = parquet.metadata.row_group(number)
-        chunks = map(group.column, leaves(parquet, sorted(found)))
+        chunks = map(group.column, leaves(parquet, found))
         found -= {each.path_in_schema for each in chunks if not _COMPACT.issuperset(each.encodings)}
-    return tuple(sorted(found))
+    return found
 
 
 def has_exact_int96(parquet: pq.ParquetFile, file: pa.NativeFile, columns: Sequence[str]) -> bool:
@@ -201,11 +201,9 @@ def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
     Bytes are counted as if text were written out, not held in a dictionary.
     """
     for group in range(parquet.metadata.num_row_groups):
-        mean_bytes = _stored_bytes(parquet, group, columns) / max(
-            1, parquet.metadata.row_group(group).num_rows
-        )
-        num_rows = int(min(_MAX_BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
-        for table in _batches(parquet, group, columns, num_rows):
+        stored_bytes = max(1, _stored_bytes(parquet, group, columns))
+        num_rows = BATCH_BYTES * parquet.metadata.row_group(group).num_rows // stored_bytes
+        for table in _batches(parquet, group, columns, min(_MAX_BATCH_ROWS, max(1, num_rows))):
             yield from halved(table, BATCH_BYTES)
 
 
@@ -250,11 +248,14 @@ def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
 
     The footer contains them. Raises what reading raises.
     """
-    most = 0
-    for number in range(parquet.metadata.num_row_groups):
-        offsets = 8 * len(columns) * parquet.metadata.row_group(number).num_rows
-        most = max(most, _stored_bytes(parquet, number, columns) + offsets)
-    return most
+    return max(
+        (
+            _stored_bytes(parquet, number, columns)
+            + 8 * len(columns) * parquet.metadata.row_group(number).num_rows
+            for number in range(parquet.metadata.num_row_groups)
+        ),
+        default=0,
+    )
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
@@ -263,12 +264,11 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
 
     Raises what reading raises.
     """
-    total = parquet.metadata.row_group(number).total_byte_size
-    if total <= BATCH_BYTES:
-        return max(0, total)
+    group = parquet.metadata.row_group(number)
+    if group.total_byte_size <= BATCH_BYTES:
+        return max(0, group.total_byte_size)
     # pyarrow ends the process when it is asked about a column whose entry in the footer is damaged,
     # but raises when it reads such a column. So it is asked only after it has read a row.
-    group = parquet.metadata.row_group(number)
     if next(_batches(parquet, number, columns, 1), None) is None:
         return 0
     return sum(group.column(i).total_uncompressed_size for i in leaves(parquet, columns))
