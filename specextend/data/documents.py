@@ -40,7 +40,7 @@ from specextend.data.document_kinds import (
 )
 from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
 from specextend.data.inputs import InputError
-from specextend.data.listing import FoundFile, each_once, find
+from specextend.data.listing import FoundFile, each_once, find, is_hidden
 from specextend.data.storage import (
     Location,
     is_away,
@@ -267,6 +267,8 @@ it.
 LEFT_OUT = "left out"
 GONE = "gone"
 """Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
+_HIDDEN = (".", "~$")
+"""Beginnings of names that users do not see, and of what Word keeps beside an open file."""
 _PART_BYTES = 64 << 20
 _COMMIT_S = 60
 """Seconds of reading that a killed process loses at most."""
@@ -358,7 +360,7 @@ def prepare_documents(
         num_documents, counts = _add(
             folder, readings, failures, lambda done: on_progress(done, len(todo))
         )
-    num_failed = len(paths & {failure.path for failure in failures} - known_files(folder).keys())
+    num_failed = len(paths - known_files(folder).keys())
     num_unchanged = len(files) - len(new)
     num_waiting = len(new) - len(todo)
     num_read = len(todo) - num_failed
@@ -472,22 +474,16 @@ def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
     Hidden files are left out, except one that is named. Raises InputError if there is no such
     place.
     """
-    found = find(resolve(source), _is_hidden)
+    found = find(resolve(source), _HIDDEN)
     if found is None:
         raise InputError(f"{source} does not exist; give a file, a folder or a glob")
     root, pattern, files, _ = found
     wanted = (
         file
         for file in files
-        if pattern == (file.relative_path,)
-        or not any(map(_is_hidden, file.relative_path.split("/")))
+        if pattern == (file.relative_path,) or not is_hidden(file.relative_path, _HIDDEN)
     )
     return root, pattern, each_once(wanted)
-
-
-def _is_hidden(name: str) -> bool:
-    """Return True for names that users do not see, and for what Word keeps beside an open file."""
-    return name.startswith((".", "~$"))
 
 
 def read_errors(folder: Location) -> list[Failure]:

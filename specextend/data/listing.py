@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product, takewhile
 from pathlib import PurePosixPath
@@ -33,8 +33,8 @@ _ICEBERG = re.compile(r"(v\d+|\d+-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-
 _DENIED = re.compile("denied|forbidden|permission|authoriz", re.IGNORECASE)
 """In messages of stores that do not let everybody see all."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
-Hides = Callable[[str], bool]
-"""Returns True for a name that is not found in a folder."""
+_HIDDEN = ("_", ".")
+"""Beginnings of names that are passed over."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def list_input(path: str) -> Listing:
     without an answer.
     """
     try:
-        found = find(resolve(path), _is_hidden)
+        found = find(resolve(path), _HIDDEN)
         for file in found[2] if found else ():
             file.relative_path.encode()
         above = _tables_above(found[0], found[2]) if found else {}
@@ -136,13 +136,13 @@ class FoundFile(NamedTuple):
 
 
 def find(
-    location: Location, is_hidden: Hides
+    location: Location, hidden: tuple[str, ...]
 ) -> tuple[Location, tuple[str, ...], list[FoundFile], dict[str, str]] | None:
     """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
 
-    is_hidden: of a name; what has such a name is not found in a folder. Returns the folder that is
-    searched, the components of the location below it, the files in path order, and the folders of
-    tables below it with their kinds.
+    hidden: beginnings of names that are not found in a folder. Returns the folder that is searched,
+    the components of the location below it, the files in path order, and the folders of tables
+    below it with their kinds.
     """
     info = location.info
     if info.is_file:
@@ -155,13 +155,13 @@ def find(
             {},
         )
     if info.type == fs.FileType.Directory:
-        seen = _files_below(location, lambda name: is_hidden(name) and name not in _TABLES)
-        files = [file for file in seen if not any(map(is_hidden, file.relative_path.split("/")))]
+        seen = _files_below(location, hidden)
+        files = [file for file in seen if not is_hidden(file.relative_path, hidden)]
         return location, (), files, _tables(file.relative_path for file in seen)
     root, pattern = split_glob(location)
     if not pattern:
         return None
-    seen = _files_below(root, lambda name: False, recursive=len(pattern) > 1 or pattern == ("**",))
+    seen = _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
     files = [file for file in seen if glob_matches(tuple(file.relative_path.split("/")), pattern)]
     return root, pattern, files, _tables(file.relative_path for file in seen)
 
@@ -189,9 +189,7 @@ def _tables_above(root: Location, files: Iterable[FoundFile]) -> dict[str, str]:
     above = {str(folder) for path in inside for folder in PurePosixPath(path).parents}
     for folder, sign in product(sorted(inside | above - {"."}), _TABLES):
         try:
-            records = _files_below(
-                Location(root.filesystem, folder).child(sign), lambda name: False, recursive=False
-            )
+            records = _files_below(Location(root.filesystem, folder).child(sign), recursive=False)
         except OSError as error:
             if folder in inside or not _DENIED.search(str(error)):
                 raise
@@ -228,10 +226,11 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     """
     if not pattern:
         return not parts
+    is_seen = bool(parts) and not parts[0].startswith(_HIDDEN)
     if pattern[0] == "**":
-        goes_on = bool(parts) and not _is_hidden(parts[0]) and glob_matches(parts[1:], pattern)
+        goes_on = is_seen and glob_matches(parts[1:], pattern)
         return goes_on or glob_matches(parts, pattern[1:])
-    if not parts or (_is_hidden(parts[0]) and not _is_hidden(pattern[0])):
+    if not parts or not (is_seen or pattern[0].startswith(_HIDDEN)):
         return False
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])
 
@@ -250,15 +249,15 @@ def check_apart(listing: Listing, output: str) -> Location:
         return folder
     root = _real_parts(listing.root)
     target = _real_parts(folder)
-    inside = target[: len(root)] == root
-    if inside and not listing.pattern:
-        raise InputError(f"output.path {output} is inside the input folder; give one beside it")
-    written = (*target[len(root) :], SUMMARIES, result_name(0))
-    if inside and listing.pattern and glob_matches(written, listing.pattern):
-        raise InputError(
-            f"output.path {output} would hold files that the input's glob matches; give a folder "
-            "outside"
-        )
+    if target[: len(root)] == root:
+        if not listing.pattern:
+            raise InputError(f"output.path {output} is inside the input folder; give one beside it")
+        written = (*target[len(root) :], SUMMARIES, result_name(0))
+        if glob_matches(written, listing.pattern):
+            raise InputError(
+                f"output.path {output} would hold files that the input's glob matches; give a "
+                "folder outside"
+            )
     for name in listing.relative_paths:
         if _real_parts(listing.root.child(name))[: len(target)] == target:
             raise InputError(
@@ -273,21 +272,23 @@ def _real_parts(location: Location) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-def _files_below(folder: Location, is_hidden: Hides, *, recursive: bool = True) -> list[FoundFile]:
-    """List a folder's files, in path order."""
+def _files_below(
+    folder: Location, hidden: tuple[str, ...] = (), *, recursive: bool = True
+) -> list[FoundFile]:
+    """List a folder's files, in path order. hidden: of local ones; signs of tables are not."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
-        files = _local_files(folder.path, "", (real,), recursive, is_hidden)
+        files = _local_files(folder.path, "", (real,), recursive, hidden)
     else:
-        files = _remote_files(folder, recursive, is_hidden)
+        files = _remote_files(folder, recursive)
     return sorted(files, key=lambda file: file.relative_path)
 
 
-def _remote_files(folder: Location, recursive: bool, is_hidden: Hides) -> Iterator[FoundFile]:
+def _remote_files(folder: Location, recursive: bool) -> Iterator[FoundFile]:
     selector = fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True)
     for info in folder.filesystem.get_file_info(selector):
-        path = info.path.removeprefix(folder.path.rstrip("/") + "/")
-        if info.is_file and not any(map(is_hidden, path.split("/"))):
+        if info.is_file:
+            path = info.path.removeprefix(folder.path.rstrip("/") + "/")
             yield FoundFile(path, info.size, info.mtime_ns or 0, path)
 
 
@@ -296,7 +297,7 @@ def _local_files(
     prefix: str,
     real: tuple[str, ...],
     recursive: bool,
-    is_hidden: Hides,
+    hidden: tuple[str, ...],
 ) -> Iterator[FoundFile]:
     """Yield a local folder's files. real: its real path behind those of the folders above, into
     which no link leads.
@@ -304,7 +305,9 @@ def _local_files(
     if not os.path.isdir(folder):
         return
     with os.scandir(folder) as found:
-        entries = [entry for entry in found if not is_hidden(entry.name)]
+        entries = [
+            entry for entry in found if entry.name in _TABLES or not entry.name.startswith(hidden)
+        ]
     for entry in entries:
         name = prefix + entry.name
         is_link = entry.is_symlink()
@@ -317,10 +320,9 @@ def _local_files(
         elif is_link and not os.path.exists(entry.path):
             yield FoundFile(name, 0, 0, real_path, is_linked=True)
         elif recursive and entry.is_dir() and real_path not in real:
-            yield from _local_files(
-                entry.path, f"{name}/", (*real, real_path), recursive, is_hidden
-            )
+            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive, hidden)
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(("_", "."))
+def is_hidden(path: str, beginnings: tuple[str, ...]) -> bool:
+    """Return True if a name of a path begins so."""
+    return any(name.startswith(beginnings) for name in path.split("/"))
