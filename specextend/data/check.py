@@ -6,7 +6,7 @@ And the rewriting of files whose row groups are too large.
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -81,7 +81,8 @@ def check_input(
     """
     options = reader.options
     check_names(options, output or OutputOptions(path="unused"))
-    found = [*in_order(partial(_check_file, listing, reader), range(len(listing.sizes)))]
+    numbered = [(number, *each) for number, each in enumerate(listing.sizes.items())]
+    found = [*in_order(partial(_check_file, listing.root, reader), numbered)]
     if problems := [each for each in found if isinstance(each, str)]:
         more = len(problems) - MOST_PROBLEMS
         said = [
@@ -90,21 +91,23 @@ def check_input(
         ]
         raise InputError("; ".join(said))
     checked = [each for each in found if not isinstance(each, str)]
-    return tuple(file for file, _ in checked), _unify(
-        [schema for _, schema in checked], options, listing
+    schemas = {file.relative_path: schema for file, schema in checked}
+    in_paths = partition_types(schemas)
+    fields = (
+        pa.field(column, _joint_type(column, schemas, in_paths)) for column in options.passthrough
     )
+    return tuple(file for file, _ in checked), tuple(fields)
 
 
 def _check_file(
-    listing: Listing, reader: RowReader, number: int
+    root: Location, reader: RowReader, numbered: tuple[int, str, int]
 ) -> tuple[InputFile, pa.Schema] | str:
-    """Check one file; return it with its schema, or what is wrong with it. Raises
-    InputUnreachableError.
+    """Check one file; return it with its schema, or what is wrong with it. numbered: its number,
+    path and size. Raises InputUnreachableError.
     """
     options = reader.options
-    name = listing.relative_paths[number]
-    size = listing.sizes[name]
-    location = listing.root.child(name)
+    number, name, size = numbered
+    location = root.child(name)
     modified_ns = ask(location, name).mtime_ns
 
     def read(file: pa.NativeFile) -> tuple[InputFile, pa.Schema]:
@@ -123,23 +126,21 @@ def _check_file(
                     "write the Parquet, to TIMESTAMP in micro- or nanoseconds"
                 )
             largest = largest_group_bytes(parquet, reader.document_columns)
+            if largest > MAX_GROUP_BYTES:  # a worker reads all of it for one document
+                raise InputError(
+                    f"{name} has a row group that takes {largest / (1 << 30):.1f} GiB to read; "
+                    "write it in smaller ones: specextend prepare repartition INPUT --output FOLDER"
+                )
             return InputFile(
                 number, name, size, rows, largest, footer_sha256(file), modified_ns, compact
             ), schema
 
     try:
-        found, schema = read_file(location, read, partial(unreadable, name), size)
+        return read_file(location, read, partial(unreadable, name), size)
     except InputError as error:
         return str(error)
     except OSError as error:
         raise unreachable(name, error) from error
-    if found.largest_group_bytes > MAX_GROUP_BYTES:  # a worker reads all of it for one document
-        largest = found.largest_group_bytes / (1 << 30)
-        return (
-            f"{name} has a row group that takes {largest:.1f} GiB to read; write it in smaller "
-            "ones: specextend prepare repartition INPUT --output FOLDER"
-        )
-    return found, schema
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -284,54 +285,42 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
         kind = kind.field(name).type
 
 
-def _unify(
-    schemas: list[pa.Schema], options: InputOptions, listing: Listing
-) -> tuple[pa.Field, ...]:
-    """Find one type for each passthrough column that holds the values of all files.
+def _joint_type(
+    column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
+) -> pa.DataType:
+    """Find a type for a passthrough column that holds the values of all files.
 
     A file that lacks the column, or has no values in it, takes the type of the others. Raises
     InputError if there is no such type, and for a column that no file has.
     """
-    unified = []
-    in_paths = partition_types(listing.relative_paths)
-    for column in options.passthrough:
-        typed = [
-            (schema.field(column).type, name)
-            for schema, name in zip(schemas, listing.relative_paths, strict=True)
-            if column in schema.names
-        ]
-        if not typed and column not in in_paths:
-            raise _no_column(listing.relative_paths[0], schemas[0], column, "input.passthrough")
-        typed = [(kind, name) for kind, name in typed if not pa.types.is_null(kind)]
-        # Without values anywhere: a type that every reader knows.
-        kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[0]
-        for other, name in typed:
-            try:
-                kind = joint_type(kind, other)
-            except pa.ArrowException:
-                raise InputError(
-                    f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; "
-                    "make them one type"
-                ) from None
-        for schema, name in zip(schemas, listing.relative_paths, strict=True):
-            if column not in schema.names and column in partition_values(name):
-                _check_value_in_path(name, column, kind, first)
-        unified.append(pa.field(column, kind))
-    return tuple(unified)
-
-
-def _check_value_in_path(name: str, column: str, kind: pa.DataType, first: str) -> None:
-    """Raise InputError unless the value in a file's path can stand in a column of the type that
-    `first` has.
-    """
-    try:
-        partition_column(name, column, kind, 1)
-    except pa.ArrowException as error:
-        raise InputError(
-            f"input.passthrough {column!r} is {kind} in {first}, but {name} has "
-            f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them one "
-            "type"
-        ) from error
+    own = {
+        name: schema.field(column).type
+        for name, schema in schemas.items()
+        if column in schema.names
+    }
+    if not own and column not in in_paths:
+        raise _no_column(*next(iter(schemas.items())), column, "input.passthrough")
+    typed = {name: kind for name, kind in own.items() if not pa.types.is_null(kind)}
+    # Without values anywhere: a type that every reader knows.
+    first, kind = next(iter(typed.items()), ("", in_paths.get(column, pa.string())))
+    for name, other in typed.items():
+        try:
+            kind = joint_type(kind, other)
+        except pa.ArrowException:
+            raise InputError(
+                f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make "
+                "them one type"
+            ) from None
+    for name in (name for name in schemas if name not in own):
+        try:
+            partition_column(name, column, kind, 1)
+        except pa.ArrowException as error:
+            raise InputError(
+                f"input.passthrough {column!r} is {kind} in {first}, but {name} has "
+                f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them "
+                "one type"
+            ) from error
+    return kind
 
 
 def partition_values(relative_path: str) -> dict[str, str | None]:
