@@ -249,7 +249,7 @@ def check_writable(folder: Location) -> None:
     """
     if folder.is_local:
         there = folder
-        while not exists(there) and there.path != "/":
+        while not exists(there):
             there = there.parent
         if not is_folder(there):
             raise ValueError(f"{there.path} is not a folder")
@@ -503,8 +503,6 @@ def in_order(
                 started.append((pool.submit(function, item), price))
                 total += price
             while started:
-                yield started[0][0].result()
-                started.popleft()
+                yield started.popleft()[0].result()
         finally:
-            for future, _ in started:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
