@@ -271,9 +271,8 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int
         )
         raise UnreadableError("no characters", message)
     title = pdf.get_metadata_value("Title").strip()
-    is_empty = [not page for page in pages]
     text = "\n\n".join(filter(None, pages))
-    return "" if _NO_TITLE.match(title) else title, text, sum(is_empty), num_unmapped
+    return "" if _NO_TITLE.match(title) else title, text, pages.count(""), num_unmapped
 
 
 def _is_portfolio(pdf: Any) -> bool:

@@ -21,7 +21,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
-from queue import LifoQueue
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -215,17 +214,15 @@ def read_files(
 
     folder: where the parts of tables are written.
     """
-    idle: LifoQueue[_Reader] = LifoQueue()
     readers = [_Reader(folder, options) for _ in range(options.workers)]
-    for reader in readers:
-        idle.put(reader)
+    idle = deque(readers)  # there are as many threads
 
     def read(file: SourceFile) -> Reading:
-        reader = idle.get()
+        reader = idle.pop()
         try:
             return reader.read(file)
         finally:
-            idle.put(reader)
+            idle.append(reader)
 
     with ThreadPoolExecutor(options.workers) as threads:
         reading: deque[Future[Reading]] = deque()
@@ -426,7 +423,7 @@ def find_files(
         )
         for file in files:
             relative = file.relative_path
-            location = root.child(file.relative_path)
+            location = root.child(relative)
             path = (
                 f"{source.partition('://')[0]}://{location.path}"
                 if is_uri(source)
