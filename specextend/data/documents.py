@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -247,12 +247,9 @@ def _serve(connection: Connection, folder: Location, options: DocumentOptions) -
         resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY)
     )
     connection.send(None)
-    while True:
-        try:
-            file = connection.recv()
-        except EOFError:
-            return
-        connection.send(_read_file(file, folder, options))
+    with suppress(EOFError):
+        while True:
+            connection.send(_read_file(connection.recv(), folder, options))
 
 
 # The data set
