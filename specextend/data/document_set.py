@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from specextend.core import Values
 from specextend.data.database import Database
 from specextend.data.inputs import InputError
-from specextend.data.parquet import CHECKED, SEALED, open_parquet
+from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COUNTS = ("pages_without_text", "unmapped_characters")
@@ -157,13 +157,7 @@ def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> N
     """Write tables as row groups of a schema that holds their values."""
     with atomic_output(target) as path, pq.ParquetWriter(path, schema, **SEALED) as writer:
         for table in tables:
-            columns = [
-                table[field.name].cast(field.type)
-                if field.name in table.column_names
-                else pa.nulls(len(table), field.type)
-                for field in schema
-            ]
-            writer.write_table(pa.table(columns, schema=schema))
+            writer.write_table(fitted(table, schema))
 
 
 def list_parts(folder: Location) -> dict[str, int]:

@@ -217,6 +217,17 @@ def rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
     )
 
 
+def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema with its types; null where a table lacks one."""
+    columns = [
+        table[field.name].cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
 def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
     """Yield slices of at most `most_bytes`, or of one row."""
     if len(table) <= 1 or sum(map(_plain_bytes, table.columns)) <= most_bytes:

@@ -32,6 +32,7 @@ from specextend.data.fingerprint import (
 from specextend.data.inputs import InputOptions
 from specextend.data.parquet import (
     CHECKED,
+    fitted,
     is_text,
     plain_text,
     read_file,
@@ -384,11 +385,8 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
         for table in stream(
             parquet, [name for name in parquet.schema_arrow.names if name in schema.names]
         ):
-            table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
-            for field in schema:
-                if field.name not in table.column_names:
-                    table = table.append_column(field, pa.nulls(len(table), field.type))
-            yield table.select(schema.names).cast(schema)
+            yield fitted(rows_where(table, mask[begin : begin + len(table)]), schema)
+            begin += len(table)
 
     return read_stream(file, read, damaged_results(file))
 
