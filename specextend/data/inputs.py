@@ -135,12 +135,10 @@ class InputOptions:
         for option in fields(self):
             if getattr(self, option.name) == "":
                 raise ValueError(f"input.{option.name} must not be empty")
-        for name, path in [
-            ("path", self.path),
-            *(("except_done_in", path) for path in self.except_done_in),
-        ]:
-            if holds_secret(path):
-                raise ValueError(f"input.{name} {NO_CREDENTIALS}")
+        if holds_secret(self.path):
+            raise ValueError(f"input.path {NO_CREDENTIALS}")
+        if any(map(holds_secret, self.except_done_in)):
+            raise ValueError(f"input.except_done_in {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
