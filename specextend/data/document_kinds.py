@@ -214,16 +214,9 @@ def check_packages(kinds: Iterable[str]) -> None:
 
 def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
     """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
-    UnreadableError.
+    UnreadableError, and on damaged bytes whatever the parsers run into.
     """
-    try:
-        title, text, *counts = _READERS[kind](data, options)
-    except (UnreadableError, MemoryError):
-        raise
-    except Exception as error:  # on damaged bytes the parsers raise whatever they run into
-        raise UnreadableError(
-            "damaged", f"cannot be read: {one_line(error) or type(error).__name__}"
-        ) from error
+    title, text, *counts = _READERS[kind](data, options)
     if not text.strip():
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""

@@ -96,15 +96,13 @@ def _read_file(
         return _failed(file, error.reason, error.message)
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
-    except OSError as error:
-        if not is_again:
+    # on damaged bytes the parsers raise whatever they run into; the other files go on
+    except Exception as error:  # noqa: BLE001
+        if isinstance(error, OSError) and not is_again:
             return _read_file(file, folder, options, is_again=True)
         reason = "unreachable" if is_away(error) else "damaged"
-        return _failed(file, reason, f"cannot be read: {one_line(error)}")
-    except Exception as error:  # noqa: BLE001  # one line for what nobody foresaw; the other files go on
-        return _failed(
-            file, "damaged", f"cannot be read: {type(error).__name__}: {one_line(error)}"
-        )
+        said = one_line(error) or type(error).__name__
+        return _failed(file, reason, f"cannot be read: {said}")
 
 
 def _parse(
