@@ -141,12 +141,12 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
         summarize(task.config, task.prompts, own, f"{name}:{number}")
         for number, (task, own) in enumerate(zip(tasks, _rows_of(row), strict=True))
     ]
-    states = [_state(rounds, None) for rounds in under_way]
+    states = [advance(rounds, None) for rounds in under_way]
     while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
         found = iter((yield step))
         for number, state in enumerate(states):
             if isinstance(state, tuple):
-                states[number] = _state(under_way[number], [*islice(found, len(state))])
+                states[number] = advance(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
     return _together(row, tuple(zip(tasks, ended, strict=True)))
 
@@ -154,14 +154,6 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
 def _rows_of(row: Row) -> list[Row]:
     """Return a row as each task reads it, with its own instruction."""
     return [row, *(replace(row, instruction=other) for other in row.others)]
-
-
-def _state(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | DocumentError:
-    """Return what `advance` does, or the error of a document that failed."""
-    try:
-        return advance(rounds, outcomes)
-    except DocumentError as error:
-        return error
 
 
 def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ...]) -> Summary:
@@ -198,15 +190,17 @@ def _task_rows(row: Row, answered: Iterable[tuple[Task, Summary | DocumentError]
     return found
 
 
-def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
+def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary | DocumentError:
     """Send outcomes to a document's rounds, None at first; return the next round or, after the
-    last, the summary.
+    last, the summary or the error.
     """
     try:
         return next(rounds) if outcomes is None else rounds.send(outcomes)
     except StopIteration as end:
         summary: Summary = end.value
         return summary
+    except DocumentError as error:
+        return error
 
 
 def finished_row(
@@ -315,70 +309,57 @@ class _InParts:
         limit = max_new_tokens_of(self.config, self.row)
         parts = part_prompts.parts(self.row.document.text, limit, self.row.instruction)
         schema = self.config.output.json_schema
-        by_rules = has_rules(schema)
-        step = self._round([part.prompt for part in parts], is_last=by_rules)
-        outcomes = yield step
-        part_rows: list[Values] = []
-        for part, outcome in zip(parts, outcomes, strict=True):
-            which = (
-                f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to "
-                f"{part.span.end})"
-            )
-            summary = self._counted(outcome, which)
-            if by_rules:
-                summary = _whole(self.config, summary, f"{which}: ")
-            part_rows.append(
-                {
-                    **part.span._asdict(),
-                    "text": summary.text,
-                    "finish_reason": summary.finish_reason,
-                }
-            )
-        texts = [part["text"] for part in part_rows]
-        if schema and by_rules:
-            last = replace(summary, text=merge_answers(schema, texts), scored=(), stats=self.stats)
-            return self._summary(step[-1], last, part_rows)
-        while True:
+        by_rules = is_last = has_rules(schema)
+        steps = [
+            f"part {number} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
+            for number, part in enumerate(parts, 1)
+        ]
+        prompts = [part.prompt for part in parts]
+        answers = yield from self._answers(prompts, steps, is_last=is_last)
+        part_rows = [
+            {
+                **part.span._asdict(),
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+            }
+            for part, answer in zip(parts, answers, strict=True)
+        ]
+        while not is_last:
+            texts = [answer.text for answer in answers]
             prompts = part_prompts.merges(texts, limit, self.row.instruction)
             is_last = len(prompts) == 1
-            step = self._round(prompts, is_last=is_last)
-            merged = [
-                self._counted(outcome, f"a merge of {len(texts)} summaries")
-                for outcome in (yield step)
-            ]
-            if is_last:
-                [request], [last] = step, merged
-                whole = _whole(self.config, replace(last, stats=self.stats))
-                return self._summary(request, whole, part_rows)
-            texts = [completion.text for completion in merged]
-
-    def _summary(self, request: Request, whole: Completion, part_rows: list[Values]) -> Summary:
-        prompt = Prompt(request.prompt_token_ids, 0, "parts")
+            steps = [f"a merge of {len(texts)} summaries"] * len(prompts)
+            answers = yield from self._answers(prompts, steps, is_last=is_last)
+        whole = replace(answers[-1], stats=self.stats)
+        if schema and by_rules:
+            merged = merge_answers(schema, [answer.text for answer in answers])
+            whole = replace(whole, text=merged, scored=())
+        prompt = Prompt(prompts[-1].token_ids, 0, "parts")
         return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning)
 
-    def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
-        first = self.num_requests
-        self.num_requests = self.num_requests + len(prompts)
-        return tuple(
+    def _answers(
+        self, prompts: Sequence[Prompt], steps: Sequence[str], *, is_last: bool
+    ) -> Generator[Round, Outcomes, list[Completion]]:
+        """Yield a round; return its answers, without what the model thought.
+
+        Raises DocumentError that names the step if one has failed.
+        """
+        requests = tuple(
             document_request(
                 self.config, self.row, prompt, f"{self.name}:{number}", is_last=is_last
             )
-            for number, prompt in enumerate(prompts, first)
+            for number, prompt in enumerate(prompts, self.num_requests)
         )
-
-    def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
-        """Add the counts of a request to the document's; leave what the model thought out of its
-        text.
-
-        Raises DocumentError that names the step if it failed.
-        """
-        if isinstance(outcome, DocumentError):
-            raise DocumentError(
-                outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable
-            )
-        self.stats.add(outcome.stats)
-        answer, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
-        return replace(outcome, text=answer)
+        self.num_requests += len(requests)
+        answers: list[Completion] = []
+        for step, outcome in zip(steps, (yield requests), strict=True):
+            if isinstance(outcome, DocumentError):
+                raise replace(outcome, message=f"{step}: {outcome.message}")
+            self.stats.add(outcome.stats)
+            text, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
+            answer = replace(outcome, text=text)
+            answers.append(_whole(self.config, answer, f"{step}: ") if is_last else answer)
+        return answers
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
@@ -651,15 +632,14 @@ class PartPrompts:
     def _rendered(
         self, text: str, spans: Sequence[TextSpan], max_new_tokens: int, instruction: Around | None
     ) -> list[Part]:
-        pieces = [text[span.begin : span.end] for span in spans]
-        written = [number for number, piece in enumerate(pieces) if piece.strip()]
-        begins = [0, *(spans[number].begin for number in written[1:])]
-        ends = [spans[following - 1].end for following in [*written[1:], len(spans)]]
+        written = [span for span in spans if text[span.begin : span.end].strip()]
+        borders = [0, *(span.begin for span in written[1:]), len(text)]
         return [
             Part(
-                TextSpan(begin, end), self._part.render(pieces[number], max_new_tokens, instruction)
+                TextSpan(begin, end),
+                self._part.render(text[span.begin : span.end], max_new_tokens, instruction),
             )
-            for begin, end, number in zip(begins, ends, written, strict=True)
+            for (begin, end), span in zip(pairwise(borders), written, strict=True)
         ]
 
     def merges(

@@ -195,14 +195,10 @@ class DecodedRow:
             if isinstance(outcome, Completion):
                 self.began = min(self.began, at - outcome.stats.total_s)
                 self.completions.append(outcome)
-        try:
-            step = advance(
-                self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes]
-            )
-        except DocumentError as error:
-            self.state = error
-        else:
-            self.state = step.timed(self.ended - self.began) if isinstance(step, Summary) else step
+        step = advance(
+            self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes]
+        )
+        self.state = step.timed(self.ended - self.began) if isinstance(step, Summary) else step
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:

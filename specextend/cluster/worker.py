@@ -173,6 +173,8 @@ class Worker:
         outcomes: list[Completion | DocumentError] | None = None
         while True:
             step = await loop.run_in_executor(self._reader, advance, rounds, outcomes)
+            if isinstance(step, DocumentError):
+                raise step
             if isinstance(step, Summary):
                 return step.timed(time.monotonic() - began)
             if alone:
