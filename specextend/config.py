@@ -237,9 +237,9 @@ class RunConfig(BaseModel):
         overrides = list(overrides)
         if isinstance(config, RunConfig) and not overrides:
             return config
-        values, origins = merge(config, overrides)
+        given = [config] if isinstance(config, Mapping | str | Path | RunConfig) else [*config]
+        values, origins = merge(given, overrides)
         if asked := _asked(values.pop("tasks", None)):
-            given = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
             others = [each for each in overrides if each.partition("=")[0].strip() != "tasks"]
             return _joined(
                 {
@@ -296,7 +296,9 @@ class Origin(NamedTuple):
     is_shipped: bool = False
 
 
-def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, Origin]]:
+def merge(
+    configs: Iterable[OneConfig], overrides: Sequence[str]
+) -> tuple[Values, dict[str, Origin]]:
     """Return the values of configurations and overrides, later ones above earlier ones, and the
     origin of each key.
 
@@ -304,17 +306,17 @@ def merge(config: Configs, overrides: Sequence[str]) -> tuple[Values, dict[str, 
     """
     merged: Values = {}
     origins: dict[str, Origin] = {}
-    given_configs = [config] if isinstance(config, RunConfig | Mapping | str | Path) else config
-    for values, origin in chain.from_iterable(map(_read, given_configs)):
-        _drop_demo(values, origin, merged, origins)
+    read = [*chain.from_iterable(map(_read, configs))]
+    _drop_demo(read)
+    for values, origin in read:
         _drop_model_of_draft(merged, _keys(values, "draft").get("kind"))
         are_listed = bool(merged.get("tasks"))
         for section, options in values.items():
-            own = _keys(values, section).keys() & OF_TASKS.get(section, set())
-            if are_listed and own:
+            of_tasks = _keys(values, section).keys() & OF_TASKS.get(section, set())
+            if are_listed and of_tasks:
                 raise ConfigError(
-                    f"{origin.name} sets {section}.{min(own)} behind a list of tasks, which have "
-                    "their own; put it before the list, or use --set"
+                    f"{origin.name} sets {section}.{min(of_tasks)} behind a list of tasks, which "
+                    "have their own; put it before the list, or use --set"
                 )
             if section == "tasks":
                 options = _placed(options, origin.folder)
@@ -339,23 +341,26 @@ def _keys(values: Values, section: str) -> Values:
     return options if isinstance(options, dict) else {}
 
 
-def _drop_demo(
-    values: Values, origin: Origin, merged: Values, origins: Mapping[str, Origin]
-) -> None:
-    """Take the demo's paths and columns, which a shipped configuration has, out where somebody's
-    own are given.
+def _drop_demo(read: Iterable[tuple[Values, Origin]]) -> None:
+    """Take the demo's paths and columns out of shipped configurations where somebody's own are
+    given, and out of all but the last.
     """
-    demos = {key for key, source in origins.items() if source.is_shipped}
-    own = {key for key in _keys(merged, "input") if f"input.{key}" not in demos}
-    if origin.is_shipped and own:
-        demo = {} if "path" in own else _keys(values, "input")
-        values["input"] = {key: each for key, each in demo.items() if key not in own}
-    if origin.is_shipped and "path" in _keys(merged, "output") and "output.path" not in demos:
-        _keys(values, "output").pop("path", None)
-    if "path" in _keys(values, "input"):
-        merged["input"] = {
-            key: each for key, each in _keys(merged, "input").items() if f"input.{key}" not in demos
+    own = {
+        f"{section}.{key}"
+        for values, origin in read
+        if not origin.is_shipped
+        for section in values
+        for key in _keys(values, section)
+    }
+    demos = [values for values, origin in read if origin.is_shipped and _keys(values, "input")]
+    for demo in demos:
+        demo["input"] = {
+            key: value
+            for key, value in demo["input"].items()
+            if demo is demos[-1] and own.isdisjoint(("input.path", f"input.{key}"))
         }
+        if "output.path" in own:
+            _keys(demo, "output").pop("path", None)
 
 
 def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Values, Origin]]:
