@@ -16,7 +16,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +56,7 @@ class Summary:
     """What the model wrote while it thought, if it is of a kind that does; it is no part of the
     text.
     """
-    tasks: tuple[tuple[Task, Summary | DocumentError], ...] = ()
+    tasks: tuple[Answered, ...] = ()
     """Those of all tasks if there are several; all else is the first one's, with the counts of
     all.
     """
@@ -118,6 +117,14 @@ class Task:
     prompts: Prompts
 
 
+class Answered(NamedTuple):
+    """What came of one of several tasks of a document. row: as the task reads it."""
+
+    task: Task
+    row: Row
+    state: Summary | DocumentError
+
+
 def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
     """Return the tasks of a run. limit: tokens of prompt and output. Raises ValueError for a bad
     template.
@@ -137,9 +144,10 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
     """
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
+    rows = [row, *(replace(row, instruction=other) for other in row.others)]
     under_way = [
         summarize(task.config, task.prompts, own, f"{name}:{number}")
-        for number, (task, own) in enumerate(zip(tasks, _rows_of(row), strict=True))
+        for number, (task, own) in enumerate(zip(tasks, rows, strict=True))
     ]
     states = [advance(rounds, None) for rounds in under_way]
     while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
@@ -148,26 +156,26 @@ def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
             if isinstance(state, tuple):
                 states[number] = advance(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
-    return _together(row, tuple(zip(tasks, ended, strict=True)))
+    return _together(tuple(map(Answered, tasks, rows, ended)))
 
 
-def _rows_of(row: Row) -> list[Row]:
-    """Return a row as each task reads it, with its own instruction."""
-    return [row, *(replace(row, instruction=other) for other in row.others)]
-
-
-def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ...]) -> Summary:
+def _together(answered: tuple[Answered, ...]) -> Summary:
     """Return the summary of a document of several tasks. Raises DocumentError if one has failed."""
-    summaries = [each for _, each in answered if isinstance(each, Summary)]
-    failed = {task.name: each for task, each in answered if isinstance(each, DocumentError)}
+    summaries = [state for _, _, state in answered if isinstance(state, Summary)]
+    failed = {task.name: state for task, _, state in answered if isinstance(state, DocumentError)}
     if failed:
         first = next(iter(failed.values()))
         message = "; ".join(f"task {name}: {error.message}" for name, error in failed.items())
         retryable = any(error.retryable for error in failed.values())
-        error = DocumentError(first.error_class, message, first.stage, retryable)
-        error.tasks = _task_rows(row, answered)
-        error.summary = error.tasks[0]["text"]
-        raise error
+        tasks = _task_rows(answered)
+        raise DocumentError(
+            first.error_class,
+            message,
+            first.stage,
+            retryable,
+            summary=tasks[0]["text"],
+            tasks=tasks,
+        )
     stats = DecodingStats()
     for summary in summaries:
         stats.add(summary.completion.stats)
@@ -175,15 +183,15 @@ def _together(row: Row, answered: tuple[tuple[Task, Summary | DocumentError], ..
     return replace(summaries[0], completion=whole, tasks=answered)
 
 
-def _task_rows(row: Row, answered: Iterable[tuple[Task, Summary | DocumentError]]) -> list[Values]:
+def _task_rows(answered: Iterable[Answered]) -> list[Values]:
     """Return what the column `tasks` has: of each task what the row of a run of its own would
     have, of one that failed what it wrote.
     """
     found: list[Values] = []
-    for (task, state), own in zip(answered, _rows_of(row), strict=False):  # one task has none
+    for task, row, state in answered:
         made: Values
         if isinstance(state, Summary):
-            made = finished_row(task.config, own, state)
+            made = finished_row(task.config, row, state)
         else:
             made = {"summary": state.summary}
         found.append({**made, "name": task.name, "text": made["summary"]})
@@ -221,7 +229,7 @@ def finished_row(
     completion = summary.completion
     prompt = summary.prompt
     total_s = completion.stats.total_s
-    tasks = _task_rows(row, summary.tasks)
+    tasks = _task_rows(summary.tasks)
     if tasks:
         quality = Quality(**{name: tasks[0][name] for name in Quality._fields})
     else:
@@ -441,8 +449,8 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, str, Request]] = []
-        """Negative sizes, ids and requests, sorted by the first two."""
+        self._waiting: list[Request] = []
+        """Longest first, of equally long ones by their ids."""
         self._last: list[int] = []
         """The first half of the prompt that was taken last: what begins so, too, is about the same
         document.
@@ -452,8 +460,7 @@ class Inbox:
     def put(self, request: Request) -> None:
         """Add a request."""
         with self._changed:
-            size = len(request.prompt_token_ids) + request.max_new_tokens
-            bisect.insort(self._waiting, (-size, request.request_id, request), key=itemgetter(0, 1))
+            bisect.insort(self._waiting, request, key=_longest_first)
             self._changed.notify()
 
     def take(self, block: bool) -> Request | None:
@@ -463,19 +470,23 @@ class Inbox:
                 self._changed.wait()
             if not self._waiting:
                 return None
-            prompts = (request.prompt_token_ids for _, _, request in self._waiting)
+            prompts = (request.prompt_token_ids for request in self._waiting)
             place = next((n for n, prompt in enumerate(prompts) if _begins(prompt, self._last)), 0)
-            request = self._waiting.pop(place)[2]
+            request = self._waiting.pop(place)
             self._last = request.prompt_token_ids[: len(request.prompt_token_ids) // 2]
             return request
 
     def remove(self, request_id: str) -> bool:
         """Remove a request. Returns False if it does not wait here any more."""
         with self._changed:
-            kept = [entry for entry in self._waiting if entry[1] != request_id]
+            kept = [request for request in self._waiting if request.request_id != request_id]
             found = len(kept) < len(self._waiting)
             self._waiting = kept
             return found
+
+
+def _longest_first(request: Request) -> tuple[int, str]:
+    return -len(request.prompt_token_ids) - request.max_new_tokens, request.request_id
 
 
 def _begins(token_ids: list[int], start: list[int]) -> bool:
