@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +27,6 @@ from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
 from specextend.document_requests import (
-    Round,
     Rounds,
     Summary,
     advance,
@@ -127,17 +126,12 @@ class RowDecoder:
             DecodedRow(summarize(self._config, self._prompts, row, str(number)))
             for number, row in enumerate(rows)
         ]
-        for document in documents:
-            document.advance(None)
         while requests := [request for document in documents for request in document.requests]:
             outcomes = self._outcomes(
                 [replace(request, **changes) for request in in_order(requests)]
             )
             for document in documents:
-                if document.requests:
-                    document.advance(
-                        [outcomes[request.request_id] for request in document.requests]
-                    )
+                document.advance(outcomes)
         return documents
 
     def _outcomes(self, requests: Sequence[Request]) -> dict[str, _Timed]:
@@ -168,37 +162,39 @@ class RowDecoder:
         return outcomes
 
 
-@dataclass(slots=True)
 class DecodedRow:
     """A document on its way: the round that is to be decoded, and when its first one began and its
     last one ended.
     """
 
-    rounds: Rounds
-    state: Round | Summary | DocumentError | None = None
-    began: float = math.inf
-    ended: float = 0.0
-    completions: list[Completion] = field(default_factory=list)
-    """Of its requests, in their order."""
+    def __init__(self, rounds: Rounds):
+        """Begin the first round."""
+        self._rounds = rounds
+        self.state = advance(rounds, None)
+        self.completions: list[Completion] = []
+        """Of its requests, in their order."""
+        self.ended = 0.0
+        self._began = math.inf
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """Return what is to be decoded for it; nothing once it is done or has failed."""
         return self.state if isinstance(self.state, tuple) else ()
 
-    def advance(self, outcomes: Sequence[_Timed] | None) -> None:
-        """Take the outcomes of its requests in, with the times at which they came; None at
-        first.
+    def advance(self, outcomes: Mapping[str, _Timed]) -> None:
+        """Take in the outcomes of its requests, which are among these, with the times at which they
+        came.
         """
-        for outcome, at in outcomes or ():
+        found = [outcomes[request.request_id] for request in self.requests]
+        for outcome, at in found:
             self.ended = max(self.ended, at)
             if isinstance(outcome, Completion):
-                self.began = min(self.began, at - outcome.stats.total_s)
+                self._began = min(self._began, at - outcome.stats.total_s)
                 self.completions.append(outcome)
-        step = advance(
-            self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes]
-        )
-        self.state = step.timed(self.ended - self.began) if isinstance(step, Summary) else step
+        if found:
+            step = advance(self._rounds, [outcome for outcome, _ in found])
+            total_s = self.ended - self._began
+            self.state = step.timed(total_s) if isinstance(step, Summary) else step
 
 
 def _failed(doc_id: str, error: DocumentError) -> Values:
@@ -269,8 +265,6 @@ def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[
         raise InputError(
             "input.id_column must be set: a document of a batch has no place in a file to be its id"
         )
-    if isinstance(documents, pa.Table | pa.RecordBatch):
-        return documents, lambda table: table
     if isinstance(documents, list) and all(isinstance(each, Mapping) for each in documents):
         return pa.Table.from_pylist(documents), pa.Table.to_pylist
     if is_mapping:
