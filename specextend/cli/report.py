@@ -15,7 +15,7 @@ from specextend.core import Values, counted, first_line, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
     from specextend.data.storage import Location
-    from specextend.report.export import Exported
+    from specextend.report.export import Exported, Form
 
 EXIT_OVER_LIMIT = 3
 
@@ -209,7 +209,7 @@ def export(
     specextend export --latest 's3://bucket/nights/*' --to answers.parquet --replace
     """
     from specextend.data.storage import resolve
-    from specextend.report.export import check_place, export_answers, find_runs, format_of
+    from specextend.report.export import Form, check_place, export_answers, find_runs, format_of
     from specextend.report.result_rows import write_responses
 
     if len(runs) > 1 and not latest:
@@ -219,37 +219,33 @@ def export(
     place = resolve(to)
     ending = format_of(place)
     names = columns.split(",") if columns else []
+    form = Form(kind or ending or "parquet", names, is_safe)
     if kind != "openai" and "." in place.name and not ending and not to.endswith("/"):
         raise click.UsageError(
             f"no file that is written ends as {to} does, only .csv, .jsonl and .parquet; let the "
             "name of a folder end in /"
         )
-    if is_safe and (kind or ending) != "csv":
+    if is_safe and form.kind != "csv":
         raise click.UsageError("--spreadsheet-safe is for CSV")
     several = latest or only_ids_in
     if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
         raise click.UsageError(
             "--follow and --format openai are for one run, without other options"
         )
+    check_place(outputs, place, replace)
     if kind == "openai":
-        check_place([output], place, replace)
         written, errors, rows = write_responses(output, place)
         show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
         return 0
     if follow:
         if ending:
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
-        return _follow(output, place, kind or "parquet", to, names, is_safe)
-    exported = export_answers(
-        outputs, place, kind or ending or "parquet", only_ids_in, names, is_safe, replace
-    )
-    show(_say(exported, to))
+        return _follow(output, place, form, to)
+    show(_say(export_answers(outputs, place, form, only_ids_in), to))
     return 0
 
 
-def _follow(
-    output: Location, folder: Location, kind: str, to: str, columns: list[str], is_safe: bool
-) -> int:
+def _follow(output: Location, folder: Location, form: Form, to: str) -> int:
     """Export a run while it goes on. Returns the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
@@ -259,7 +255,7 @@ def _follow(
         driver = read_lock(output)
         return driver is not None and driver.seems_alive(time.time())
 
-    exported = follow(output, folder, kind, is_running, columns, is_safe)
+    exported = follow(output, folder, form, is_running)
     show(_say(exported, to))
     if exported.done + exported.failed == exported.rows:
         return 0

@@ -109,6 +109,17 @@ class Exported(NamedTuple):
     """How the runs differ in models or options, in one line; empty if they do not."""
 
 
+class Form(NamedTuple):
+    """Say how answers are written."""
+
+    kind: str
+    """The format."""
+    columns: Sequence[str] = ()
+    """Only these, in this order; all if empty."""
+    is_safe: bool = False
+    """For spreadsheets, which concerns CSV."""
+
+
 def format_of(place: Location) -> str | None:
     """Return the format that a file is given by its ending; None for a folder."""
     _, dot, ending = place.name.lower().rpartition(".")
@@ -116,28 +127,21 @@ def format_of(place: Location) -> str | None:
 
 
 def follow(
-    output: Location,
-    folder: Location,
-    kind: str,
-    is_running: Callable[[], bool],
-    columns: Sequence[str] = (),
-    is_safe: bool = False,
+    output: Location, folder: Location, form: Form, is_running: Callable[[], bool]
 ) -> Exported:
     """Write the answers of a run into a folder as they are committed, until the run has no driver
     any more.
 
     Each commit becomes a file, whole or not at all, which is also the record that it was written:
-    another call goes on from there, and each document has one row. kind: the format. is_running:
-    asked for a driver. columns: all if empty. is_safe: for spreadsheets. Raises ValueError if there
-    is no run, for a folder with other files, for a column that commits do not have, and for
-    documents that were done again, whose first texts may be written.
+    another call goes on from there, and each document has one row. is_running: asked for a driver.
+    Raises ValueError if there is no run, for a folder with other files, for a column that commits
+    do not have, and for documents that were done again, whose first texts may be written.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
     if manifest is None:
         raise ValueError(f"{output.path} holds no run")
-    check_place([output], folder)
-    written = {f"{name.removesuffix(kind)}parquet" for name in list_files(folder)}
+    written = {f"{name.removesuffix(form.kind)}parquet" for name in list_files(folder)}
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(
             f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder"
@@ -147,7 +151,7 @@ def follow(
     full = pa.schema(summary_fields(named))
     settled = Settled()
     seen = set[str]()
-    schema = _narrowed(full, columns)
+    schema = _narrowed(full, form.columns)
     limits = set[int]()
     is_last = False
     while not is_last:
@@ -169,8 +173,8 @@ def follow(
             answers = commit.take(done)
             if len(answers) and name not in written:
                 table = pa.table(summary_columns(answers, named), schema=full)
-                file = folder.child(name.removesuffix("parquet") + kind)
-                _write(file, kind, schema, [table.select(schema.names)], is_safe)
+                file = folder.child(name.removesuffix("parquet") + form.kind)
+                _write(file, form, schema, [table.select(schema.names)])
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
     return Exported(*settled.count(), num_input_rows(manifest))
@@ -196,37 +200,32 @@ def find_runs(paths: Sequence[str]) -> list[Location]:
 def export_answers(
     outputs: Sequence[Location],
     to: Location,
-    kind: str,
+    form: Form,
     only_ids_in: str | None = None,
-    columns: Sequence[str] = (),
-    is_safe: bool = False,
-    replaces: bool = False,
 ) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a
     new folder.
 
-    A run is newer than another if it began later, as its own record says. kind: the format.
-    only_ids_in: an input; documents that it does not have are left out. columns: all if empty.
-    is_safe: for spreadsheets. replaces: a file that is there already. Texts are streamed; the ids
-    of all rows are in memory. Raises ValueError for runs that have not ended or do not belong
-    together, for a folder that holds files, and for a column that no run has.
+    A run is newer than another if it began later, as its own record says. A file that is there is
+    replaced. only_ids_in: an input; documents that it does not have are left out. Texts are
+    streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or
+    do not belong together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
-    check_place(outputs, to, replaces)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
-    schema = _narrowed(_common_schema(runs), columns)
+    schema = _narrowed(_common_schema(runs), form.columns)
     chosen, exported = _choose(
         runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0])
     )
     answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
     if format_of(to):
-        _write(to, kind, schema, chain.from_iterable(answers), is_safe)
+        _write(to, form, schema, chain.from_iterable(answers))
         return exported
     if list_files(to):
         raise ValueError(f"{to.path} is not empty; name another folder")
     for number, tables in enumerate(answers):
-        _write(to.child(f"part-{number:05d}.{kind}"), kind, schema, tables, is_safe)
+        _write(to.child(f"part-{number:05d}.{form.kind}"), form, schema, tables)
     return exported
 
 
@@ -241,7 +240,7 @@ def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
-def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
+def check_place(outputs: Sequence[Location], to: Location, replaces: bool) -> None:
     """Raise ValueError for a place in the folder of a run, and for a file that is there already if
     none `replaces`.
     """
@@ -391,17 +390,13 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
     return read_stream(file, read, damaged_results(file))
 
 
-def _write(
-    file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool
-) -> None:
-    """Write a file of a format, whole or not at all. is_safe: for spreadsheets, which concerns
-    CSV.
-    """
+def _write(file: Location, form: Form, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write a file, whole or not at all."""
     with atomic_output(file) as path:
-        if kind == "csv":
-            _write_csv(path, schema, tables, is_safe)
+        if form.kind == "csv":
+            _write_csv(path, schema, tables, form.is_safe)
         else:
-            _WRITERS[kind](path, schema, tables)
+            _WRITERS[form.kind](path, schema, tables)
 
 
 def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table], is_safe: bool) -> None:

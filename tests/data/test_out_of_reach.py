@@ -27,7 +27,7 @@ from specextend.data.run_folder import (
     write_success,
 )
 from specextend.data.storage import read_again, write_bytes
-from specextend.report import export
+from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import location, opened
 from tests.data.faulty_store import FAULTS, FaultyStore
@@ -61,7 +61,7 @@ READERS = {
     "manifest": lambda source, output: read_manifest(output),
     "a start": lambda source, output: read_starts(output),
     "_SUCCESS": lambda source, output: read_success(output),
-    "summaries": lambda source, output: export.export_answers([output], output.parent.child("to"), "parquet"),
+    "summaries": lambda source, output: export_answers([output], output.parent.child("to"), Form("parquet")),
     "a row of the input": lambda source, output: source.read(DocumentKey(0, 1)),
     "the input": lambda source, output: [row.text for row in source.scan()],
 }
