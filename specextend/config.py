@@ -257,14 +257,13 @@ class RunConfig(BaseModel):
             "models": models_folder(),
             "shipped": SHIPPED,
         }
-        for section, key in (*_PATHS, *_MODELS):
-            if isinstance(options := values.get(section), dict) and key in options:
+        for section, key in _PATHS:
+            options = _keys(values, section)
+            if key in options:
                 base = origins[f"{section}.{key}"].folder
                 whole = partial(_whole_path, section, key, base, known, allow_relative)
                 value = options[key]
-                values[section] = options | {
-                    key: [*map(whole, value)] if isinstance(value, list) else whole(value)
-                }
+                options[key] = [*map(whole, value)] if isinstance(value, list) else whole(value)
         return cls.from_values(values)
 
     @classmethod
@@ -500,9 +499,15 @@ def _apply(values: Values, override: str) -> tuple[str, str]:
     return section, rest.partition(".")[0]
 
 
-_PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"), ("output", "schema"))
-_MODELS = (("target", "model"), ("draft", "model"))
-"""Keys in whose values variables are replaced, with those before."""
+_PATHS = (
+    ("input", "path"),
+    ("input", "except_done_in"),
+    ("output", "path"),
+    ("output", "schema"),
+    ("target", "model"),
+    ("draft", "model"),
+)
+"""Keys whose values may be local paths; variables in them are replaced."""
 _NOT_OF_NGRAM = ("model", "ngram")
 """Keys of the draft's section that the kind `ngram` does not take."""
 
