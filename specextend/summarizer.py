@@ -304,14 +304,12 @@ def result_table(
     names `summary` and the fields.
     """
     table = rows_table(results, BATCH_SCHEMA)
-    answers = zip(
-        answer_fields(output.json_schema),
-        answer_columns(output.json_schema, table["summary"]),
-        strict=True,
-    )
-    table = table.rename_columns({"summary": output.column})
-    for of_answer, values in answers:
-        table = table.append_column(of_answer, values)
-    for name in passthrough:
-        table = table.append_column(batch.schema.field(name), batch[name])
-    return table
+    answers = answer_columns(output.json_schema, table["summary"])
+    named = table.rename_columns({"summary": output.column})
+    fields = [
+        *named.schema,
+        *answer_fields(output.json_schema),
+        *map(batch.schema.field, passthrough),
+    ]
+    columns = [*named.columns, *answers, *map(batch.column, passthrough)]
+    return pa.table(columns, schema=pa.schema(fields))
