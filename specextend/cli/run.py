@@ -234,10 +234,7 @@ def _dry_run(arguments: Arguments) -> int:
     from specextend.cluster.exits import Interrupt, RefusedError
 
     config = arguments.load()
-    try:
-        by = None if arguments.by is None else parse_time(arguments.by, datetime.now().astimezone())
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
+    by = None if arguments.by is None else parse_time(arguments.by, datetime.now().astimezone())
     if by is not None and arguments.calibrate is None:
         raise RefusedError(
             "--by needs the time of a document: add --calibrate N, which measures it on N documents"

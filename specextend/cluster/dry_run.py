@@ -418,7 +418,7 @@ def dry_run(
 
 def parse_time(text: str, now: datetime) -> datetime:
     """Read `HH:MM`, which is the next time that a clock here shows it, or a time of ISO 8601.
-    Raises ValueError.
+    Raises RefusedError.
 
     A time without a zone is in the zone of this machine's clock. now: with its zone.
     """
@@ -430,12 +430,12 @@ def parse_time(text: str, now: datetime) -> datetime:
         else:
             found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(
+        raise RefusedError(
             f"--by takes HH:MM or a time such as 2026-11-23T07:00, got {text!r}"
         ) from None
     found = found.astimezone()
     if found <= now:
-        raise ValueError(f"--by {text} is past: it is {_say_time(now)}")
+        raise RefusedError(f"--by {text} is past: it is {_say_time(now)}")
     return found
 
 
