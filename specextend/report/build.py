@@ -36,7 +36,9 @@ SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is
 added.
 """
-_RAISED = "SELECT count(*) AS raised_limits FROM done WHERE max_new_tokens > ?"
+_DONE = """
+    SELECT count(*) AS done, count(*) FILTER (max_new_tokens > ?) AS raised_limits FROM done
+"""
 
 
 def write_report(
@@ -89,7 +91,8 @@ def build_report(
         for start in read_starts(location)
     ]
     documents = document_figures(figures)
-    [counted] = figures.select("SELECT count(*) AS done FROM done")
+    most = manifest and manifest["config"]["decoding"]["max_new_tokens"]
+    [counted] = figures.select(_DONE, most)
     done = counted["done"]
     failed = sum(error["rows"] for error in documents["errors"])
     rows = manifest and num_input_rows(manifest)
@@ -106,7 +109,7 @@ def build_report(
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
         **documents,
-        **figures.select(_RAISED, manifest and manifest["config"]["decoding"]["max_new_tokens"])[0],
+        "raised_limits": counted["raised_limits"],
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
     }

@@ -167,7 +167,11 @@ _DEPTHS = """
         GROUP BY depth
     )
 """
-_FLAGS = "SELECT unnest(quality_flags) AS flag, doc_id FROM done"
+_FLAGS = f"""
+    SELECT flag, count(*) AS rows, min(doc_id, {NUM_IDS}) AS ids
+    FROM (SELECT unnest(quality_flags) AS flag, doc_id FROM done)
+    GROUP BY flag ORDER BY rows DESC, flag
+"""
 
 
 class RunFigures:
@@ -296,9 +300,7 @@ def document_figures(figures: RunFigures) -> Values:
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]
     [depths] = figures.select(_DEPTHS)
-    flagged = (
-        f"SELECT flag, min(doc_id, {NUM_IDS}) AS ids FROM ({_FLAGS}) GROUP BY flag ORDER BY flag"
-    )
+    flags = figures.select(_FLAGS)
     names = ", ".join(dict.fromkeys((*_SLOWEST, "total_s", *PHASES)))
     slowest = f"""SELECT {names}, strftime(epoch_ms(epoch_ms(started_at)),
         '%Y-%m-%dT%H:%M:%S.%g+00:00') AS started_at
@@ -313,8 +315,8 @@ def document_figures(figures: RunFigures) -> Values:
         "per_document": {name: _spread(figures, name) for name in (*_OF_WORK, *_OF_TEXT)},
         "buckets": [bucket["of_bucket"] for bucket in buckets],
         "finish_reasons": _counts(figures, "finish_reason"),
-        "quality_flags": _counts(figures, "flag", f"({_FLAGS})"),
-        "flagged": {row["flag"]: row["ids"] for row in figures.select(flagged)},
+        "quality_flags": {row["flag"]: row["rows"] for row in flags},
+        "flagged": {row["flag"]: row["ids"] for row in flags},
         "workers": _counts(figures, "worker"),
         "slowest": figures.select(slowest),
         "evidence": {row.pop("field"): row for row in figures.select(_EVIDENCE)},
@@ -342,10 +344,10 @@ def _spread(figures: RunFigures, name: str) -> Values | None:
     return row | middle
 
 
-def _counts(figures: RunFigures, name: str, rows: str = "done") -> dict[str, int]:
+def _counts(figures: RunFigures, name: str) -> dict[str, int]:
     """Count the rows of each value, the most frequent first."""
     query = (
-        f"SELECT {name} AS value, count(*) AS n FROM {rows} WHERE value IS NOT NULL GROUP BY "
+        f"SELECT {name} AS value, count(*) AS n FROM done WHERE value IS NOT NULL GROUP BY "
         "1 ORDER BY n DESC, 1"
     )
     return {row["value"]: row["n"] for row in figures.select(query)}
