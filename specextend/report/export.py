@@ -42,7 +42,6 @@ from specextend.data.parquet import (
     write_groups,
 )
 from specextend.data.run_folder import (
-    errors_folder,
     list_results,
     parse_time,
     read_starts,
@@ -60,7 +59,7 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
-from specextend.report.result_rows import damaged_results
+from specextend.report.result_rows import damaged_results, result_files
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
@@ -263,35 +262,27 @@ class _Run(NamedTuple):
     """When its first start began, in seconds since the epoch, as its record says."""
     columns: str
     """Those of the ids and the texts."""
-    answers: list[Location]
-    """The files of `summaries/`."""
-    failures: list[Location]
-    """The files of `errors/`."""
+    files: list[tuple[Location, bool]]
+    """Those of `summaries/`, then those of `errors/`; True for the former."""
 
     @classmethod
     def read(cls, output: Location) -> _Run:
         """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
         manifest = read_manifest(output) or {}
-        folders = (summaries_folder(output), errors_folder(output))
+        files = result_files(output)
         begins = [
             begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None
         ]
-        answers, failures = (
-            [folder.child(name) for name in list_results(folder)] for folder in folders
-        )
-        if not answers and not manifest:
+        if not manifest and not any(is_answer for _, is_answer in files):
             raise ValueError(f"{output.path} holds no run")
-        footers = (
-            read_file(file, pq.read_metadata, damaged_results(file))
-            for file in (*answers, *failures)
-        )
+        footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file, _ in files)
         if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
             raise ValueError(
                 f"{output.path} has not ended: run it again, or take what is done with --follow"
             )
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
-        return cls(output.path, manifest, min(begins, default=None), columns, answers, failures)
+        return cls(output.path, manifest, min(begins, default=None), columns, files)
 
 
 def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
@@ -311,7 +302,7 @@ def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
 
 def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
     """Return the columns of all runs. Raises ValueError if one has two types."""
-    firsts = [run.answers[0] for run in runs if run.answers]
+    firsts = [file for run in runs for file, is_answer in run.files[:1] if is_answer]
     schemas = [
         read_file(file, pq.read_schema, damaged_results(file)).remove_metadata() for file in firsts
     ]
@@ -338,10 +329,7 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     """Choose the first answer to each id of runs, the newest first. Returns the files, each with a
     mask of its rows.
     """
-    files: list[tuple[Location, bool]] = []
-    for run in runs:
-        files += [(file, True) for file in run.answers]
-        files += [(file, False) for file in run.failures]
+    files = [each for run in runs for each in run.files]
     database = Database()
     sizes = []
     everything = pa.array([], "large_string")

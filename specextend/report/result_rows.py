@@ -94,20 +94,28 @@ def read_rows(
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
             yield told_apart(table, done, errors)
         return
-    folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
-    files = [
-        (is_done, folder.child(name), columns)
-        for is_done, folder, columns in folders
-        for name in list_results(folder)
-    ]
+    files = result_files(output)
     if not files:
         if (manifest := read_manifest(output)) is None:
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
         if num_input_rows(manifest):
             raise ValueError(f"{output.path} holds a run of which nothing is done yet")
     text = output_columns(output).text
-    for is_done, file, columns in files:
+    for file, is_done in files:
+        columns = done if is_done else errors
         yield from ((is_done, table) for table in _read_file(file, columns, text))
+
+
+def result_files(output: Location) -> list[tuple[Location, bool]]:
+    """List the files of `summaries/`, then those of `errors/`, each with True if its documents are
+    done.
+    """
+    folders = ((summaries_folder(output), True), (errors_folder(output), False))
+    return [
+        (folder.child(name), is_done)
+        for folder, is_done in folders
+        for name in list_results(folder)
+    ]
 
 
 def told_apart(
