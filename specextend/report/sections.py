@@ -63,9 +63,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
-def amount(value: float | None) -> str:
+def amount(value: float) -> str:
     """Format hours or money, of which small runs take less than a hundredth."""
-    return f"{value:.2g}" if value is not None and value < 0.1 else number(value)
+    return f"{value:.2g}" if value < 0.1 else number(value)
 
 
 def percent(value: float | None) -> str:
@@ -73,10 +73,8 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def duration(seconds: float | None) -> str:
-    """Format seconds as `0.42 s`, `12.3 s`, `4 min 05 s` or `2 h 07 min`; `-` for None."""
-    if seconds is None:
-        return "-"
+def duration(seconds: float) -> str:
+    """Format seconds as `0.42 s`, `12.3 s`, `4 min 05 s` or `2 h 07 min`."""
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -85,10 +83,9 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def shortened(text: Any) -> str:
-    """Cut an id, a name or a message to LONGEST characters; `-` for None."""
-    whole = "-" if text is None else str(text)
-    return whole if len(whole) <= LONGEST else whole[: LONGEST - 1] + "…"
+def shortened(text: str) -> str:
+    """Cut an id, a name or a message to LONGEST characters."""
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def message(text: str) -> str:
@@ -101,9 +98,9 @@ def listed_ids(ids: Sequence[str]) -> str:
     return ", ".join(map(shortened, ids))
 
 
-def moment(text: str | None) -> str:
-    """Format a time of ISO 8601 to the second; `-` for None."""
-    return "-" if text is None else text[:19].replace("T", " ")
+def moment(text: str) -> str:
+    """Format a time of ISO 8601 to the second."""
+    return text[:19].replace("T", " ")
 
 
 tenths = partial(number, digits=1)
