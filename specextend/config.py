@@ -323,14 +323,13 @@ def merge(
                 _keys(merged, section) | options if isinstance(options, dict) else options
             )
             origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
-    given = {
-        key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)
-    }
-    _drop_model_of_draft(merged, given.get("draft.kind"))
-    for override in overrides:
-        section, key = _apply(merged, override)
-        keys = [key] if key else _keys(merged, section)
-        origins |= {f"{section}.{each}": Origin("--set", os.getcwd()) for each in keys}
+    given = [_parsed(override) for override in overrides]
+    _drop_model_of_draft(merged, dict(given).get(("draft", "kind")))
+    for path, value in given:
+        _set(merged, path, value)
+        section, *keys = path
+        for key in keys[:1] or _keys(merged, section):
+            origins[f"{section}.{key}"] = Origin("--set", os.getcwd())
     return merged, origins
 
 
@@ -479,24 +478,25 @@ def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
     return first.model_copy(update={"tasks": tasks})
 
 
-def _apply(values: Values, override: str) -> tuple[str, str]:
-    """Apply one `key.path=value` to nested values. Returns its section and key; no key if it is the
-    whole section.
-    """
+def _parsed(override: str) -> tuple[tuple[str, ...], Any]:
+    """Read one `key.path=value`. Returns the names of its path, and the value."""
     key, equals, text = override.partition("=")
-    *sections, name = key.strip().split(".")
-    if not equals or not name or not all(sections):
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
         raise ConfigError(f"--set takes key.path=value, got {shown(override)}")
-    value = parse(key, text)
+    return path, parse(key, text)
+
+
+def _set(values: Values, path: Sequence[str], value: Any) -> None:
+    """Set a value of nested ones."""
+    *sections, name = path
     for section in sections:
         if values.get(section) is None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {key}: {section} is a value, not a section")
+            raise ConfigError(f"--set {'.'.join(path)}: {section} is a value, not a section")
     values[name] = value
-    section, _, rest = key.strip().partition(".")
-    return section, rest.partition(".")[0]
 
 
 _PATHS = (
