@@ -35,10 +35,7 @@ def write(tmp_path):
     def write(name, columns, group_rows=2, types=None):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        kinds = types or {}
-        arrays = {
-            key: pa.array(values, kinds[key]) if key in kinds else pa.array(values) for key, values in columns.items()
-        }
+        arrays = {key: pa.array(values, (types or {}).get(key)) for key, values in columns.items()}
         pq.write_table(pa.table(arrays), path, row_group_size=group_rows)
         return path
 

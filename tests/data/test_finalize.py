@@ -14,7 +14,7 @@ from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_fields
-from specextend.data.storage import Location, exists, resolve
+from specextend.data.storage import Location, exists
 from specextend.report import RunFigures, write_report
 from tests.damage import damage
 from tests.data.conftest import opened
@@ -133,19 +133,3 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path, write, done):
         requests.append(store.tally.requests - before)
         assert report["rows"]["done"] == 60
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
-
-
-def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path, done):
-    """Their values together may be more than their index can tell apart, and then nobody could read the file."""
-    kind = pa.dictionary(pa.int8(), pa.string())
-    groups = [pa.array([f"{group}-{n}" for n in range(100)]).cast(kind) for group in range(3)]
-    schema = pa.schema({"text": pa.string(), "topic": kind})
-    with pq.ParquetWriter(tmp_path / "in.parquet", schema) as writer:
-        for group in groups:
-            writer.write_table(pa.table({"text": ["x"] * 100, "topic": group}, schema=schema))
-    source = opened(tmp_path / "in.parquet", passthrough=("topic",))
-    output = resolve(str(tmp_path / "out"))
-    CommitWriter(output, "0123abcd").commit([done(0, row) for row in range(300)])
-    finalize(source, output)
-    topics = pq.read_table(tmp_path / "out" / "summaries" / "part-00000.parquet", columns=["topic"])["topic"]
-    assert topics.to_pylist() == [f"{group}-{n}" for group in range(3) for n in range(100)]

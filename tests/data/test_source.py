@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from specextend.core import Document, DocumentKey
+from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.instructions import Instruction
 from specextend.data.rows import RowReader, own_options
@@ -42,27 +42,6 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
     assert "; c.parquet cannot be read as Parquet" in message
     assert message.endswith("; repair it or take it out")
     assert "d.parquet" not in message
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.string(),
-        pa.large_string(),
-        pa.string_view(),
-        pa.dictionary(pa.int32(), pa.string()),
-        pa.dictionary(pa.int8(), pa.large_string()),
-        pa.json_(pa.string()),
-    ],
-    ids=str,
-)
-def test_every_type_of_text_is_text(write, kind):
-    text = pa.array(["one", None, "two"]).cast(kind)
-    source = opened(write("a.parquet", {"text": text, "id": ["x", "y", "z"]}), id_column="id")
-    assert source.read(DocumentKey(0, 2)).document == Document(DocumentKey(0, 2), "z", "two")
-    with pytest.raises(DocumentError, match="NullText"):
-        source.read(DocumentKey(0, 1))
-    assert [row.text for row in source.scan()] == [b"one", None, b"two"]
 
 
 @pytest.mark.parametrize(
