@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pypdf
 import pytest
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from specextend.core import DocumentKey
 from specextend.data.document_kinds import DocumentOptions, check_packages
@@ -23,27 +22,42 @@ from tests.data.conftest import opened
 from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, specextend
 
+HELVETICA = "/Type/Font/Subtype/Type1/BaseFont/Helvetica"
+UNKNOWN = (
+    "/Type/Font/Subtype/Type0/BaseFont/X/Encoding/Identity-H/DescendantFonts[<</Type/Font/Subtype/CIDFontType2/BaseFont/X"
+    "/CIDSystemInfo<</Registry(Adobe)/Ordering(Identity)/Supplement 0>>>>]"
+)
+"""A font that says nothing about its characters."""
 
-def write_pdf(path, *pages, algorithm="", password="", title=""):
-    """A line of text on each page, none where it is empty."""
-    writer = pypdf.PdfWriter()
-    font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
-    names = DictionaryObject({NameObject(key): NameObject(value) for key, value in font.items()})
-    for text in pages:
-        page = writer.add_blank_page(500, 200)
-        fonts = DictionaryObject({NameObject("/F1"): names})
-        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-        content = DecodedStreamObject()
-        shown = " ".join(f"({line}) Tj T*" for line in text.split("\n"))
-        content.set_data(f"BT /F1 12 Tf 14 TL 20 150 Td {shown} ET".encode() if text else b"")
-        page[NameObject("/Contents")] = writer._add_object(content)
-    writer.add_metadata({"/Title": title})
-    if algorithm:
-        writer.encrypt(user_password=password, owner_password="owner", algorithm=algorithm)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        writer.write(file)
-    return path
+
+def pdf(*objects, info=""):
+    """A file of objects, of which the first is its catalog; a reader finds them although there is no table of them."""
+    numbered = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, start=1))
+    return f"%PDF-1.4\n{numbered}trailer<</Size 99/Root 1 0 R/Info<<{info}>>>>\nstartxref\n0\n%%EOF".encode("latin-1")
+
+
+def pages(*texts, catalog="", page="", more="", title=""):
+    """Pages of lines in a font that everybody knows, and `more`, for which there is one that nobody does."""
+    fonts = "/Resources<</Font<</F1 3 0 R/F2 4 0 R>>>>"
+    objects = [f"<</Type/Catalog/Pages 2 0 R{catalog}>>", "", f"<<{HELVETICA}>>", f"<<{UNKNOWN}>>"]
+    kids = ""
+    for text in texts:
+        lines = " ".join(f"({line}) Tj T*" for line in text.split("\n"))
+        content = f"BT /F1 12 Tf 14 TL 20 150 Td {lines} {more} ET"
+        objects.append(f"<</Length {len(content)}>>stream\n{content}\nendstream")
+        objects.append(f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 500 200]/Contents {len(objects)} 0 R{fonts}{page}>>")
+        kids += f"{len(objects)} 0 R "
+    objects[1] = f"<</Type/Pages/Count {len(texts)}/Kids[{kids}]>>"
+    return pdf(*objects, info=f"/Title({title})")
+
+
+def encrypted(data, algorithm, password=""):
+    """The same file, which opens with the password."""
+    written = io.BytesIO()
+    writer = pypdf.PdfWriter(io.BytesIO(data))
+    writer.encrypt(password, "owner", algorithm=algorithm)
+    writer.write(written)
+    return written.getvalue()
 
 
 def docx(*paragraphs):
@@ -107,7 +121,8 @@ def failures(folder):
 
 def test_a_mixed_folder_becomes_one_data_set(folder, prepare):
     """Reports lie as they come: kinds side by side, in subfolders, in capitals, compressed."""
-    write_pdf(folder / "deep" / "a.PDF", "First page.", "", "Third page.", algorithm="AES-256")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a.PDF").write_bytes(encrypted(pages("First page.", "", "Third page."), "AES-256"))
     (folder / "b.docx").write_bytes(docx("One &amp; two.", "Three."))
     (folder / "c.html").write_text(
         "<title>A\n title</title><p>a <b>bold</b>\nword<ul><li>one<li>two</ul><script>x</script>"
@@ -135,9 +150,9 @@ def test_a_mixed_folder_becomes_one_data_set(folder, prepare):
 
 def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(folder):
     """Ten thousand reports are not held up by three scans, and nobody finds out later that some are missing."""
-    write_pdf(folder / "fine.pdf", "One report.")
-    write_pdf(folder / "scan.pdf", "", "")
-    write_pdf(folder / "locked.pdf", "text", algorithm="RC4-128", password="secret")
+    (folder / "fine.pdf").write_bytes(pages("One report."))
+    (folder / "scan.pdf").write_bytes(pages("", ""))
+    (folder / "locked.pdf").write_bytes(encrypted(pages("text"), "RC4-128", "secret"))
     (folder / "empty.pdf").write_bytes(b"")
     (folder / "old.docx").write_bytes(bytes.fromhex("d0cf11e0a1b11ae1"))
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
@@ -179,7 +194,7 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
 @pytest.mark.parametrize("title", ["(anonymous)", "Untitled", "Microsoft Word - draft.doc"])
 def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare, title):
     """The name of the file says more."""
-    write_pdf(folder / "report.pdf", "One report.", title=title)
+    (folder / "report.pdf").write_bytes(pages("One report.", title=title))
     prepare()
     assert rows(folder, "title") == ["report"]
 
@@ -231,16 +246,16 @@ def test_a_file_that_hangs_its_reader_fails_alone(folder, prepare):
 
 def test_a_file_that_ends_its_reader_fails_alone(folder, prepare):
     """175 KB that unpack to 20 million texts on a page, for which there is no memory."""
-    content = zlib.compress(b"BT /F1 11 Tf " + b"(a)Tj " * 20_000_000)
+    content = zlib.compress(b"BT /F1 11 Tf " + b"(a)Tj " * 20_000_000).decode("latin-1")
     objects = (
-        b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Count 1/Kids[5 0 R]>>",
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-        b"<</Length %d/Filter/FlateDecode>>stream\n%s\nendstream" % (len(content), content),
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</Font<</F1 3 0 R>>>>/Contents 4 0 R>>",
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Count 1/Kids[5 0 R]>>",
+        f"<<{HELVETICA}>>",
+        f"<</Length {len(content)}/Filter/FlateDecode>>stream\n{content}\nendstream",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</Font<</F1 3 0 R>>>>/Contents 4 0 R>>",
     )
-    (folder / "a.pdf").write_bytes(raw_pdf(*objects))
-    write_pdf(folder / "b.pdf", "fine")
+    (folder / "a.pdf").write_bytes(pdf(*objects))
+    (folder / "b.pdf").write_bytes(pages("fine"))
     prepare(time_limit_s=LONGEST_S, memory_gib=1.5)
     assert failures(folder) == {"a.pdf": "crashed"}
     assert rows(folder, "text") == ["fine"]
@@ -322,7 +337,7 @@ def test_the_lines_of_a_pdf_are_joined_unless_they_are_to_be_kept(folder, prepar
         "Annual report\nThe committee met four times and considered the budget of the agency, which has grown.\n"
         "The next year begins with a deficit, so\n1. the river is left as it is, and that is\n2. all."
     )
-    write_pdf(folder / "a.pdf", text)
+    (folder / "a.pdf").write_bytes(pages(text))
     prepare()
     prepare(output=f"{folder}2.out", keep_lines=True)
     assert rows(folder, "text") == [joined]
@@ -550,50 +565,26 @@ def test_a_heading_takes_time_in_proportion_to_its_length(folder, prepare):
     assert rows(folder, "title") == ["a b"]
 
 
-HELVETICA = b"/Type1/BaseFont/Helvetica"
-UNKNOWN = (
-    b"/Type0/BaseFont/X/Encoding/Identity-H/DescendantFonts[<</Type/Font/Subtype/CIDFontType2/BaseFont/X"
-    b"/CIDSystemInfo<</Registry(Adobe)/Ordering(Identity)/Supplement 0>>>>]"
-)
-"""A font that says nothing about its characters."""
-ATTACHED = b"/Names<</EmbeddedFiles<</Names[(a)<</Type/Filespec/F(a)/EF<</F 4 0 R>>>>]>>>>"
+ATTACHED = "/Names<</EmbeddedFiles<</Names[(a)<</Type/Filespec/F(a)/EF<</F 5 0 R>>>>]>>>>"
 FILLED = (
-    b"/Annots[<</Type/Annot/Subtype/Widget/FT/Tx/T(a)/V(filled)/F 4/Rect[60 100 160 120]/DA(/Helv 12 Tf)>>"
-    b"<</Type/Annot/Subtype/FreeText/Contents(typed)/Rect[50 50 200 80]>>"
-    b"<</Type/Annot/Subtype/FreeText/Contents(hidden)/F 2/Rect[50 50 200 80]>>]"
+    "/Annots[<</Type/Annot/Subtype/Widget/FT/Tx/T(a)/V(filled)/F 4/Rect[60 100 160 120]/DA(/Helv 12 Tf)>>"
+    "<</Type/Annot/Subtype/FreeText/Contents(typed)/Rect[50 50 200 80]>>"
+    "<</Type/Annot/Subtype/FreeText/Contents(hidden)/F 2/Rect[50 50 200 80]>>]"
 )
-
-
-def raw_pdf(*objects):
-    numbered = b"".join(b"%d 0 obj\n%s\nendobj\n" % each for each in enumerate(objects, start=1))
-    return b"%PDF-1.4\n" + numbered + b"trailer<</Size 9/Root 1 0 R>>\n%%EOF"
-
-
-def one_page(catalog=b"", page=b"", text=b"/F1 12 Tf (Please wait...) Tj"):
-    """A page with fonts F1 and F2, of which nobody knows the characters of the second."""
-    content = b"BT 20 150 Td " + text + b" ET"
-    return raw_pdf(
-        b"<</Type/Catalog/Pages 2 0 R" + catalog + b">>",
-        b"<</Type/Pages/Count 1/Kids[3 0 R]>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 500 200]/Contents 4 0 R"
-        b"/Resources<</Font<</F1 5 0 R/F2 6 0 R>>>>" + page + b">>",
-        b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
-        b"<</Type/Font/Subtype" + HELVETICA + b">>",
-        b"<</Type/Font/Subtype" + UNKNOWN + b">>",
-    )
 
 
 def test_what_the_text_of_a_pdf_lacks_is_said(folder):
     """A document that is half scanned, in cipher or only a cover was one like any other."""
-    write_pdf(folder / "half.pdf", "First page.", "", "Third page.")
+    text = "Please wait..."
     files = {
-        "attached": one_page(ATTACHED),
-        "cipher": one_page(text=b"/F2 12 Tf <003700480036> Tj"),
-        "form": one_page(b"/AcroForm<</Fields[]>>", FILLED),
-        "mixed": one_page(text=b"/F1 12 Tf (Most of it is read.) Tj /F2 12 Tf <00370048> Tj"),
-        "portfolio": one_page(ATTACHED + b"/Collection<<>>"),
-        "xfa": one_page(b"/AcroForm<</Fields[]/XFA 4 0 R>>"),
-        "dynamic": one_page(b"/NeedsRendering true/AcroForm<</Fields[]/XFA 4 0 R>>", FILLED),
+        "attached": pages(text, catalog=ATTACHED),
+        "cipher": pages("", more="/F2 12 Tf <003700480036> Tj"),
+        "form": pages(text, catalog="/AcroForm<</Fields[]>>", page=FILLED),
+        "half": pages("First page.", "", "Third page."),
+        "mixed": pages("Most of it is read.", more="/F2 12 Tf <00370048> Tj"),
+        "portfolio": pages(text, catalog=f"{ATTACHED}/Collection<<>>"),
+        "xfa": pages(text, catalog="/AcroForm<</Fields[]/XFA 5 0 R>>"),
+        "dynamic": pages(text, catalog="/NeedsRendering true/AcroForm<</Fields[]/XFA 5 0 R>>", page=FILLED),
     }
     for name, data in files.items():
         (folder / f"{name}.pdf").write_bytes(data)
