@@ -10,6 +10,7 @@ from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
+from tests.data.s3_server import s3_server
 from tests.properties.rows import done as row_done
 
 CHAT_TEMPLATE = (
@@ -40,6 +41,21 @@ def write(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def server():
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """An empty bucket, and the environment in which a client finds it."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.empty()
+    return server
 
 
 @pytest.fixture

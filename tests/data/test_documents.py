@@ -19,7 +19,6 @@ from specextend.data.documents import ERRORS, prepare_documents
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.conftest import opened
-from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, specextend
 
 HELVETICA = "/Type/Font/Subtype/Type1/BaseFont/Helvetica"
@@ -316,8 +315,7 @@ def test_several_patterns_sources_and_single_files_lose_none(folder, prepare):
     for name in ("x/a.md", "x/b.log", "x/c.txt", "y/a.md", "y/deep/d.log", "README"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
-    arguments = ["documents", folder, "--pattern", "*.md", "--pattern", "deep/*.log", "--output", f"{folder}.out"]
-    assert specextend("prepare", *arguments).code == 0
+    documents(folder, "--pattern", "*.md", "--pattern", "deep/*.log").exits(0)
     assert rows(folder, "id") == rows(folder, "text") == ["x/a.md", "y/a.md", "y/deep/d.log"]
     assert failures(folder) == {"README": "left out", "b.log": "left out", "c.txt": "left out"}
     sources = [f"{folder}/x", f"{folder}/y/**/*.md", f"{folder}/README", f"{folder}/x/a.md"]
@@ -344,19 +342,15 @@ def test_the_lines_of_a_pdf_are_joined_unless_they_are_to_be_kept(folder, prepar
     assert pq.read_table(f"{folder}2.out")["text"].to_pylist() == [text]
 
 
-def test_an_object_store_is_read_and_written(monkeypatch, prepare):
+def test_an_object_store_is_read_and_written(s3, prepare):
     """And its files are known again by their time and size."""
-    with s3_server() as endpoint:
-        for name, value in endpoint.environment.items():
-            monkeypatch.setenv(name, value)
-        endpoint.empty()
-        write_bytes(resolve("s3://corpus/in/a.txt"), b"one")
-        write_bytes(resolve("s3://corpus/in/b.jsonl"), b'{"text": "two"}\n')
-        for read in (2, 0):
-            done = prepare("s3://corpus/in/", output="s3://corpus/out")
-            assert done.num_documents == 2
-            assert done.num_read == read
-            assert done.failures == []
+    write_bytes(resolve("s3://corpus/in/a.txt"), b"one")
+    write_bytes(resolve("s3://corpus/in/b.jsonl"), b'{"text": "two"}\n')
+    for read in (2, 0):
+        done = prepare("s3://corpus/in/", output="s3://corpus/out")
+        assert done.num_documents == 2
+        assert done.num_read == read
+        assert done.failures == []
 
 
 @pytest.mark.parametrize(

@@ -25,23 +25,8 @@ from specextend.data.storage import (
     write_bytes,
 )
 from tests.data.conftest import opened
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, s3_server
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.job.conftest import CONFIG, on, parts, rows, specextend, summarize
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as endpoint:
-        yield endpoint
-
-
-@pytest.fixture
-def s3(server, monkeypatch):
-    """An empty bucket, and the environment in which a client finds it."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    server.empty()
-    return server
 
 
 @pytest.fixture
