@@ -1,7 +1,7 @@
-"""The scheduler's decisions, without Ray: who gets what, and who is charged."""
+"""The scheduler's decisions, without Ray: who gets what, who is charged, and who is let go."""
 
 from specextend.cluster.messages import MAX_LOSSES, Place
-from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
+from specextend.cluster.scheduler import ALONE_SHARE, IDLE_S, PAUSE_S, Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
@@ -13,13 +13,12 @@ def key(row):
     return DocumentKey(0, row)
 
 
-def scheduler(lengths, leases_per_worker=3, job=JOB):
-    return Scheduler(rows_of_length(lengths), job, leases_per_worker)
-
-
-def at(worker):
-    """A place of its own for a worker."""
-    return Place(f"host of {worker}", "seat 1")
+def scheduler(lengths, workers=(), leases_per_worker=3, job=JOB, **options):
+    """A scheduler, and workers, each on a node of its own."""
+    plan = Scheduler(rows_of_length(lengths), job, leases_per_worker, **options)
+    for worker in workers:
+        plan.join(worker, Place(f"host of {worker}", "seat 1"), 0)
+    return plan
 
 
 def granted(grants, worker=None):
@@ -32,9 +31,7 @@ def ids(grants):
 
 def test_leases_are_spread_over_the_workers():
     """Few documents on many workers: each gets one before any gets two."""
-    plan = scheduler([4, 3, 2, 1])
-    plan.join("a", at("a"), 0)
-    plan.join("b", at("b"), 0)
+    plan = scheduler([4, 3, 2, 1], "ab")
     grants = plan.assign(0)
     assert granted(grants, "a") == [0, 2]
     assert granted(grants, "b") == [1, 3]
@@ -45,17 +42,16 @@ def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
     plan = scheduler([3])
     given_up = []
     for death in range(MAX_LOSSES):
-        plan.join(f"w{death}", at(f"w{death}"), death)
+        plan.join("a", Place(f"host {death}", "seat 1"), death)
         plan.assign(death)
-        given_up += plan.lose(f"w{death}", "node died")
+        given_up += plan.lose("a", "node died")
     assert [(item.key, item.error_class) for item in given_up] == [(key(0), "NodeLost")]
     assert plan.is_done
 
 
 def test_a_deadline_counts_from_the_start_of_prefill():
     """Time in the queue is not the document's."""
-    plan = scheduler([5, 4])
-    plan.join("a", at("a"), 0)
+    plan = scheduler([5, 4], "a")
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 100)
     assert plan.overdue(110) == []
@@ -64,9 +60,7 @@ def test_a_deadline_counts_from_the_start_of_prefill():
 
 def test_near_the_end_nothing_waits_behind_a_full_batch():
     """The last documents would wait for the longest one while another worker idles."""
-    plan = Scheduler(rows_of_length([9] * 9), JobOptions(), 3, num_extra=2)
-    for worker in "ab":
-        plan.join(worker, at(worker), 0)
+    plan = scheduler([9] * 9, "ab", num_extra=2)
     first = plan.assign(0)
     assert len(granted(first, "a")) == 3
     assert len(granted(first, "b")) == 3
@@ -77,12 +71,11 @@ def test_near_the_end_nothing_waits_behind_a_full_batch():
 
 def test_a_worker_that_cannot_read_rests_while_others_go_on_and_does_not_hang():
     """A node without the input's mount fails at once, so without that it would be leased every document."""
-    plan = scheduler([5] * 4)
-    plan.join("blind", at("blind"), 0)
+    plan = scheduler([5] * 4, ["blind"])
     for _, lease in plan.assign(0):
         plan.unread(lease.lease_id, 0)
     assert plan.assign(PAUSE_S - 1) == []
-    plan.join("seeing", at("seeing"), 1)
+    plan.join("seeing", Place("another host", "seat 1"), 1)
     assert granted(plan.assign(1), "seeing") == [0, 1, 2]
     [(worker, lease)] = plan.assign(PAUSE_S)
     assert worker == "blind"
@@ -113,15 +106,29 @@ def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywh
 
 def test_few_workers_are_kept_for_documents_that_run_alone():
     """A hundred charged documents must not stop the others: one worker in four."""
-    plan = scheduler([100 - row for row in range(60)], leases_per_worker=2)
-    for number in range(8):
-        plan.join(f"w{number}", at(f"w{number}"), 0)
-    for number in range(3):
+    plan = scheduler([100 - row for row in range(60)], "abcdefgh", leases_per_worker=2)
+    for number, worker in enumerate("abc"):
         plan.assign(number)
-        plan.report(f"w{number}", 1, list(plan.held), number)
-        plan.leave(f"w{number}", "WorkerDied", "gone")
+        plan.report(worker, 1, list(plan.held), number)
+        plan.leave(worker, "WorkerDied", "gone")
     for lease_id in list(plan.held):
         plan.finish(lease_id)
     grants = plan.assign(9)
     assert sum(lease.is_alone for _, lease in grants) == max(1, 5 // ALONE_SHARE)
     assert len(grants) == 1 + 4 * 2
+
+
+def test_idle_workers_are_let_go_while_the_last_documents_run():
+    """They held their GPUs until the longest document of the night was done."""
+    plan = scheduler([9, 8], "abcd")
+    for worker, lease in plan.assign(0):
+        plan.report(worker, 1, [lease.lease_id], 0)
+    assert plan.num_wanted == 2
+    assert plan.spare(0) == []
+    assert plan.spare(IDLE_S - 1) == [], "a worker that dies may need one at once"
+    assert plan.spare(IDLE_S) == ["c", "d"]
+    for worker in "cd":
+        plan.release(worker)
+    assert plan.spare(9 * IDLE_S) == []
+    assert plan.leave("a", "WorkerDied", "gone") == []
+    assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
