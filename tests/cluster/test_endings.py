@@ -3,8 +3,6 @@
 import json
 from contextlib import suppress
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.checks import prepare
@@ -31,7 +29,7 @@ from tests.cluster.conftest import MODELS, Screen
 from tests.cluster.fakes import NeverLoads
 from tests.data.conftest import location
 from tests.job.conftest import kept_handlers, read_json
-from tests.properties.rows import done, failed
+from tests.properties.rows import done, failed, source_of
 
 NUM_ROWS = 3
 
@@ -40,9 +38,7 @@ class Ended:
     """A run of two files whose rows are all committed, and which has not been finalized."""
 
     def __init__(self, folder):
-        (folder / "in").mkdir()
-        for number in range(2):
-            pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
+        source_of(folder / "in", [NUM_ROWS] * 2)
         self.output, self.screen = folder / "output", Screen()
         prepared = prepare(self.config())
         self.fingerprint = prepared.manifest["fingerprint"]

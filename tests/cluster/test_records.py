@@ -5,8 +5,6 @@ import re
 import time
 from dataclasses import asdict
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.lock import LockHolder
@@ -20,14 +18,11 @@ from specextend.cluster.records import (
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
-from specextend.data.inputs import InputOptions
-from specextend.data.source import open_source
 from specextend.data.storage import write_bytes
 from tests.cluster.conftest import Job
 from tests.data.conftest import location
-from tests.properties.rows import done, failed
+from tests.properties.rows import done, failed, source_of
 
-NUM_ROWS = 5
 FIRST, SECOND, THIRD = (DocumentKey(0, row) for row in range(3))
 GPU, OTHER = Place("gpu-7", "GPU 3"), Place("gpu-8", "GPU 0")
 
@@ -35,22 +30,14 @@ GPU, OTHER = Place("gpu-7", "GPU 3"), Place("gpu-8", "GPU 0")
 @pytest.fixture
 def output(tmp_path):
     """The folder of a run of five rows that has been planned, and no more."""
-    pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), tmp_path / "in.parquet")
-    source = open_source(InputOptions(path=str(tmp_path / "in.parquet")))
-    write_manifest(location(tmp_path / "out"), build_manifest(source, {}, {}))
-    return location(tmp_path / "out")
+    output = location(tmp_path / "out")
+    write_manifest(output, build_manifest(source_of(tmp_path / "in", [5]), {}, {}))
+    return output
 
 
-def held_by(output, **fields):
-    holder = asdict(LockHolder("feedbeef", "another-host", 1, time.time())) | fields
-    write_bytes(output.child("_run", "lock"), json.dumps(holder).encode())
-
-
-def fail(output, classes, run_id="00000001"):
-    """Commit error rows from the first row on."""
-    told = {"doc_id": "d", "message": "", "stage": "read", "retryable": False, "attempts": 1}
-    rows = [{"file": 0, "row": row, "error_class": name, **told} for row, name in enumerate(classes)]
-    CommitWriter(output, run_id).commit(rows)
+def fail(output, error_class):
+    """Commit an error row."""
+    CommitWriter(output, "00000001").commit([failed(FIRST) | {"error_class": error_class}])
 
 
 def write(output, path, content):
@@ -71,7 +58,7 @@ DAMAGED = {
 )
 def test_a_damaged_record_hides_nothing_else(output, path, content):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
-    fail(output, ["NullText"])
+    fail(output, "NullText")
     write(output, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
     write(output, path, content)
     said = describe_status(read_status(output)).splitlines()
@@ -82,8 +69,9 @@ def test_a_damaged_record_hides_nothing_else(output, path, content):
 
 def test_no_record_can_write_a_line_of_its_own(output):
     """Ids, hosts and classes come out of files: whoever writes those does not write the status."""
-    held_by(output, host="h\nrunning: 5 of 5\x1b[2J", run_id="\u202e")
-    fail(output, ["Null\nText\x1b"])
+    hostile = {"host": "h\nrunning: 5 of 5\x1b[2J", "run_id": "\u202e", "heartbeat": time.time()}
+    write(output, "_run/lock", HOLDER | hostile)
+    fail(output, "Null\nText\x1b")
     write(output, "_run/attempts/0a.json", {"run_id": "r\n\x1b", "begin": "b\u2028", "end": "e\u0085", "exit_code": 1})
     said = re.sub(r"heartbeat \d+ s ago", "heartbeat 0 s ago", describe_status(read_status(output)))
     assert said.splitlines()[1:] == [

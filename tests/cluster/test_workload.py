@@ -27,16 +27,17 @@ def planned(source, tokenizer, limit=1000, **options):
     return make_plan(source, prompts, keys, 10, 0, lambda: None)
 
 
-def test_estimates_are_close_to_what_a_prompt_takes(tmp_path, tokenizer):
-    """They order the work and feed the time left; the sample makes them fit language and tokenizer."""
+def test_estimates_are_close_to_what_a_document_takes(tmp_path, tokenizer):
+    """They order the work and feed the time left; the sample makes them fit language and tokenizer. A row's own limit
+    overrides the run's.
+    """
     texts = ["summer rain on the roof " * count for count in (1, 5, 20)]
-    corpus = source(tmp_path, {"text": texts})
-    plan = planned(corpus, tokenizer)
+    corpus = source(tmp_path, {"text": texts, "length": pa.array([None, None, 99])}, options_column="length")
+    estimates = planned(corpus, tokenizer).estimates
     prompts = Prompts(tokenizer, PromptOptions(), 1000)
-    for row, text in enumerate(texts):
+    for row, (text, max_new_tokens) in enumerate(zip(texts, (10, 10, 99), strict=True)):
         true = len(prompts.render(text, 10).token_ids)
-        assert plan.estimates[DocumentKey(0, row)].num_prompt_tokens == pytest.approx(true, rel=0.1)
-        assert plan.estimates[DocumentKey(0, row)].max_new_tokens == 10
+        assert estimates[DocumentKey(0, row)] == (pytest.approx(true, rel=0.1), max_new_tokens)
 
 
 def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path, tokenizer):
@@ -57,16 +58,3 @@ def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path, tokenizer)
     assert planned(corpus, tokenizer, limit=100).estimates[DocumentKey(0, 0)].num_prompt_tokens == 90
     shorter = planned(corpus, tokenizer, limit=100, max_prompt_tokens=50)
     assert shorter.estimates[DocumentKey(0, 0)].num_prompt_tokens == 50
-
-
-def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path, tokenizer):
-    """A column of lengths overrides the run's."""
-    text = "rain on the roof " * 40
-    length = pa.array([None, 99], pa.int32())
-    corpus = source(tmp_path, {"text": [text] * 2, "length": length}, options_column="length")
-    plan = planned(corpus, tokenizer)
-    prompts = Prompts(tokenizer, PromptOptions(), 1000)
-    true = pytest.approx(len(prompts.render(text, 10).token_ids), abs=1)
-    found = [plan.estimates[DocumentKey(0, row)] for row in range(2)]
-    assert [each.num_prompt_tokens for each in found] == [true, true]
-    assert [each.max_new_tokens for each in found] == [10, 99]
