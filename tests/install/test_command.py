@@ -47,10 +47,7 @@ def test_every_command_has_its_help():
         (["run", "--config", "smolm2"], "; did you mean smollm2?"),
         (["run", "--config", "mine"], "; did you mean mine.yaml?"),
         (["run", "--config", "smollm2", "--run-date", "tomorrow"], "Invalid value for '--run-date'"),
-        (["status", "nowhere"], "holds no run"),
         (["compare", "nowhere", "else"], "holds no run"),
-        (["config", "show", "--config", "smollm2", "--set", "tree.nods=3"], "did you mean nodes?"),
-        (["check", "--config", "smollm2", "--set", "target.model=/nowhere"], "/nowhere does not exist"),
         (
             ["check", "--config", "smollm2", "--set", f"target.model=/gone/{DEFAULT_TARGET}"],
             f"specextend demo fetches this one into {models_folder()}",
