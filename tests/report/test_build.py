@@ -39,6 +39,13 @@ def summaries(folder, rows, schema=SUMMARY_SCHEMA):
     return str(folder)
 
 
+def record(run, name, **start):
+    """Write what a start has left."""
+    path = Path(run, "_run", "attempts", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(start))
+
+
 def test_summaries_alone_give_the_same_figures(run, tmp_path):
     """What is left of a run when its commits have been cleared away; which start did what is then unknown."""
     schema = SUMMARY_SCHEMA.append(pa.field("title", pa.string()))
@@ -66,10 +73,8 @@ def test_the_end_of_a_run_is_shown_in_few_lines(report):
 def test_rows_to_do_come_from_the_manifest(run):
     """A run under way: its report says how much is left, which run it is, and when it was started."""
     write_manifest_file(resolve(run), config_of(run), num_rows=5)
-    attempts = Path(run, "_run", "attempts")
-    attempts.mkdir()
-    attempts.joinpath("b.json").write_text(json.dumps({"run_id": "b", "begin": "2025-01-02", "exit_code": None}))
-    attempts.joinpath("a.json").write_text(json.dumps({"run_id": "a", "begin": "2025-01-01", "exit_code": 75}))
+    record(run, "b.json", run_id="b", begin="2025-01-02", exit_code=None)
+    record(run, "a.json", run_id="a", begin="2025-01-01", exit_code=75)
     report = build_report(run)
     assert report["rows"]["input"] == 5
     assert report["rows"]["pending"] == 2
@@ -117,9 +122,7 @@ def test_report_json_is_json_whatever_the_rows_hold(tmp_path):
     """Numbers that are none and halves of characters: programs that read the report are stricter than Python."""
     bad = DONE[0] | {"retrieval_coverage": math.nan, "verify_s": math.inf}
     run = commit(tmp_path / "run", [bad, failed_row(1) | {"message": "half \u2028 \x1b \x00"}])
-    attempts = Path(run, "_run", "attempts")
-    attempts.mkdir()
-    attempts.joinpath("a.json").write_text(json.dumps({"run_id": "\ud800", "begin": "\udfff"}))
+    record(run, "a.json", run_id="\ud800", begin="\udfff")
     write_report(run)
     report = json.loads(Path(run, "report.json").read_bytes().decode(), parse_constant=pytest.fail)
     assert report["time"]["shares"]["verify"] == 0, "an infinite time is none"

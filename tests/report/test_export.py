@@ -86,16 +86,13 @@ def test_a_folder_of_another_export_is_not_followed_into(stopped, tmp_path):
 def night(tmp_path):
     """Make the folder of a run that has ended: answers and failures by id, and when it began."""
 
-    def night(day, answers, failed=(), **more):
+    def night(day, answers, failed=(), column="summary", digest="f" * 64, **more):
         output = tmp_path / "nights" / f"{9 - day}"  # its name says nothing
-        values = config_of(str(output)).model_dump(mode="json", exclude_unset=True)
-        values["input"]["id_column"], values["output"]["column"] = "id", more.pop("column", "summary")
-        config = RunConfig.from_values(values)
-        digest = more.pop("digest", "f" * 64)
+        config = RunConfig.load(config_of(str(output)), ["input.id_column=id", f"output.column={column}"])
         write_manifest_file(location(output), config, len(answers) + len(failed), digest)
         StartRecord(location(output), f"0000000{day}", config, clock=SetClock(NIGHT_S + day * 86_400)).write()
         made = pa.Table.from_pylist([answer(0, text, name) for name, text in answers.items()], schema=SUMMARY_SCHEMA)
-        made = made.rename_columns({"summary": values["output"]["column"]})
+        made = made.rename_columns({"summary": column})
         for name, value in more.items():
             made = made.append_column(name, pa.array([value] * len(made)))
         write(output / "summaries", made)
@@ -215,7 +212,6 @@ def test_no_folder_gets_the_name_of_a_file(night, tmp_path, name, more):
     run = night(1, {"a": "a1"})
     ended = specextend("export", run, *more, "--to", tmp_path / name)
     assert "only .csv, .jsonl and .parquet; let the name of a folder end in /" in ended.line()
-    assert ended.code == 2
     assert not (tmp_path / name).exists()
     assert specextend("export", run, "--to", f"{tmp_path / name}/").code == 0
     assert texts(tmp_path / name) == [("a", "a1")]
