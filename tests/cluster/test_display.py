@@ -91,26 +91,19 @@ def test_what_others_print_under_a_bar_is_text(monkeypatch):
     assert "\x1b]8" not in stream.getvalue()
 
 
-def said_as_json(*calls):
-    stream = io.StringIO()
-    display = open_display(stream, "json")
-    for call in calls:
-        call(display)
-    display.close()
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
 def test_a_machine_gets_one_object_a_line_that_names_the_run():
     """Log collectors split at line ends and search by fields. Whatever the texts and numbers are, it is JSON: `NaN` and
     infinity are left out.
     """
     text = "a\nb\u2028c\x00\x1b[31m\ud800"
     facts = {"document": text, "worker": None, "attempt": 2, "a": float("nan"), "b": float("inf")}
-    first, second = said_as_json(
-        lambda display: display.note("reading"),
-        lambda display: display.begin("0badf00d"),
-        lambda display: display.note("d3 failed", "document_failed", **facts),
-    )
+    stream = io.StringIO()
+    display = open_display(stream, "json")
+    display.note("reading")
+    display.begin("0badf00d")
+    display.note("d3 failed", "document_failed", **facts)
+    display.close()
+    first, second = map(json.loads, stream.getvalue().splitlines())
     assert first == {"time": first["time"], "event": "note", "message": "reading"}
     assert second.pop("time").endswith("+00:00")
     assert second == {

@@ -33,11 +33,10 @@ def location(path):
 def write(tmp_path):
     """Write columns as `<tmp_path>/<name>`, in row groups of `group_rows`."""
 
-    def write(name, columns, group_rows=2, types=None):
+    def write(name, columns, group_rows=2):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {key: pa.array(values, (types or {}).get(key)) for key, values in columns.items()}
-        pq.write_table(pa.table(arrays), path, row_group_size=group_rows)
+        pq.write_table(pa.table(columns), path, row_group_size=group_rows)
         return path
 
     return write

@@ -170,7 +170,7 @@ def test_types_that_have_room_in_one_are_joined(tmp_path, write, output, done, n
     """Each night's writer has its own, and the last file lacks the column. No value changes."""
     kinds, value, expected = JOINED[name]
     for number, kind in enumerate(kinds):
-        write(f"in/{number}.parquet", {"text": ["x"], "c": [value]}, types={"c": kind})
+        write(f"in/{number}.parquet", {"text": ["x"], "c": pa.array([value], kind)})
     write("in/9.parquet", {"text": ["x"]})
     source = opened(tmp_path / "in", passthrough=("c",))
     assert len(list(source.scan())) == len(kinds) + 1

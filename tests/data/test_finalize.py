@@ -24,7 +24,7 @@ from tests.data.conftest import opened
 def source(tmp_path, write):
     """Three files of 3, 0 and 2 rows."""
     write("in/a.parquet", {"text": ["x"] * 3, "topic": [[{"name": "a0"}], None, []], "n": [0, 1, 2]})
-    write("in/b.parquet", {"text": [], "topic": [], "n": []}, types={"text": pa.string()})
+    write("in/b.parquet", {"text": pa.array([], pa.string()), "topic": [], "n": []})
     write("in/c.parquet", {"text": ["x"] * 2, "topic": [None, None], "n": [3, 4]})
     return opened(tmp_path / "in", passthrough=("n", "topic"))
 

@@ -34,9 +34,10 @@ def assessed(
     reason="stop",
     reference=None,
     dropped=0,
+    instruction="",
 ):
     completion = Completion("x", list(token_ids), text, reason, DecodingStats())
-    return assess(completion, document, dropped, reference, options)
+    return assess(completion, document, dropped, reference, options, instruction)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,7 @@ def test_flags_of_the_text(text, flags):
 )
 def test_a_text_that_repeats_what_was_asked_is_flagged(instruction, text, flags):
     """Small models answer with their instruction: eight words of it in a row, or all of a shorter one."""
-    completion = Completion("x", [1, 2, 3], text, "stop", DecodingStats())
-    assert assess(completion, DOCUMENT, 0, None, DEFAULTS, instruction).quality_flags == flags
+    assert assessed(text, instruction=instruction).quality_flags == flags
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,22 @@ def text_of(file, row):
     return f"text {row} of {file} " + "x" * (37 * row % 100)
 
 
+def in_order(keys, buffer_bytes, step, text_of=text_of):
+    """Tables of rows that are added in the order of their keys, some at a time."""
+    with closing(SortedRows(SCHEMA, buffer_bytes)) as rows:
+        for begin in range(0, len(keys), step):
+            some = [{"file": file, "row": row, "text": text_of(file, row)} for file, row in keys[begin : begin + step]]
+            rows.add(pa.Table.from_pylist(some, SCHEMA))
+        return list(rows.tables())
+
+
 @settings(max_examples=40)
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=60), st.integers(1, 4000), st.randoms())
 def test_rows_come_in_order(wanted, buffer_bytes, draw):
     """From memory, from a temporary file, or from many of them."""
     keys = sorted(wanted)
-    order = draw.sample(keys, len(keys))
-    with closing(SortedRows(SCHEMA, buffer_bytes)) as rows:
-        for begin in range(0, len(order), 3):
-            some = [{"file": file, "row": row, "text": text_of(file, row)} for file, row in order[begin : begin + 3]]
-            rows.add(pa.Table.from_pylist(some, SCHEMA))
-        taken = [row for table in rows.tables() for row in table.to_pylist()]
+    tables = in_order(draw.sample(keys, len(keys)), buffer_bytes, 3)
+    taken = [row for table in tables for row in table.to_pylist()]
     assert [(row["file"], row["row"], row["text"]) for row in taken] == [(*key, text_of(*key)) for key in keys]
 
 
@@ -36,11 +41,7 @@ def test_runs_of_many_batches_are_merged():
     """Each temporary file has more than is read of it at once."""
     keys = [(row % 3, row) for row in range(3000)]
     random.Random(1).shuffle(keys)
-    with closing(SortedRows(SCHEMA, 1 << 21)) as rows:
-        for begin in range(0, len(keys), 100):
-            some = [{"file": file, "row": row, "text": "x" * 4000} for file, row in keys[begin : begin + 100]]
-            rows.add(pa.Table.from_pylist(some, SCHEMA))
-        tables = list(rows.tables())
+    tables = in_order(keys, 1 << 21, 100, lambda file, row: "x" * 4000)
     assert [(row["file"], row["row"]) for table in tables for row in table.to_pylist()] == sorted(keys)
     assert len(tables) > 12
     assert max(table.nbytes for table in tables) < 5 << 20

@@ -121,13 +121,11 @@ def test_a_mistyped_column_is_a_run_error_that_writes_out_the_cast(write, option
         "number": [1],
         "ratio": [8.0],
         "bytes": [b"x"],
-        "fixed": [b"abcd"],
-        "wide": [b"a" * 65],
+        "fixed": pa.array([b"abcd"], pa.binary(4)),
+        "wide": pa.array([b"a" * 65], pa.binary(65)),
         "price": [Decimal("1.5")],
     }
-    path = write(
-        "a.parquet", columns, types={"fixed": pa.binary(4), "wide": pa.binary(65), "price": pa.decimal128(9, 2)}
-    )
+    path = write("a.parquet", columns)
     options = {"text_column": "body", option: column}
     message = run_error(path, **options)
     assert f"column '{column}' (input.{option}) is " in message
