@@ -101,11 +101,9 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3, output, refused
         with atomic_output(location) as path:
             Path(path).write_bytes(os.urandom(1 << 20) * (1 if refused == "a small file" else 25))
 
-    try:
-        with pytest.raises(OSError, match="AWS Error"):
-            rewrite()
-    finally:
-        s3.refuses = lambda method, path: False
+    with pytest.raises(OSError, match="AWS Error"):
+        rewrite()
+    s3.refuses = lambda method, path: False
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
 
 
@@ -116,11 +114,8 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
     upload("in/a.parquet", {"text": ["one"]})
     config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
     s3.is_down = True
-    try:
-        with pytest.raises(StoreError, match=r"^input.path .* cannot be listed .*; run again$") as said:
-            prepare(config)
-    finally:
-        s3.is_down = False
+    with pytest.raises(StoreError, match=r"^input.path .* cannot be listed .*; run again$") as said:
+        prepare(config)
     assert exit_code(said.value) == EXIT_FAILED
 
 
@@ -130,15 +125,13 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
     upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
     source = opened("s3://corpus/in", id_column="id")
     s3.is_down = True
-    try:
-        with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):
-            source.check_unchanged(0)
-        with pytest.raises((OSError, InputUnreachableError)):
-            source.read(DocumentKey(0, 1))
-        assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
-        assert not is_damaged_row(source, DocumentKey(0, 1))
-    finally:
-        s3.is_down = False
+    with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):
+        source.check_unchanged(0)
+    with pytest.raises((OSError, InputUnreachableError)):
+        source.read(DocumentKey(0, 1))
+    assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
+    assert not is_damaged_row(source, DocumentKey(0, 1))
+    s3.is_down = False
     source.check_unchanged(0)
     assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
 
