@@ -29,7 +29,7 @@ def configure(tmp_path):
         values = {
             "input": {"path": str(tmp_path / "input.parquet")},
             "output": {"path": str(tmp_path / "out")},
-            "target": {"model": TARGET, "dtype": "float32"},
+            "target": {"model": TARGET},
             "draft": {"kind": "model", "model": DRAFT},
             "decoding": {"max_new_tokens": 5},
         }
@@ -57,7 +57,7 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(hub, 
     assert check_same_run(again)
     assert again.config.target.model == f"{TARGET}@{pair[0]}"
     assert again.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began"
-    asked_for = {"model": f"{TARGET}@{newer}", "dtype": "float32"}
+    asked_for = {"model": f"{TARGET}@{newer}"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))
 
@@ -68,7 +68,7 @@ def test_a_template_that_asks_the_clock_is_told_the_time_at_which_the_run_began(
     template = "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
     sections = {
-        "target": {"model": str(tmp_path / "target"), "dtype": "float32"},
+        "target": {"model": str(tmp_path / "target")},
         "draft": {"kind": "ngram"},
     }
     begun = prepare(configure(**sections))
@@ -91,6 +91,6 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(hub, pair, con
     monkeypatch.setitem(sys.modules, "torchao", None)
     prepare(configure())
     with pytest.raises(RefusedError, match=r"target\.quantize needs the extra `quantize`: pip install"):
-        prepare(configure(target={"model": TARGET, "dtype": "float32", "quantize": "int8"}))
+        prepare(configure(target={"model": TARGET, "quantize": "int8"}))
     with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))
