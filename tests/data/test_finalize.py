@@ -34,11 +34,6 @@ def read(output, folder, number):
         return pq.read_table(file)
 
 
-def files(output, folder):
-    path = Path(output.path) / folder
-    return sorted(os.listdir(path)) if path.exists() else []
-
-
 @pytest.fixture
 def finished(source, output, done):
     """An output whose every row is done."""
