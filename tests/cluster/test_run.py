@@ -28,18 +28,6 @@ UNSAID = (
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
 
-@pytest.fixture
-def hasty(monkeypatch):
-    """Give a run up after two workers that cannot be built, without a pause between them."""
-    monkeypatch.setattr(workers, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
-
-
-def records_of(run):
-    """What each start has left."""
-    return [read_json(path) for path in (run.output / "_run" / "attempts").iterdir()]
-
-
 def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(job):
     """One bad row must not stop a night's work, nor cost a model load.
 
@@ -64,21 +52,11 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
 
 
-def interrupt_after(run, num_done):
-    interrupt = Interrupt(600.0)
-
-    def look(snapshot):
-        if snapshot.num_done >= num_done:
-            interrupt.tell("SIGTERM received")
-
-    run.screen.on_show = look
-    return interrupt
-
-
 def test_workers_for_which_the_machine_has_no_room_are_said(job):
     """Otherwise somebody waits for 48 of 50 all night."""
     run = job(["one"], workers=500)
-    interrupt = interrupt_after(run, 0)
+    interrupt = Interrupt(600.0)
+    run.screen.on_show = lambda snapshot: interrupt.tell("SIGTERM received")
     with pytest.raises(InterruptedRunError):
         run.run(interrupt=interrupt)
     interrupt.disarm()
@@ -86,8 +64,10 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
 
 
 @pytest.mark.slow
-def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path):
+def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypatch, tmp_path):
     """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
+    monkeypatch.setattr(workers, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
     run = job([GOOD[0], f"kill:{tmp_path}/killed"])
     run.target = Path(shutil.copytree(run.target, tmp_path / "target"))
     weights = run.target / "model.safetensors"
@@ -95,8 +75,8 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, t
     why = rf"the target in {run.target} on \S+ is not the run's: its files have the hash \w{{12}}, the run's {expected}"
     with pytest.raises(WorkersFailError, match=f"2 tries in a row failed: .*{why}"):
         run.run(SwapsWeights(weights))
-    [attempt] = records_of(run)
-    assert sum(worker["ready"] is not None for worker in attempt["workers"]) == 1
+    [attempt] = (run.output / "_run" / "attempts").iterdir()
+    assert sum(worker["ready"] is not None for worker in read_json(attempt)["workers"]) == 1
 
 
 @pytest.mark.slow
