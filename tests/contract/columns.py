@@ -1,7 +1,5 @@
 """The columns of the results and their types, as docs/input-output.md lists them and as other programs read them."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 STRING = pa.string()

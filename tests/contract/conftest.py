@@ -1,7 +1,5 @@
 """What users have: the jobs, a folder of documents, a pair of models, and a Ray that the runs of these tests share."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

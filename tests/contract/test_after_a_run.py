@@ -3,8 +3,6 @@
 Nothing is left to decode, so no Ray may start.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

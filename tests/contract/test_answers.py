@@ -1,7 +1,5 @@
 """Answers as data: columns of the fields, answers that break off, and schemas that are refused."""
 
-from __future__ import annotations
-
 import json
 from math import exp
 

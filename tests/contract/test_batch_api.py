@@ -1,7 +1,5 @@
 """From a file of OpenAI's Batch API to one: `prepare openai`, `run`, `export --format openai`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """The configuration: the keys that users have in their files, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from datetime import date

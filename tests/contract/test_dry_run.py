@@ -1,7 +1,5 @@
 """The command `plan` as its users call it: what there is to do, before anybody pays for it, in words and as JSON."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.job.conftest import CONFIG, on, read_json, write_corpus

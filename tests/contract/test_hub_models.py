@@ -1,7 +1,5 @@
 """The job with models of the Hub, as on a cluster: a driver that has no weights, workers that fetch them."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

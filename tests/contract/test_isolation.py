@@ -1,7 +1,5 @@
 """Nothing of a request outlives it: not in the next one's tokens, not in caches, however it ended."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

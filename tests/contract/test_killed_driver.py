@@ -1,7 +1,5 @@
 """The driver or a worker is killed, the driver is told to stop, or started twice."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Greedy output equals transformers' own, token for token: every family, mode, policy, kernel, batch and draft."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.covering import covering

@@ -1,7 +1,5 @@
 """With repetition penalties, output equals transformers' own, and sampled output plain sampling, in every mode."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.covering import each_once_then_slow

@@ -1,7 +1,5 @@
 """Sampled output equals autoregressive sampling with the same seed, and follows the target's own distribution."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

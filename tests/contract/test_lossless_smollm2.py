@@ -1,7 +1,5 @@
 """The default pair on real reports: in fp32 greedy output is transformers', in bf16 the bytes of plain decoding."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from pathlib import Path

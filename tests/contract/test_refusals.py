@@ -1,7 +1,5 @@
 """What a user can get wrong: said in one line, exit 2, before a model is loaded, and nothing is written."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal

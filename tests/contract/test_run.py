@@ -1,7 +1,5 @@
 """`jobs/summarize.py` end to end: real process, real Ray, real engine, a pair of random models."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

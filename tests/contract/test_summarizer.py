@@ -1,7 +1,5 @@
 """Summaries without the job: a table in, a table out, in a test's own process or in Ray Data's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pytest

@@ -1,7 +1,5 @@
 """Tasks other than a summary: instructions over the columns of a row, options of a row, examples, and thinking."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -2,8 +2,6 @@
 or away. Only time, the machines and the schedulers are made up.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
