@@ -277,6 +277,11 @@ def tiny_config(pair, draft="good", **changes):
     return RunConfig.from_values(sections)
 
 
+def in_mode(mode):
+    """The change that `mode` is: a decoding mode or, for specextend, a cache policy."""
+    return {"decoding__mode" if mode in ("autoregressive", "tree") else "cache__policy": mode}
+
+
 def tiny_engine(pair, draft="good", **changes):
     """The engine of `tiny_config`."""
     return load_engine(tiny_config(pair, draft, **changes))

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.covering import each_once_then_slow
-from tests.reference_outputs import Ties, generate
-from tests.tiny_models import load_reference, random_prompt, request, tiny_engine
+from tests.reference_outputs import generate, tokens_of
+from tests.tiny_models import in_mode, load_reference, random_prompt, request, tiny_engine
 
 MAX_NEW_TOKENS = 40
 LENGTHS = {"penalty": 60, "reward": 25, "ngrams": 20, "both": 300, "none": 37}
@@ -19,18 +19,20 @@ AXES = (("autoregressive", "tree", "streaming", "retrieval"), ("good", "bad", "e
 
 
 @pytest.fixture(scope="module")
-def own(pair):
-    """Each request's output by transformers."""
+def reference(pair):
+    """Name of a request, and options -> its output by transformers."""
     model = load_reference(pair)
-    return {
-        name: generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **options)
-        for name, options in OPTIONS.items()
-    }
+    return lambda name, **options: generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **options).token_ids
+
+
+@pytest.fixture(scope="module")
+def own(reference):
+    """Each request's output by transformers."""
+    return {name: reference(name, **options) for name, options in OPTIONS.items()}
 
 
 def engine_of(pair, mode, draft, batch):
-    how = {"decoding__mode": mode} if mode in ("autoregressive", "tree") else {"cache__policy": mode}
-    return tiny_engine(pair, draft, decoding__max_batch_size=batch, **how)
+    return tiny_engine(pair, draft, decoding__max_batch_size=batch, **in_mode(mode))
 
 
 def outputs(engine, **sampling):
@@ -39,23 +41,19 @@ def outputs(engine, **sampling):
         request(name, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **OPTIONS[name], **sampling, seed=number)
         for number, name in enumerate(OPTIONS)
     ]
-    return {completion.request_id: completion for completion in engine.generate(requests)}
+    return list(engine.generate(requests))
 
 
 @pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own):
     """A node's penalties count the tokens of its path: what a step accepts was penalised as in plain decoding."""
-    ties = Ties()
-    for name, completion in outputs(engine_of(pair, mode, draft, batch)).items():
-        ties.assert_equal(completion.token_ids, own[name], f"{name}-{mode}-{draft}-{batch}")
-    assert not ties.found
+    assert tokens_of(outputs(engine_of(pair, mode, draft, batch))) == own
 
 
-def test_these_penalties_change_something(pair, own):
+def test_these_penalties_change_something(reference, own):
     """Else the equality above would be that of a program without penalties."""
-    model = load_reference(pair)
     for name in OPTIONS.keys() - {"none"}:
-        assert own[name].token_ids != generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS).token_ids
+        assert own[name] != reference(name)
 
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -64,14 +62,12 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 @pytest.fixture(scope="module")
 def sampled(pair):
     """What plain sampling gives."""
-    return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
+    return tokens_of(outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED))
 
 
 @pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
     """The noise is added to the penalised logits, wherever in a tree they were computed."""
     found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
-    assert {name: each.token_ids for name, each in found.items()} == {
-        name: each.token_ids for name, each in sampled.items()
-    }
-    assert sum(each.stats.num_accepted_tokens for each in found.values()) > 20
+    assert tokens_of(found) == sampled
+    assert sum(each.stats.num_accepted_tokens for each in found) > 20

@@ -8,12 +8,22 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from tests.reference_outputs import tokens_of
-from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import (
+    EOS_TOKEN_ID,
+    FAMILIES,
+    in_mode,
+    load_reference,
+    of_length,
+    random_prompt,
+    request,
+    tiny_engine,
+    write_pair,
+)
 
 TEMPERATURE = 0.7
 TOP_P = 0.9
 SAMPLINGS = [
-    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": TEMPERATURE, "top_p": TOP_P},
     {"temperature": 1.2},
     {"temperature": 0.7, "top_k": 5},
     {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
@@ -28,22 +38,17 @@ def small(tmp_path_factory):
     return write_pair(tmp_path_factory.mktemp("small"), FAMILIES["llama"], seed=7, vocab_size=SMALL_VOCABULARY)
 
 
-def requests():
+def requests(seed=0):
     """Different lengths, settings and seeds, side by side."""
-    lengths = (150, 20, 61, 33, 5)
     return [
-        request(f"{n}", random_prompt(length), 24, seed=n, **SAMPLINGS[n % len(SAMPLINGS)])
-        for n, length in enumerate(lengths)
+        of_length(length, 24, seed=seed + n, **SAMPLINGS[n % len(SAMPLINGS)])
+        for n, length in enumerate((150, 20, 61, 33, 5))
     ]
-
-
-def outputs(engine):
-    return tokens_of(engine.generate(requests()))
 
 
 @pytest.fixture(scope="module")
 def autoregressive(pair):
-    return outputs(tiny_engine(pair, decoding__mode="autoregressive"))
+    return tokens_of(tiny_engine(pair, decoding__mode="autoregressive").generate(requests()))
 
 
 @pytest.mark.parametrize(
@@ -61,22 +66,16 @@ def autoregressive(pair):
 )
 def test_a_seed_gives_the_same_text_in_every_mode_and_batch(mode, draft, batch, pair, autoregressive):
     """The noise knows the request's seed and the position, neither the tree nor the neighbours."""
-    if mode in ("full", "streaming", "retrieval"):
-        engine = tiny_engine(pair, draft, cache__policy=mode, decoding__max_batch_size=batch)
-    else:
-        engine = tiny_engine(pair, draft, decoding__mode=mode, decoding__max_batch_size=batch)
-    assert outputs(engine) == autoregressive
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=batch, **in_mode(mode))
+    assert tokens_of(engine.generate(requests())) == autoregressive
 
 
 def test_sampled_drafts_are_accepted_too_and_another_seed_gives_another_text(pair, autoregressive):
     """The equality covers paths of several nodes, packing and positions inside a path; and is not that of greedy."""
     engine = tiny_engine(pair, "good", cache__policy="full")
     assert sum(completion.stats.num_accepted_tokens for completion in engine.generate(requests())) > 20
-    others = [
-        request(f"{n}", each.prompt_token_ids, 24, seed=100 + n, **SAMPLINGS[n % len(SAMPLINGS)])
-        for n, each in enumerate(requests())
-    ]
-    assert all(each.token_ids != autoregressive[each.request_id] for each in engine.generate(others))
+    others = engine.generate(requests(seed=100))
+    assert all(each.token_ids != autoregressive[each.request_id] for each in others)
 
 
 def processed(model, prompts):
@@ -105,13 +104,13 @@ def chi_square_p(counts, joint):
     """Probability of counts at least this far from the distribution; rare cells are joined."""
     total = counts.total()
     rare = {cell for cell, p in joint.items() if p * total < 5}
-    cells = [[cell] for cell in joint if cell not in rare] + ([list(rare)] if rare else [])
+    cells = [{cell} for cell in joint.keys() - rare] + ([rare] if rare else [])
     statistic = 0.0
     for cell in cells:
         expected = total * sum(joint[each] for each in cell)
         statistic += (sum(counts[each] for each in cell) - expected) ** 2 / expected
-    halves = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(halves[0], halves[1]))
+    halves = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(*halves))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,7 @@ def test_samples_follow_the_targets_joint_distribution(policy, draft, small):
     prompt = random_prompt(60, vocab_size=SMALL_VOCABULARY)
     joint = joint_distribution(load_reference(small), prompt, 2)
     engine = tiny_engine(small, draft, cache__policy=policy, decoding__max_batch_size=16)
-    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P}
-    requests = [request(str(seed), prompt, 2, seed=seed, **sampling) for seed in range(NUM_SEEDS)]
+    requests = [request(str(seed), prompt, 2, seed=seed, **SAMPLINGS[0]) for seed in range(NUM_SEEDS)]
     counts = Counter(tuple(completion.token_ids) for completion in engine.generate(requests))
     assert set(counts) <= set(joint), "nothing that top-p leaves out"
     assert chi_square_p(counts, joint) > 0.001
