@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cli import run as commands
+from specextend.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
@@ -81,9 +82,10 @@ def end_of(process, code=0):
     return said
 
 
-def parse(words):
-    """What the job makes of a command line."""
-    return commands.Arguments(**commands.run.make_context("summarize.py", list(words)).params)
+def submitted(words):
+    """The configuration that a command line is for a job on a cluster."""
+    given = commands.Arguments(**commands.run.make_context("summarize.py", words).params)
+    return RunConfig.load(given.config, given.overrides, allow_relative=False, run_date=given.run_date)
 
 
 def environment():
@@ -98,9 +100,9 @@ def ran(*command, cwd=ROOT, env=None):
     return Ended(process.returncode, process.stdout, process.stderr)
 
 
-def summarize(*arguments, config=CONFIG):
+def summarize(*arguments):
     """Run the job to its end."""
-    return ran(*command("--config", config, *arguments))
+    return ran(*command("--config", CONFIG, *arguments))
 
 
 @pytest.fixture
@@ -133,12 +135,12 @@ def kept_handlers():
 
 def in_process(script, *arguments):
     """Run a script of `jobs/` in this process, to which torch and Ray are known already, as if it were the main one."""
-    return _as_main(lambda: runpy.run_path(str(ROOT / "jobs" / script), run_name="__main__"), script, *arguments)
+    return _as_main(runpy.run_path, str(ROOT / "jobs" / script), *arguments)
 
 
 def specextend(*arguments):
     """Run the command `specextend` in this process."""
-    return _as_main(lambda: runpy.run_module("specextend", run_name="__main__"), "specextend", *arguments)
+    return _as_main(runpy.run_module, "specextend", *arguments)
 
 
 def _as_main(run, *argv):
@@ -150,7 +152,7 @@ def _as_main(run, *argv):
         patch.setattr(sys, "argv", [*map(str, argv)])
         patch.setattr(os, "_exit", leave)
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]), pytest.raises(SystemExit) as ended:
-            run()
+            run(argv[0], run_name="__main__")
     stdout, stderr = (stream.buffer.getvalue().decode() for stream in streams)
     return Ended(ended.value.code or 0, stdout, stderr)
 

@@ -28,10 +28,9 @@ def test_ray_accepts_the_file(cluster):
 def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin(cluster):
     """A driver and a cluster of different versions do not speak to each other; torch needs its CUDA."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
-    [pinned] = [line.removeprefix("ray==") for line in constraints if line.startswith("ray==")]
-    [torch] = [line.removeprefix("torch==") for line in constraints if line.startswith("torch==")]
-    cuda = {"2.13.0": "cu130"}[torch]  # of its wheel on PyPI
-    assert cluster["docker"]["image"] == f"rayproject/ray:{pinned}-py311-{cuda}"
+    pins = dict(line.split("==") for line in constraints if "==" in line)
+    cuda = {"2.13.0": "cu130"}[pins["torch"]]  # of its wheel on PyPI
+    assert cluster["docker"]["image"] == f"rayproject/ray:{pins['ray']}-py311-{cuda}"
     assert not any("wheels" in command for command in cluster["setup_commands"]), "Ray's defaults install a nightly"
     assert cluster["setup_commands"]
 
@@ -41,7 +40,6 @@ def test_the_head_drives_and_runs_no_worker(cluster):
     assert cluster["idle_timeout_minutes"] <= 15
     head = cluster["available_node_types"][cluster["head_node_type"]]
     assert head["resources"] == {"CPU": 0}
-    assert "GPU" not in head["resources"]
 
 
 def test_nobody_outside_reaches_the_cluster_without_its_token(cluster):

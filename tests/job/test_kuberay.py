@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from specextend.cluster.exits import GRACE_S
-from specextend.config import RunConfig
-from tests.job.conftest import ROOT, parse
+from tests.job.conftest import ROOT, submitted
 
 FOLDER = ROOT / "deploy" / "kuberay"
 START_S = 900
@@ -37,8 +36,7 @@ def config(spec):
     """What the job makes of the entrypoint, as a submitted job reads it."""
     python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
-    arguments = parse(command)
-    return RunConfig.load(arguments.config, arguments.overrides, allow_relative=False)
+    return submitted(command)
 
 
 def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec):

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from specextend.cluster import exits
-from specextend.config import RunConfig
-from tests.job.conftest import ROOT, parse
+from tests.job.conftest import ROOT, submitted
 
 DEPLOY = ROOT / "deploy"
 CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
@@ -24,36 +23,25 @@ COMMANDS = [
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
 
-def cron_line():
-    [line] = re.findall(r"^[\d*].*$", (DEPLOY / "cron" / "specextend").read_text(), re.MULTILINE)
-    return line
-
-
-def dag():
-    return ast.parse((DEPLOY / "airflow" / "specextend_nightly.py").read_text())
+DAG = ast.parse((DEPLOY / "airflow" / "specextend_nightly.py").read_text())
+CRON_JOB = yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
+POD = CRON_JOB["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+[CONTAINER] = POD["containers"]
 
 
 def constant(name):
     """A constant of the DAG's file, which cannot be imported without Airflow."""
-    [node] = [each for each in dag().body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
+    [node] = [each for each in DAG.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
     return ast.literal_eval(node.value)
-
-
-def cron_job():
-    return yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
-
-
-def container():
-    [found] = cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    return found
 
 
 def commands():
     """The commands in the form of a shell."""
+    [cron_line] = re.findall(r"^[\d*].*$", (DEPLOY / "cron" / "specextend").read_text(), re.MULTILINE)
     return [
-        cron_line().replace("\\%", "%"),
+        cron_line.replace("\\%", "%"),
         shlex.join([*constant("COMMAND"), "--run-date", "2026-11-22"]),
-        container()["args"][0],
+        CONTAINER["args"][0],
         *re.findall(r"^specextend run .*", PAGE, re.MULTILINE),
     ]
 
@@ -70,8 +58,7 @@ def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
     command = command.partition("specextend run ")[2].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
-    parsed = parse(words.stdout.split("\0")[:-1])
-    config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False, run_date=parsed.run_date)
+    config = submitted(words.stdout.split("\0")[:-1])
     assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
     assert config.input.except_done_in == (config.output.path[:-10] + "*",)
     assert config.input.id_column == "id"
@@ -79,25 +66,22 @@ def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
 
 def test_airflow_repeats_what_may_succeed():
     """A retry of a wrong configuration fills the night with the same line."""
-    compile(dag(), "specextend_nightly.py", "exec")
+    compile(DAG, "specextend_nightly.py", "exec")
     assert set(constant("FINAL")) == FINAL
     assert set(constant("PATHS")) == {"CORPUS", "SUMMARIES"}
 
 
 def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
-    job = cron_job()
-    assert job["apiVersion"] == "batch/v1"
-    assert job["kind"] == "CronJob"
-    assert job["spec"]["concurrencyPolicy"] == "Forbid"
-    spec = job["spec"]["jobTemplate"]["spec"]
-    [rule] = spec["podFailurePolicy"]["rules"]
+    """A failure policy asks for pods that are never restarted; a shell would not pass SIGTERM on."""
+    assert (CRON_JOB["apiVersion"], CRON_JOB["kind"]) == ("batch/v1", "CronJob")
+    assert CRON_JOB["spec"]["concurrencyPolicy"] == "Forbid"
+    [rule] = CRON_JOB["spec"]["jobTemplate"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     assert set(rule["onExitCodes"]["values"]) == FINAL
-    pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never", "a failure policy asks for it"
-    assert pod["terminationGracePeriodSeconds"] > exits.GRACE_S
-    assert container()["args"][0].startswith("exec "), "the shell would not pass SIGTERM on"
-    assert f"image: {container()['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
+    assert POD["restartPolicy"] == "Never"
+    assert POD["terminationGracePeriodSeconds"] > exits.GRACE_S
+    assert CONTAINER["args"][0].startswith("exec ")
+    assert f"image: {CONTAINER['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
@@ -105,9 +89,7 @@ def test_a_submitted_job_takes_its_commands(arguments, monkeypatch):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
     monkeypatch.chdir(ROOT)
-    parsed = parse(shlex.split(arguments))
-    config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False)
-    assert config.job.gpus_per_worker == 1
+    assert submitted(shlex.split(arguments)).job.gpus_per_worker == 1
 
 
 def test_every_exit_code_has_its_answer():

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from zipfile import ZipFile
 
-import pytest
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package
 
@@ -15,23 +14,18 @@ LARGEST_BYTES = 4 << 20
 """Of the upload: Ray refuses 100 MiB, and every node fetches and unpacks it before a job begins."""
 
 
-@pytest.fixture(scope="module")
-def upload(tmp_path_factory):
-    package = tmp_path_factory.mktemp("upload") / "package.zip"
-    create_package(
-        str(ROOT),
-        package,
-        include_gitignore=True,
-        excludes=get_runtime_env_default_excludes(),
-        logger=logging.getLogger(__name__),
-    )
-    return package
+def pack(folder, package):
+    """Write what is sent of a folder; returns the files' names."""
+    excludes = get_runtime_env_default_excludes()
+    create_package(str(folder), package, include_gitignore=True, excludes=excludes, logger=logging.getLogger(__name__))
+    return {name for name in ZipFile(package).namelist() if not name.endswith("/")}
 
 
-def test_the_upload_holds_what_a_job_needs_and_no_more(upload):
+def test_the_upload_holds_what_a_job_needs_and_no_more(tmp_path):
     """Every config and every module of the package; no model, no document, no test, no history. It is small."""
-    assert upload.stat().st_size < LARGEST_BYTES
-    sent = {name for name in ZipFile(upload).namelist() if not name.endswith("/")}
+    package = tmp_path / "package.zip"
+    sent = pack(ROOT, package)
+    assert package.stat().st_size < LARGEST_BYTES
     needed = [path for folder in ("specextend", "jobs") for path in (ROOT / folder).rglob("*.py")]
     needed += (ROOT / "configs").glob("*.yaml")
     assert sent >= {path.relative_to(ROOT).as_posix() for path in needed}
@@ -51,9 +45,4 @@ def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path):
     for name in (*left, "specextend/core.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("content")
-    package = tmp_path.parent / f"{tmp_path.name}.zip"
-    create_package(str(tmp_path), package, include_gitignore=True, logger=logging.getLogger(__name__))
-    assert {name for name in ZipFile(package).namelist() if not name.endswith("/")} == {
-        ".rayignore",
-        "specextend/core.py",
-    }
+    assert pack(tmp_path, tmp_path.parent / f"{tmp_path.name}.zip") == {".rayignore", "specextend/core.py"}
