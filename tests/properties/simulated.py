@@ -1,10 +1,10 @@
 """Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import (
@@ -32,25 +32,17 @@ from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
 from tests.cluster.lengths import estimates_of
 from tests.contract.test_configuration import LEAST
-from tests.properties.rows import done
+from tests.properties.rows import done, name_of
 
 LEASES = 4
 """Of each worker."""
+PATIENT = {"document_deadline_s": 1e6, "stall_s": 1e6}
+"""Options of a job in which nothing takes too long."""
 LATE = "a result whose lease was taken back"
 
 
 class Killed(BaseException):
     """The driver's process ended here: nothing catches it."""
-
-
-@dataclass
-class Clock:
-    """Seconds that pass when somebody says so."""
-
-    now: float = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @dataclass
@@ -69,23 +61,26 @@ class Being:
 class SimulatedPool:
     """Stands where the pool of Ray actors stands; one thing happens at each `wait`.
 
-    draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
-    fail wherever they run. num_places: for workers, each of which gets one that is free. summary_of: what a worker
-    makes of a document. sick: places where a worker dies over each document. deadly: documents that kill their worker.
+    draw: of what happens. num_places: for workers, each of which gets one that is free. trouble: things that may go
+    wrong before nothing goes wrong any more. poison: documents that fail wherever they run. sick: places
+    where a worker dies over each document. deadly: documents that kill their worker.
     """
 
     draw: Random
-    clock: Clock
-    trouble: int
-    poison: frozenset
     num_places: int
-    summary_of: Callable = lambda key: "a summary"
+    trouble: int = 0
+    poison: frozenset = frozenset()
     sick: frozenset = frozenset()
     deadly: frozenset = frozenset()
     deaths: Counter = field(default_factory=Counter)
     """At each place, of what is sick or deadly."""
     workers: dict = field(default_factory=dict)
     most_leases: int = 0
+    now: float = 0.0
+    """Seconds that have passed."""
+
+    def clock(self):
+        return self.now
 
     def start(self, worker):
         taken = {being.place for being in self.workers.values()}
@@ -113,7 +108,7 @@ class SimulatedPool:
 
     def wait(self, timeout_s):
         """One thing that happens. Raises Killed."""
-        self.clock.now += self.draw.uniform(0.0, 3.0)
+        self.now += self.draw.uniform(0.0, 3.0)
         if not self.workers:
             return []
         worker = self.draw.choice(sorted(self._ailing() or self.workers))
@@ -141,7 +136,7 @@ class SimulatedPool:
         if being.place in self.sick or lease.key in self.deadly:
             self.deaths[being.place] += 1
             begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
-            return [begun, *self._die(worker)]
+            return [begun, *self._die(worker, being)]
         return [self._end(worker, being, lease)]
 
     def _end(self, worker, being, lease):
@@ -151,29 +146,28 @@ class SimulatedPool:
             return CallLost(worker, lease, "cancelled")
         if lease.key in self.poison:
             return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
-        text = LATE if lease.lease_id in being.cancelled else self.summary_of(lease.key)
+        text = LATE if lease.lease_id in being.cancelled else f"summary of {name_of(lease.key)}"
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
         return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
 
     def _go_wrong(self, worker, being):
         choices = [self._kill_driver]
         if not being.is_up:
-            choices += [lambda: self._fail_to_start(worker)]
+            choices += [self._fail_to_start]
         else:
-            choices += [lambda: self._die(worker)] * 3 + [lambda: self._hang(worker, being)]
+            choices += [self._die] * 3 + [self._hang]
             if live(being):
-                choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
-                choices += [lambda: self._cannot_read(worker, being), lambda: [Draining(worker)]]
-        return self.draw.choice(choices)()
+                choices += [self._fail_batch, self._lose_call, self._cannot_read, self._drain]
+        return self.draw.choice(choices)(worker, being)
 
-    def _kill_driver(self):
+    def _kill_driver(self, worker, being):
         raise Killed
 
-    def _fail_to_start(self, worker):
+    def _fail_to_start(self, worker, being):
         del self.workers[worker]
         return [StartFailed(worker, "no weights")]
 
-    def _die(self, worker):
+    def _die(self, worker, being):
         del self.workers[worker]
         with_node = not (self.sick or self.deadly) and self.draw.random() < 0.3
         return [Died(worker, "gone", with_node=with_node)]
@@ -181,6 +175,9 @@ class SimulatedPool:
     def _hang(self, worker, being):
         being.is_hung = True
         return self._go_well(worker, being)
+
+    def _drain(self, worker, being):
+        return [Draining(worker)]
 
     def _fail_batch(self, worker, being):
         batch = live(being)
@@ -190,42 +187,26 @@ class SimulatedPool:
 
     def _cannot_read(self, worker, being):
         """What it was just given; the file is there for others."""
-        lease = being.leases.pop(self.draw.choice(sorted(live(being))))
-        return [Returned(worker, lease, Failed("", "OSError", "no such mount", "read", retryable=True))]
+        why = Failed("", "OSError", "no such mount", "read", retryable=True)
+        return [Returned(worker, self._any_lease(being), why)]
 
     def _lose_call(self, worker, being):
-        lease = being.leases.pop(self.draw.choice(sorted(live(being))))
-        return [CallLost(worker, lease, "lost on the way")]
+        return [CallLost(worker, self._any_lease(being), "lost on the way")]
+
+    def _any_lease(self, being):
+        return being.leases.pop(self.draw.choice(sorted(live(being))))
 
 
-def driver_of(
-    source,
-    output,
-    job,
-    pool,
-    estimates,
-    interrupt,
-    *,
-    run_id="0a0a0a0a",
-    rows_per_commit=64,
-    tried=None,
-):
+def driver_of(source, output, job, pool, keys, interrupt, *, run_id="0a0a0a0a", rows_per_commit=64, tried=None):
     """The real driver of one start around a pool that is made up, on the pool's clock."""
     lock = OutputLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
-    planned = estimates_of(estimates)
+    planned = estimates_of({key: TokenEstimate(pool.draw.randint(1, 100), 5) for key in keys})
     record = StartRecord(output, run_id, RunConfig.from_values(LEAST))
     return Driver(
         scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
-        committer=Committer(
-            output,
-            CommitWriter(output, run_id),
-            record,
-            lock,
-            rows_per_commit,
-            30.0,
-        ),
+        committer=Committer(output, CommitWriter(output, run_id), record, lock, rows_per_commit, 30.0),
         ledger=Ledger(planned, 0, 0),
         display=Screen(),
         interrupt=interrupt,

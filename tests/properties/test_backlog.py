@@ -10,32 +10,23 @@ from specextend.core import DocumentKey
 from tests.cluster.lengths import of_length, rows_of_length
 
 
-def group_of(key, files):
-    row = 0
-    for number, size in enumerate(files[key.file]):
-        row += size
-        if key.row < row:
-            return key.file, number
-    raise AssertionError(key)
-
-
-def reads(num_workers, group_rows):
+def reads(num_workers, num_groups, size):
     """Row groups that workers begin, each taking a document in turn."""
-    lengths = {DocumentKey(0, row): 1 + row * 7919 % 1000 for row in range(sum(group_rows))}
-    backlog = Backlog(of_length(lengths), [group_rows])
+    lengths = {DocumentKey(0, row): 1 + row * 7919 % 1000 for row in range(num_groups * size)}
+    backlog = Backlog(of_length(lengths), [[size] * num_groups])
     begun = set()
     while len(backlog):
         for worker in map(str, range(num_workers)):
             if (key := backlog.take(worker)) is not None:
-                begun.add((worker, group_of(key, [group_rows])))
+                begun.add((worker, key.row // size))
     return len(begun)
 
 
 def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin():
     """With longest first over the whole corpus, 64 workers read each of 665 times."""
-    assert reads(8, [16] * 40) == 40
-    assert reads(8, [16] * 41) <= 41 + 8
-    assert reads(8, [100]) == 8, "one group is shared by all"
+    assert reads(8, 40, 16) == 40
+    assert reads(8, 41, 16) <= 41 + 8
+    assert reads(8, 1, 100) == 8, "one group is shared by all"
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=40))

@@ -3,13 +3,11 @@
 import random
 from collections import Counter
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend import config
-from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
@@ -20,7 +18,7 @@ from specextend.data.run_folder import Counts
 from specextend.data.storage import resolve
 from tests.job.conftest import rows as rows_of
 from tests.properties.rows import in_a_folder, name_of, source_of
-from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPool, driver_of
+from tests.properties.simulated import LATE, LEASES, PATIENT, Killed, SimulatedPool, driver_of
 
 MAX_STARTS = 60
 
@@ -50,7 +48,7 @@ class Night:
         for start in range(1, MAX_STARTS):
             trouble = self.trouble if start < MAX_STARTS // 2 else 0
             num_places = self.workers + self.draw.randint(0, 1)
-            pool = SimulatedPool(self.draw, Clock(), trouble, self.poison, num_places, self.summary_of)
+            pool = SimulatedPool(self.draw, num_places, trouble, self.poison)
             ends = (Killed, WorkersFailError) if trouble else Killed
             try:
                 self.driver(pool).drive()
@@ -60,24 +58,15 @@ class Night:
             return start
         raise AssertionError("the run does not end")
 
-    def summary_of(self, key):
-        return f"summary of {name_of(key)}"
-
     def driver(self, pool):
         progress = read_commits(self.output)
-        job = JobOptions(
-            workers=self.workers,
-            document_deadline_s=300.0 if self.trouble else 1e5,
-            stall_s=100.0 if self.trouble else 1e5,
-        )
-        keys = set(pending(map(range, self.sizes), progress))
-        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in sorted(keys)}
+        patience = {"document_deadline_s": 300.0, "stall_s": 100.0} if self.trouble else PATIENT
         return driver_of(
             self.source,
             self.output,
-            job,
+            JobOptions(workers=self.workers, **patience),
             pool,
-            estimates,
+            sorted(pending(map(range, self.sizes), progress)),
             self.interrupt,
             rows_per_commit=self.draw.randint(1, 6),
             run_id=f"{self.draw.getrandbits(32):08x}",
@@ -96,17 +85,15 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
         night = Night(folder, seed, interrupt)
         night.pass_by()
         counts = finalize(night.source, night.output)
-        summaries, errors = rows_of(folder / "output" / "summaries"), rows_of(folder / "output" / "errors")
+        summaries = rows_of(folder / "output" / "summaries")
+        errors = rows_of(folder / "output" / "errors")
         assert counts == Counts(len(night.keys), len(summaries), len(errors))
         ids = Counter(row["doc_id"] for row in summaries + errors)
         assert ids == Counter(map(name_of, night.keys)), "nothing lost, nothing twice"
         failed = {row["doc_id"] for row in errors}
         assert failed >= set(map(name_of, night.poison))
-        wanted = {name_of(key): night.summary_of(key) for key in night.keys}
-        assert all(row["summary"] == wanted[row["doc_id"]] for row in summaries), "its own"
-        for part in (folder / "output" / "_run" / "parts").glob("*.parquet"):
-            rows = pq.read_table(part).to_pylist()
-            assert all(row["summary"] != LATE for row in rows)
+        assert all(row["summary"] == f"summary of {row['doc_id']}" for row in summaries), "its own"
+        assert all(row["summary"] != LATE for row in rows_of(folder / "output" / "_run" / "parts"))
         if not night.trouble:
             assert failed == set(map(name_of, night.poison)), "without trouble nobody else is given up"
 
