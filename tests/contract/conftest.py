@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend import RunConfig, load_engine
-from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, environment, in_process, rows
+from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, in_process, rows
 from tests.job.conftest import call as call  # fixtures of this folder, too
 from tests.job.conftest import plan as plan
 from tests.job.conftest import start as start
@@ -24,12 +24,6 @@ SENTENCE = "The committee met and talked about the weather, then about number {}
 SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens")
 """Columns of a summary that no fault may change; beside them those of the input."""
 PASSTHROUGH = ("year", "source")
-
-
-def run_command(*arguments, **options):
-    """Run the command `specextend` as a process of its own."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.run([sys.executable, "-m", "specextend", *arguments], env=environment(), check=False, **pipes)
 
 
 def settings(**sections):

@@ -6,14 +6,15 @@ Nothing is left to decode, so no Ray may start.
 import csv
 import json
 import shutil
+import subprocess
+import sys
 import time
 
 import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from tests.contract.conftest import run_command
-from tests.job.conftest import CONFIG, TEXT, in_process, on, read_json, rows, specextend, write_corpus
+from tests.job.conftest import CONFIG, TEXT, environment, in_process, on, read_json, rows, specextend, write_corpus
 
 REPORT = {
     "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
@@ -44,6 +45,12 @@ def folder(finished, tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def again(call, folder):
+    """Start the run once more, with other arguments behind its own."""
+    return lambda *more: call(*arguments(folder, *more))
+
+
 def stamps(folder):
     """When each file of the results and each start's record was written."""
     names = ("summaries", "errors", "_run/parts", "_run/attempts")
@@ -70,10 +77,10 @@ def test_the_status_of_a_run_that_somebody_drives_names_the_driver(folder):
 
 
 @pytest.mark.parametrize("flags", [(), ("--retry-errors",)])
-def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder, flags):
+def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(again, folder, flags):
     """Nothing is decoded or written, the exit code still says that rows failed, and the report has no empty start."""
     before = stamps(folder)
-    ended = call(*arguments(folder, *flags)).exits(3)
+    ended = again(*flags).exits(3)
     assert "complete already, 5 rows: 3 done, 2 failed\nexit 3, no _SUCCESS" in ended.stderr
     said = ended.stderr.splitlines()[-1]
     assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
@@ -98,48 +105,48 @@ def test_a_retry_of_nothing_is_refused(call, plan, folder):
         assert not (folder / "nowhere").exists()
 
 
-def test_errors_that_are_allowed_make_the_run_a_success_which_is_not_started_again(call, folder):
+def test_errors_that_are_allowed_make_the_run_a_success_which_is_not_started_again(again, folder):
     """The limit may be set when the errors have been looked at. An hourly cron job filled the report with starts that
     did nothing.
     """
-    allowed = arguments(folder, "--set", "job.max_error_fraction=0.5")
-    call(*allowed).exits(0)
+    allowed = ("--set", "job.max_error_fraction=0.5")
+    again(*allowed).exits(0)
     assert read_json(folder / "out" / "_SUCCESS") == {"rows": 5, "done": 3, "errors": 2}
     assert specextend("status", folder / "out").stdout.startswith("complete: 3 of 5 rows done, 2 failed")
     before = stamps(folder)
-    assert call(*allowed).exits(0).stderr == "complete already, 5 rows: 3 done, 2 failed\n"
+    assert again(*allowed).exits(0).stderr == "complete already, 5 rows: 3 done, 2 failed\n"
     assert stamps(folder) == before
 
 
 @pytest.mark.parametrize("name", ["summaries", "errors", "report.json", "report.html"])
-def test_results_that_somebody_deleted_are_written_again(call, finished, folder, name):
+def test_results_that_somebody_deleted_are_written_again(again, finished, folder, name):
     """The commits hold all that is needed; `_SUCCESS` would be a lie beside half of the results."""
     path = folder / "out" / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert call(*arguments(folder)).code == 3
+    assert again().code == 3
     assert path.exists()
     if path.is_dir():
         assert rows(path) == rows(finished / "out" / name)
 
 
-def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, plan, folder, finished):
+def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(again, plan, folder, finished):
     """Its night is over: nothing need be restored, and nothing done twice."""
     (folder / "in").unlink()
     shutil.copytree(finished / "in", folder / "in")
     write_corpus(folder / "in" / "b.parquet", [TEXT, TEXT * 2], doc=["f", "g"])
-    ended = call(*arguments(folder)).exits(5)
+    ended = again().exits(5)
     assert f"give another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
     new = ["--output", folder / "new", "--set", f"input.except_done_in=['{folder / 'out'}']"]
     assert "\n2 of 2 rows to do" in plan(*arguments(folder, *new)).exits(0).stdout, "the empty texts are still empty"
 
 
-def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder):
+def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(again, folder):
     """Bad rows counted as new and loaded the models each night, and the end named a folder that is not there."""
     (folder / "corpus").mkdir()
     table = pq.read_table(folder / "in" / "a.parquet")
     pq.write_table(table, folder / "corpus" / "a.parquet", row_group_size=2)
-    again = on(folder / "corpus", folder / "night", f"input.except_done_in=['{folder / 'out'}']")
-    ended = call(*arguments(folder), *again).exits(0)
+    night = on(folder / "corpus", folder / "night", f"input.except_done_in=['{folder / 'out'}']")
+    ended = again(*night).exits(0)
     said = "3 done before and unchanged, 2 failed before and would again, 0 changed, 0 new"
     assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
     assert "summaries: none, because there was nothing to do\n" in ended.stdout
@@ -147,50 +154,48 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     report = read_json(folder / "night" / "report.json")
     counts = {"input": 5, "unchanged": 3, "failed_before": 2, "changed": 0, "new": 0, "selected": 0}
     assert report["selection"] == counts
-    ended = call(*arguments(folder), *again)
-    assert ended.code == 0, "an hourly job starts it once more"
-    assert ended.stderr.startswith("complete already, 0 rows")
+    hourly = again(*night).exits(0)
+    assert hourly.stderr.startswith("complete already, 0 rows")
 
 
-def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder):
+def test_rows_with_bad_ids_are_refused_or_error_rows_once(again, folder):
     """Two rows without an id kept a night from all others; as error rows they are no news on the next night."""
     texts = [*pq.read_table(folder / "in" / "a.parquet")["text"].to_pylist(), "no id", "the id of another"]
     write_corpus(folder / "corpus" / "a.parquet", texts, doc=[*"abcde", None, "a"])
     nights = ["--input", folder / "corpus", "--set", f"input.except_done_in=['{folder}/out*']"]
-    ended = call(*arguments(folder), *nights, "--output", folder / "out2")
+    ended = again(*nights, "--output", folder / "out2")
     assert "nulls in column 'doc' (input.id_column): 1, the first in a.parquet row 5; " in ended.line()
     for number, code in ((2, 3), (3, 0)):
-        output = ["--output", folder / f"out{number}", "--set", "input.on_bad_id=error"]
-        assert call(*arguments(folder), *nights, *output).code == code
+        again(*nights, "--output", folder / f"out{number}", "--set", "input.on_bad_id=error").exits(code)
     errors = {row["doc_id"]: row["message"] for row in rows(folder / "out2" / "errors")}
     assert errors == {"a.parquet:5": "the id is null", "a.parquet:6": "the id is that of an earlier row: 'a'"}
 
 
-def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder):
+def test_a_run_of_rows_that_no_model_has_to_see_loads_none(again, folder):
     """A night on which only empty texts came started Ray and loaded the models to say so."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
-    again = on(folder / "bad", folder / "night", "input.passthrough=[doc]")
-    call(*arguments(folder), *again).exits(3)
+    night = on(folder / "bad", folder / "night", "input.passthrough=[doc]")
+    again(*night).exits(3)
     names = ("doc_id", "error_class", "attempts", "doc")
     errors = [tuple(row[name] for name in names) for row in rows(folder / "night" / "errors")]
     assert errors == [("x", "NullText", 1, "x"), ("y", "EmptyText", 1, "y")]
-    assert call(*arguments(folder), *again, "--set", "job.max_error_fraction=1").code == 0
+    again(*night, "--set", "job.max_error_fraction=1").exits(0)
 
 
-def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, folder):
+def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(again, folder):
     """It chose its rows once: what came since is for the next night, and one that is not complete says what is gone."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
-    night = arguments(folder, "--input", str(folder / "bad"), "--output", str(folder / "night"))
-    night += ["--set", f"input.except_done_in=['{folder}/none/*']", "--set", "job.max_error_fraction=1"]
-    assert call(*night).code == 0
+    settings = (f"input.except_done_in=['{folder}/none/*']", "job.max_error_fraction=1")
+    night = on(folder / "bad", folder / "night", *settings)
+    again(*night).exits(0)
     write_corpus(folder / "bad" / "b.parquet", [TEXT], doc=["z"])
     (folder / "bad" / "a.parquet").unlink()
-    ended = call(*night).exits(0)
+    ended = again(*night).exits(0)
     assert "complete already, 2 rows: 0 done, 2 failed; files from which it chose its rows have changed" in ended.stderr
-    other = call(*night, "--set", "tree.nodes=5").exits(5)
+    other = again(*night, "--set", "tree.nodes=5").exits(5)
     assert "\n  tree.nodes: 8 there, 5 here" in other.stderr
     (folder / "night" / "_SUCCESS").unlink()
-    ended = call(*night).exits(5)
+    ended = again(*night).exits(5)
     assert "files from which it chose its rows have changed or are gone: to do only what is new, give" in ended.stderr
     assert '\n  input file a.parquet: "2 rows' in ended.stderr
 
@@ -270,9 +275,10 @@ def test_a_folder_without_a_run_is_refused_in_one_line(command, tmp_path, monkey
 def test_a_stdout_that_takes_no_more_is_said_in_one_line(command, folder):
     """`specextend status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
     with open("/dev/full", "w", encoding="utf-8") as full:
-        process = run_command(command, folder / "out", stdout=full)
-    assert process.returncode == 1
-    [line] = process.stderr.splitlines()
+        whole = [sys.executable, "-m", "specextend", command, folder / "out"]
+        ended = subprocess.run(whole, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
 
 
