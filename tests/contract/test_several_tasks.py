@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from functools import partial
 
 import pyarrow.parquet as pq
@@ -13,11 +14,13 @@ from tests.contract.conftest import settings
 from tests.job.conftest import (
     AT_ONCE_S,
     CONFIG,
-    LONGEST_S,
     ROOT,
     dying_command,
+    end_of,
     in_process,
     long_texts,
+    on,
+    read_json,
     rows,
     specextend,
     write_corpus,
@@ -38,7 +41,7 @@ FIRST = {
     "output": {"column": "about"},
 }
 TASKS = {"outline": OUTLINE, "kind": KIND, "about": FIRST}
-OWN = {"outline": ["outline"], "kind": ["kind_as_text", "kind"], "about": ["about"]}
+OWN = {"outline": ["outline"], "kind": ["kind_as_text", "kind", "choices"], "about": ["about"]}
 """The columns of each."""
 DIFFERING = {"num_cached_tokens", "num_forwards"}
 """What depends on what else is in the batch."""
@@ -53,14 +56,17 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def ask(kept_kernels, local_ray, corpus, tmp_path):
-    """Run tasks over the corpus: by the list of one configuration, or one as the configuration itself."""
+    """Run tasks over the corpus: by the list of one configuration, or one as the configuration itself.
 
-    def run(name, *arguments, **values):
+    `run` returns what it said on stderr, and its output.
+    """
+
+    def run(name, *arguments, code=0, **values):
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(values))
         output = tmp_path / name
-        given = ["--config", str(CONFIG), "--config", str(file), "--input", str(corpus), "--output", str(output)]
-        return in_process("summarize.py", *given, *arguments), output
+        given = ["--config", CONFIG, "--config", file, *on(corpus, output), *arguments]
+        return in_process("summarize.py", *given).exits(code).stderr, output
 
     return run
 
@@ -73,40 +79,34 @@ def listed(*names):
 def test_answers_are_those_of_runs_of_their_own(changes, ask):
     """Whether a document fits into a prompt or is read in parts; texts, scored labels and sampled ones."""
     few = settings(decoding={"max_new_tokens": 20})
-    ended, output = ask("together", *few, tasks=listed(*TASKS), **changes)
-    ended.exits(0)
-    assert "task about reads each document again" in ended.stderr
+    said, output = ask("together", *few, tasks=listed(*TASKS), **changes)
+    assert "task about reads each document again" in said
     together = rows(output / "summaries")
     for number, name in enumerate(TASKS):
         merged = TASKS[name] | {"prompt": changes.get("prompt", {}) | TASKS[name]["prompt"]}
-        alone_ended, alone = ask(name, *few, **merged)
-        alone_ended.exits(0)
+        _, alone = ask(name, *few, **merged)
         for row, own in zip(together, rows(alone / "summaries"), strict=True):
             task = row["tasks"][number]
-            assert {column: row[column] for column in OWN[name]} == {column: own[column] for column in OWN[name]}
-            same = {key for key in task.keys() & own.keys() - DIFFERING if not key.endswith("_s")}
-            assert {key: task[key] for key in same} == {key: own[key] for key in same}
+            assert [row[column] for column in OWN[name]] == [own[column] for column in OWN[name]]
+            same = [key for key in task.keys() & own.keys() - DIFFERING if not key.endswith("_s")]
+            assert [task[key] for key in same] == [own[key] for key in same]
             assert (task["name"], task["text"]) == (name, own[OWN[name][0]])
-            if name == "kind":
-                assert row["choices"] == own["choices"]
     for row in together:
         for count in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_requests"):
             assert row[count] == sum(task[count] for task in row["tasks"])
         if row["doc_id"] != "a":  # of which too little is equal
-            assert row["num_cached_tokens"] > row["num_prompt_tokens"] / 4, (
-                "the second task has read nothing but its end"
-            )
+            cached = row["num_cached_tokens"]
+            assert cached > row["num_prompt_tokens"] / 4, "the second task has read nothing but its end"
 
 
 def test_a_text_repeats_its_own_instruction_and_no_others(ask, corpus):
     """Where one task asked for a word that stood in another's text, that was flagged as an echo."""
-    ended, alone = ask("alone", **FIRST)
+    _, alone = ask("alone", **FIRST)
     own = rows(alone / "summaries")
     words = [re.search(r"\w+", row["about"])[0] for row in own]
     write_corpus(corpus, pq.read_table(corpus)["text"].to_pylist(), reader=words, doc_id=list("abcd"))
     word = {"name": "word", "prompt": {"instruction": "{{ reader }}"}, "output": {"column": "word"}}
-    ended, output = ask("out", tasks=[word, *listed("about")])
-    ended.exits(0)
+    _, output = ask("out", tasks=[word, *listed("about")])
     found = rows(output / "summaries")
     assert [row["about"] for row in found] == [row["about"] for row in own]
     assert [row["tasks"][1]["quality_flags"] for row in found] == [row["quality_flags"] for row in own]
@@ -120,9 +120,8 @@ def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
         "output": {"column": "form", "schema": {"agency": {"type": "string", "minLength": 20}}},
         "decoding": {"max_new_tokens": 30, "stop_repetition": True},
     }
-    tasks = {"tasks": [*listed("outline"), broken]}
-    ended, output = ask("out", "--set", "job.max_error_fraction=1", **tasks)
-    ended.exits(0)
+    given = partial(ask, "out", "--set", "job.max_error_fraction=1", tasks=[*listed("outline"), broken])
+    _, output = given()
     errors = rows(output / "errors")
     assert errors, "random text rarely ends a string"
     for row in errors:
@@ -132,19 +131,19 @@ def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
         assert (answered["name"], answered["num_output_tokens"] > 0) == ("outline", True)
         assert row["outline"] == answered["text"], "the column of one task has no text of another"
         assert failed["text"].startswith("{")
-    ended, output = ask("out", "--set", "job.max_error_fraction=1", "--retry-errors=all", **tasks)
+    given("--retry-errors=all")
     assert {row["attempts"] for row in rows(output / "errors")} == {2}
 
 
 def test_another_list_of_tasks_is_another_run(ask):
     """Its rows would not have the same columns. Without tasks a run is what it was before there were any."""
-    assert ask("out", tasks=listed("outline", "kind"))[0].code == 0
-    ended, output = ask("out", tasks=listed("outline", "about"))
-    assert "tasks: outline, kind there, outline, about here" in ended.exits(5).stderr
-    ended, _ = ask("out", tasks=listed("kind", "outline"))
-    assert ended.code == 5, "the column tasks would have two orders"
-    ended, output = ask("plain")
-    assert not any(name.startswith("tasks") for name in manifest_of(output)["identity"]["config"])
+    ask("out", tasks=listed("outline", "kind"))
+    said, _ = ask("out", code=5, tasks=listed("outline", "about"))
+    assert "tasks: outline, kind there, outline, about here" in said
+    ask("out", code=5, tasks=listed("kind", "outline"))  # the column tasks would have two orders
+    _, output = ask("plain")
+    manifest = read_json(output / "_run" / "manifest.json")
+    assert not any(name.startswith("tasks") for name in manifest["identity"]["config"])
     assert "tasks" not in rows(output / "summaries")[0]
 
 
@@ -152,19 +151,17 @@ def test_another_list_of_tasks_is_another_run(ask):
 def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
     """With the answers of a run of its own, and what is done stays as it is, byte for byte."""
     again = {"name": "again", "base": str(tmp_path / "about.yaml"), "output": {"column": "again"}}
-    assert ask("out", tasks=listed(*first))[0].code == 0
-    ended, alone = ask("about", **FIRST)
     _, output = ask("out", tasks=listed(*first))
+    _, alone = ask("about", **FIRST)
     done = {path: path.read_bytes() for path in (output / "summaries").iterdir()}
     for name, added in (("about", listed("about")), ("again", [*listed("about"), again])):
-        tasks = {"tasks": [*listed(*first), *added]}
-        ended, _ = ask("out", **tasks)
-        ended.exits(0)
-        assert f"tasks: {name} alone; the others are done" in ended.stderr
+        tasks = [*listed(*first), *added]
+        said, _ = ask("out", tasks=tasks)
+        assert f"tasks: {name} alone; the others are done" in said
         found = rows(output / "added" / name / "summaries")
         assert [row[name] for row in found] == [row["about"] for row in rows(alone / "summaries")]
-        ended, _ = ask("out", **tasks)
-        assert "complete already, 4 rows" in ended.exits(0).stderr
+        said, _ = ask("out", tasks=tasks)
+        assert "complete already, 4 rows" in said
         assert f"\nadded/{name}: complete: 4 of 4 rows" in specextend("status", output).stdout
     assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
 
@@ -172,52 +169,51 @@ def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
 def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask):
     """Of a run that has not ended, that asked otherwise, or that chose its rows by what was done elsewhere."""
     both = listed("outline", "kind")
-    all_but_one = ["--set", "input.limit=3"]
-    ended, output = ask("out", *all_but_one, tasks=both)
-    for changes in (
-        [{**both[0], "decoding": {"temperature": 0.1}}, *both[1:], *listed("about")],
-        [*both, *listed("about")],  # over all rows
-    ):
-        ended, _ = ask("out", tasks=changes)
-        assert "belongs to another run" in ended.exits(5).stderr
+    three = [*both, *listed("about")]
+    all_but_one = settings(input={"limit": 3})
+    _, output = ask("out", *all_but_one, tasks=both)
+    otherwise = [both[0] | {"decoding": {"temperature": 0.1}}, *three[1:]]
+    for changes in otherwise, three:  # the latter over all rows
+        said, _ = ask("out", code=5, tasks=changes)
+        assert "belongs to another run" in said
     (output / "_SUCCESS").unlink()
-    ended, _ = ask("out", *all_but_one, tasks=[*both, *listed("about")])
-    assert "out has not ended: run it again with its own tasks alone" in ended.line()
-    ended, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", tasks=[*both, *listed("about")])
-    assert "chose its rows by input.except_done_in" in ended.exits(2).stderr
-    ended, _ = ask("other", tasks=both)
-    for name, said in (("a/b", "name a/b with letters"), ("a" * 256, "too long names for one folder")):
-        ended, other = ask("other", tasks=[*both, {**listed("about")[0], "name": name}])
-        assert said in ended.exits(2).stderr
+    said, _ = ask("out", *all_but_one, code=2, tasks=three)
+    [line] = said.splitlines()
+    assert "out has not ended: run it again with its own tasks alone" in line
+    said, _ = ask("out", *all_but_one, "--set", "input.except_done_in=[x]", code=2, tasks=three)
+    assert "chose its rows by input.except_done_in" in said
+    ask("other", tasks=both)
+    for name, why in (("a/b", "name a/b with letters"), ("a" * 256, "too long names for one folder")):
+        said, other = ask("other", code=2, tasks=[*both, three[2] | {"name": name}])
+        assert why in said
     for folder in (output, other):
         assert not (folder / "added").exists()
 
 
 def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):
     """An export has every column, the page says whose text it shows, and a night does only what is new."""
-    tasks = {"tasks": listed("outline", "kind")}
-    first, output = ask("first", "--set", "input.limit=3", **tasks)
-    first.exits(0)
+    tasks = listed("outline", "kind")
+    first = partial(ask, "first", "--set", "input.limit=3", tasks=tasks)
+    _, output = first()
     page = (output / "report.html").read_text()
     assert "with 2 texts each" in page
     assert "those of the first of 2 tasks" in page
     table = tmp_path / "all.jsonl"
-    assert specextend("export", str(output), "--to", str(table)).code == 0
+    specextend("export", output, "--to", table).exits(0)
     exported = [json.loads(line) for line in table.read_text().splitlines()]
-    assert [[row["doc_id"], row["outline"], row["kind"], len(row["tasks"])] for row in exported] == [
-        [row["doc_id"], row["outline"], row["kind"], 2] for row in rows(output / "summaries")
+    assert [{name: row[name] for name in ("doc_id", "outline", "kind")} for row in exported] == [
+        {name: row[name] for name in ("doc_id", "outline", "kind")} for row in rows(output / "summaries")
     ]
-    refused = (
-        ["export", str(output), "--to", str(tmp_path / "batch.jsonl"), "--format", "openai"],
-        ["compare", str(output), str(output)],
-        ["audit", str(output)],
-    )
-    for arguments in refused:
+    assert {len(row["tasks"]) for row in exported} == {2}
+    for arguments in (
+        ["export", output, "--to", tmp_path / "batch.jsonl", "--format", "openai"],
+        ["compare", output, output],
+        ["audit", output],
+    ):
         assert "takes a run of one task, and this one has several" in specextend(*arguments).line()
-    ended, _ = ask("first", "--set", "input.limit=3", "--retry-truncated=64", **tasks)
-    assert "each of several tasks has a limit of its own" in ended.exits(2).stderr
-    ended, second = ask("second", "--set", f"input.except_done_in=[{output}]", **tasks)
-    ended.exits(0)
+    said, _ = first("--retry-truncated=64", code=2)
+    assert "each of several tasks has a limit of its own" in said
+    _, second = ask("second", "--set", f"input.except_done_in=[{output}]", tasks=tasks)
     assert [row["doc_id"] for row in rows(second / "summaries")] == ["d"]
 
 
@@ -232,24 +228,21 @@ def test_paths_of_a_task_are_relative_to_the_file_that_lists_it(tmp_path):
     assert '"a"' in config.each_task["form"].output.json_schema
 
 
-def manifest_of(output):
-    return json.loads((output / "_run" / "manifest.json").read_text())
-
-
 def test_a_plan_counts_what_is_read_once(corpus, tmp_path, local_ray):
     """By names of tasks that come with the package, on the command line."""
-    known = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    known = ["--config", CONFIG, *on(corpus, tmp_path / "out"), "--json", tmp_path / "plan.json"]
 
     def planned(*arguments):
-        specextend("plan", *known, *arguments, "--json", str(tmp_path / "plan.json")).exits(0)
-        return json.loads((tmp_path / "plan.json").read_text())
+        specextend("plan", *known, *arguments).exits(0)
+        return read_json(tmp_path / "plan.json")
 
-    one, both = planned("--config", "summary"), planned("--task", "summary", "--task", "translation")
+    one = planned("--config", "summary")
+    both = planned("--task", "summary", "--task", "translation")
     assert one["prompt_tokens"] < both["prompt_tokens"] < 1.3 * one["prompt_tokens"]
     assert both["output_tokens_at_most"] == 4 * (256 + 2048)
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump({"tasks": listed("outline", "about")}))
-    [note] = planned("--config", str(file))["selection"]["notes"]
+    [note] = planned("--config", file)["selection"]["notes"]
     assert note.startswith("task about reads each document again")
 
 
@@ -259,19 +252,19 @@ def test_a_killed_run_goes_on_and_loses_no_answer(tmp_path, start):
     corpus = write_corpus(tmp_path / "in.parquet", long_texts(12), reader=["you"] * 12)
     file = tmp_path / "tasks.yaml"
     file.write_text(yaml.safe_dump({"tasks": listed("outline", "kind")}))
-    arguments = ["--config", str(file), "--input", str(corpus), "--set", "input.id_column=null"]
-    arguments += ["--set", f"job.commit_every_s={AT_ONCE_S}", "--set", "decoding.max_new_tokens=24"]
-    killed, whole = (str(tmp_path / name) for name in ("killed", "whole"))
-    process = start(*arguments, "--output", killed, command=partial(dying_command, "SIGKILL", 1))
-    process.wait(timeout=LONGEST_S)
-    for output in (killed, whole):
-        assert start(*arguments, "--output", output).wait(timeout=LONGEST_S) == 0
-    columns = ("doc_id", "outline", "kind")
-    both = [
-        [[row[name] for name in columns] for row in rows(tmp_path / name / "summaries")] for name in ("killed", "whole")
-    ]
-    assert both[0] == both[1]
-    assert len(both[0]) == 12
+    changes = ("input.id_column=null", f"job.commit_every_s={AT_ONCE_S}", "decoding.max_new_tokens=24")
+
+    def started(name, **options):
+        return start("--config", file, *on(corpus, tmp_path / name, *changes), **options)
+
+    end_of(started("killed", command=partial(dying_command, "SIGKILL", 1)), -signal.SIGKILL)
+    found = []
+    for name in ("killed", "whole"):
+        end_of(started(name))
+        answers = [(row["doc_id"], row["outline"], row["kind"]) for row in rows(tmp_path / name / "summaries")]
+        found.append(answers)
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
 
 
 LISTING = str(ROOT / "examples" / "reports-three-ways.yaml")
@@ -313,8 +306,8 @@ def test_a_configuration_behind_a_list_of_tasks_changes_none_of_them_in_silence(
 def test_columns_of_tasks_that_collide_are_refused_before_anything_is_read(corpus, tmp_path):
     other = {"name": "x", "output": {"column": "kind"}}
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": [*listed("kind"), other]}))
-    known = ["--config", str(CONFIG), "--config", str(tmp_path / "tasks.yaml"), "--input", str(corpus)]
-    assert "the column kind would be made twice" in specextend("plan", *known, "--output", str(tmp_path / "out")).line()
+    given = ["--config", CONFIG, "--config", tmp_path / "tasks.yaml", *on(corpus, tmp_path / "out")]
+    assert "the column kind would be made twice" in specextend("plan", *given).line()
 
 
 def test_what_is_set_on_the_command_line_counts_for_every_task():
