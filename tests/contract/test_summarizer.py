@@ -1,5 +1,7 @@
 """Summaries without the job: a table in, a table out, in a test's own process or in Ray Data's."""
 
+from functools import partial
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -41,18 +43,22 @@ def engine(config):
     return load_engine(config)
 
 
-def test_half_of_a_surrogate_pair_in_a_text_is_replaced(config, engine):
+@pytest.fixture
+def summarizer(config, engine):
+    return Summarizer(config, lambda _: engine)
+
+
+def test_half_of_a_surrogate_pair_in_a_text_is_replaced(summarizer):
     """Arrow refused the whole batch for it."""
-    summarizer = Summarizer(config, lambda _: engine)
-    given, expected = (
-        [{"text": f"{TEXTS['b']} {end}", "name": "a", "most": 8, "year": 2001}] for end in ("\ud83d", "\ufffd")
+    broken, replaced = (
+        summarizer([{"text": f"{TEXTS['b']} {end}", "name": "a", "most": 8, "year": 2001}])
+        for end in ("\ud83d", "\ufffd")
     )
-    assert summarizer(given)[0]["summary"] == summarizer(expected)[0]["summary"]
+    assert broken[0]["summary"] == replaced[0]["summary"]
 
 
-def test_a_table_comes_back_with_a_row_for_each_row(config, engine):
+def test_a_table_comes_back_with_a_row_for_each_row(summarizer):
     """In its order, with one schema whatever failed: Ray Data joins blocks, and would refuse two."""
-    summarizer = Summarizer(config, lambda _: engine)
     result = summarizer(documents())
     assert_has(result.schema, {**BATCHES, "year": pa.int16()})
     rows = result.to_pylist()
@@ -72,8 +78,8 @@ def test_a_table_comes_back_with_a_row_for_each_row(config, engine):
 def test_results_come_in_the_form_of_the_documents(pairs, engine):
     """Who has a text in a notebook wants no schema first; all forms give what the table gives."""
     columns = {"input__id_column": "name", "input__passthrough": ["year"]}
-    config = tiny_config(pairs("llama"), decoding__max_new_tokens=20, **columns)
-    summarizer = Summarizer(config, lambda _: engine)
+    few = partial(tiny_config, pairs("llama"), decoding__max_new_tokens=20)
+    summarizer = Summarizer(few(**columns), lambda _: engine)
     table = documents().select(["text", "name", "year"])
     expected = summarizer(table)["summary"].to_pylist()
     rows = table.to_pylist()
@@ -85,9 +91,9 @@ def test_results_come_in_the_form_of_the_documents(pairs, engine):
     frame = pa.Table.from_pandas(summarizer(table.to_pandas())).to_pydict()
     assert frame["summary"] == expected
     assert frame["year"] == by_column["year"]
-    assert summarizer(rows[2])["summary"] == expected[2]
-    assert summarizer(rows[2])["year"] == 2003
-    alone = Summarizer(tiny_config(pairs("llama"), decoding__max_new_tokens=20), lambda _: engine)
+    one = summarizer(rows[2])
+    assert (one["summary"], one["year"]) == (expected[2], 2003)
+    alone = Summarizer(few(), lambda _: engine)
     assert alone(TEXTS["b"])["summary"] == expected[2]
     found = alone([TEXTS["b"], None, TEXTS["c"]])
     assert [(row["doc_id"], row["summary"]) for row in found] == [("0", expected[2]), ("1", None), ("2", expected[5])]
@@ -99,10 +105,14 @@ def test_questions_about_a_document_read_it_once(pairs, engine):
     config = tiny_config(
         pairs("llama"), decoding__max_new_tokens=20, input__id_column="name", input__instruction_column="ask"
     )
-    asked = {"report-1": "t7", "report-2": "t8 t9", "report-3": "t11"}
-    texts = {"report-1": text(400), "other": text(401), "report-2": text(400), "report-3": text(400)}
-    questions = [f"{{{{ document }}}} {asked[name]}" if name in asked else None for name in texts]
-    batch = pa.table({"name": list(texts), "text": list(texts.values()), "ask": pa.array(questions, pa.string())})
+    report = text(400)
+    batch = pa.table(
+        {
+            "name": ["report-1", "other", "report-2", "report-3"],
+            "text": [report, text(401), report, report],
+            "ask": ["{{ document }} t7", None, "{{ document }} t8 t9", "{{ document }} t11"],
+        }
+    )
     summarizer = Summarizer(config, lambda _: engine)
     rows = summarizer(batch).to_pylist()
     assert sorted(row["num_cached_tokens"] >= 400 for row in rows) == [False, False, True, True]
@@ -110,27 +120,29 @@ def test_questions_about_a_document_read_it_once(pairs, engine):
         assert row["summary"] == summarizer(batch.slice(number, 1)).to_pylist()[0]["summary"]
 
 
-def test_after_a_failed_batch_its_documents_run_alone(config, engine):
+def fail(*_):
+    raise RuntimeError("attention failed")
+
+
+def test_after_a_failed_batch_its_documents_run_alone(summarizer, engine):
     """One of them, or the machine, made a step fail; the others must not be lost with it."""
     failed = []
 
-    def fail():
+    def note_and_fail():
         failed.append(True)
-        raise RuntimeError("attention failed")
+        fail()
 
-    expected = Summarizer(config, lambda _: engine)(documents())["summary"]
-    at_call(engine, 20, fail)
-    assert Summarizer(config, lambda _: engine)(documents())["summary"] == expected
+    expected = summarizer(documents())["summary"]
+    at_call(engine, 20, note_and_fail)
+    assert summarizer(documents())["summary"] == expected
     assert failed
 
 
-def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
+def test_a_document_that_fails_alone_is_an_error_in_its_row(summarizer, engine):
     """The engine goes on, and so does the pipeline."""
-    engine.target.attend = lambda *_: (_ for _ in ()).throw(RuntimeError("attention failed"))
-    rows = Summarizer(config, lambda _: engine)(documents().slice(2, 1)).to_pylist()
-    assert [(row["error_class"], row["message"], row["stage"]) for row in rows] == [
-        ("RuntimeError", "attention failed", "decode")
-    ]
+    engine.target.attend = fail
+    [row] = summarizer(documents().slice(2, 1)).to_pylist()
+    assert (row["error_class"], row["message"], row["stage"]) == ("RuntimeError", "attention failed", "decode")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,7 @@ def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, 
 
 
 @pytest.mark.slow
-def test_ray_data_maps_batches_with_it(config, local_ray):
+def test_ray_data_maps_batches_with_it(config, summarizer, local_ray):
     """As in docs/cluster.md: actors that load the models once, blocks in, blocks out."""
     found = (
         ray.data.from_arrow(documents())
@@ -196,8 +208,6 @@ def test_ray_data_maps_batches_with_it(config, local_ray):
         .sort("year")
         .take_all()
     )
-    engine = load_engine(config)
-    assert [row["doc_id"] for row in found] == list(TEXTS)
-    expected = Summarizer(config, lambda _: engine)(documents()).to_pylist()
-    assert [row["summary"] for row in found] == [row["summary"] for row in expected]
-    assert [row["error_class"] for row in found] == [row["error_class"] for row in expected]
+    columns = ("doc_id", "summary", "error_class")
+    expected = summarizer(documents()).select(columns).to_pylist()
+    assert [{name: row[name] for name in columns} for row in found] == expected
