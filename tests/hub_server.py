@@ -11,32 +11,34 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Hub:
-    """Repositories by name; each commit's files, and the commit of each branch."""
+    """Repositories by name: each commit's files, and the newest commit, which is that of `main`."""
 
     url: str = ""
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
-    branches: dict[tuple[str, str], str] = field(default_factory=dict)
+    newest: dict[str, str] = field(default_factory=dict)
     is_down: bool = False
     fetched: list[str] = field(default_factory=list)
     """Files that were handed out as a whole."""
 
-    def push(self, name, folder, branch="main"):
-        """Make a folder's files the newest commit of a branch; its hash."""
+    def push(self, name, folder):
+        """Make a folder's files the newest commit; its hash."""
         files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
         content = repr([(file, hashlib.sha256(data).hexdigest()) for file, data in files.items()])
         commit = hashlib.sha1(content.encode()).hexdigest()
         self.commits.setdefault(name, {})[commit] = files
-        self.branches[name, branch] = commit
+        self.newest[name] = commit
         return commit
 
     def commit(self, name, revision):
-        found = self.branches.get((name, revision), revision)
-        return found if found in self.commits.get(name, {}) else None
+        """The files of a revision and its hash; nothing and None if there is no such."""
+        found = self.newest.get(name) if revision == "main" else revision
+        files = self.commits.get(name, {}).get(found)
+        return ({}, None) if files is None else (files, found)
 
     def entry(self, name, data):
         """A file in a listing."""
-        found = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
-        found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
+        sha1 = hashlib.sha1(data).hexdigest()
+        found = {"rfilename": name, "path": name, "type": "file", "size": len(data), "blobId": sha1, "oid": sha1}
         if name.endswith(".safetensors"):  # kept as a repository keeps large files: with their SHA-256 on record
             sha256 = hashlib.sha256(data).hexdigest()
             found["lfs"] = {"sha256": sha256, "oid": sha256, "size": len(data), "pointerSize": 130}
@@ -49,16 +51,10 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
-        self.answer()
-
-    def do_HEAD(self):
-        self.answer()
-
     def log_message(self, *arguments):
         pass
 
-    def answer(self):
+    def do_GET(self):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if self.hub.is_down:
             self.send(503, b"{}")
@@ -69,38 +65,40 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send(404, b"{}")
 
+    def do_HEAD(self):
+        self.do_GET()
+
     def tell(self, name, rest):
         """What a repository holds: `[revision, R]`, `[tree, R]` or nothing."""
         if name not in self.hub.commits:
             self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             return
-        commit = self.hub.commit(name, rest[1] if rest else "main")
+        files, commit = self.hub.commit(name, rest[1] if rest else "main")
         if commit is None:
             self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
-        files = [self.hub.entry(file, data) for file, data in self.hub.commits[name][commit].items()]
-        about = files if rest[:1] == ["tree"] else {"id": name, "sha": commit, "siblings": files}
+        entries = [self.hub.entry(file, data) for file, data in files.items()]
+        about = entries if rest[:1] == ["tree"] else {"id": name, "sha": commit, "siblings": entries}
         self.send(200, json.dumps(about).encode())
 
     def hand_out(self, name, revision, file):
         """A file."""
-        commit = self.hub.commit(name, revision)
-        data = None if commit is None else self.hub.commits[name][commit].get(file)
-        if commit is None or data is None:
+        files, commit = self.hub.commit(name, revision)
+        if file not in files:
             self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
+        data = files[file]
         known = self.hub.entry(file, data)
-        etag = known["lfs"]["sha256"] if "lfs" in known else known["oid"]
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
+        etag = known.get("lfs", known)["oid"]
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": len(data)}
         if self.command == "GET":
             self.hub.fetched.append(file)
         self.send(200, data, headers)
 
-    def send(self, code, body, headers=None):
+    def send(self, code, body, headers=()):
         self.send_response(code)
-        for name, value in (
-            {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
-        ).items():
+        sent = {"Content-Length": len(body), "Content-Type": "application/json", **dict(headers)}
+        for name, value in sent.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

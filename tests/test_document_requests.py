@@ -48,8 +48,8 @@ def follow(rounds, answer):
     return step, seen
 
 
-def said(request, words=18, **stats):
-    return Completion(request.request_id, [1] * words, "t7 " * words, "stop", DecodingStats(**stats))
+def said(request):
+    return Completion(request.request_id, [1] * 18, "t7 " * 18, "stop", DecodingStats())
 
 
 def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):

@@ -28,6 +28,7 @@ from tests.reference_outputs import tokens_of
 from tests.tiny_models import (
     FAMILIES,
     PUBLISHED,
+    of_length,
     random_prompt,
     request,
     tiny_config,
@@ -53,9 +54,8 @@ def caches(monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["good", "eagle", "reduced", "copy", "ngram", "merged-eagle", PUBLISHED[0]])
-def test_planned_caches_are_those_of_the_engine(pairs, draft, caches):
+def test_planned_caches_are_those_of_the_engine(pair, draft, caches):
     """Nobody learns in the night that the draft's caches did not fit beside the target's."""
-    pair = pairs("llama")
     config = tiny_config(pair, draft)
     planned = memory_bytes(config, check_pair(config.target, config.active_draft))
     engine = tiny_engine(pair, draft)
@@ -81,7 +81,7 @@ def parts_of(weight):
     return [getattr(weight, name) for name in names if hasattr(weight, name)] or [weight]
 
 
-def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
+def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pair):
     """As `auto` attends to it on a GPU. The plan knew a fiftieth of what that took with the plain twin."""
     shape = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "num_key_value_heads": 4}
     config = FAMILIES["llama"].config(num_hidden_layers=2, head_dim=128, **shape)
@@ -92,30 +92,30 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
     nodes = torch.zeros(1, chunk, dtype=torch.int64, device="meta")
     with torch.inference_mode(), Live() as live:
         target.forward(nodes, nodes, AttentionPlan([0], [3 * chunk], chunk))
-    tiny = tiny_config(pairs("llama"), "ngram", target__dtype="bfloat16", job__gpus_per_worker=1)
+    tiny = tiny_config(pair, "ngram", target__dtype="bfloat16", job__gpus_per_worker=1)
     facts = replace(check_pair(tiny.target, None), hidden_size=2048, num_heads=16, head_dim=128, vocab_size=8)
     planned = memory_bytes(tiny, facts)["activations"]
     assert planned / 2 < live.most < planned
 
 
-def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch):
+def test_a_device_without_room_to_measure_its_limits_works_on(pair, monkeypatch):
     """A figure of the report is no reason to lose a worker; any other failure is one."""
-    engine = tiny_engine(pairs("llama"), "ngram")
+    engine = tiny_engine(pair, "ngram")
     assert engine.limits()
+    errors = iter([torch.OutOfMemoryError("no room"), RuntimeError("a broken device")])
 
-    def fail(error):
-        raise error
+    def fail(*_):
+        raise next(errors)
 
-    monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(torch.OutOfMemoryError("no room")))
+    monkeypatch.setattr("specextend.decoding.engine.load_limits", fail)
     assert engine.limits() is None
-    monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(RuntimeError("a broken device")))
     with pytest.raises(RuntimeError, match="a broken device"):
         engine.limits()
 
 
-def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatch):
+def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pair, monkeypatch):
     """With what it would take; half a GPU holds half as much."""
-    whole, shared, none = (tiny_config(pairs("llama"), "eagle", job__gpus_per_worker=share) for share in (1, 0.5, 0))
+    whole, shared, none = (tiny_config(pair, "eagle", job__gpus_per_worker=share) for share in (1, 0.5, 0))
     facts = check_pair(whole.target, whole.active_draft)
     needed = sum(memory_bytes(whole, facts).values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(1.5 * needed)))
@@ -130,34 +130,34 @@ LONGEST = 2000
 """Tokens of documents: of one as long as the mean, and of the longest."""
 
 
-def batch_config(pairs, size, num_rows, gpus=1):
+def batch_config(pair, size, num_rows, gpus=1):
     """A configuration of a batch, whose cache has so many rows at most."""
-    cache_gib = num_rows * check_pair(tiny_config(pairs("llama")).target, None).kv_bytes_per_token("float32") / GIB
+    cache_gib = num_rows * check_pair(tiny_config(pair).target, None).kv_bytes_per_token("float32") / GIB
     options = {"decoding__max_batch_size": size, "decoding__cache_gib": cache_gib, "job__gpus_per_worker": gpus}
-    return tiny_config(pairs("llama"), "eagle", **options)
+    return tiny_config(pair, "eagle", **options)
 
 
 @pytest.mark.parametrize(
     "gpus, documents, expected",
     [(0, 100, traits_of(CPU).largest_batch), (0, 3, 3), (1, 100, 32), (1, 23, 23), (1, 1, 1)],
 )
-def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, gpus, documents, expected):
+def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pair, gpus, documents, expected):
     """By the longest, one of a hundred pages leaves a card for 23 others to three of them."""
-    config = batch_config(pairs, "auto", documents * rows_per_sequence(batch_config(pairs, 1, 1), MEAN) + 255, gpus)
+    config = batch_config(pair, "auto", documents * rows_per_sequence(batch_config(pair, 1, 1), MEAN) + 255, gpus)
     facts = check_pair(config.target, config.active_draft)
     assert with_batch_size(config, facts, None, (MEAN, MEAN)).decoding.batch_size == expected
-    three = batch_config(pairs, "auto", 3 * rows_per_sequence(config, LONGEST))
+    three = batch_config(pair, "auto", 3 * rows_per_sequence(config, LONGEST))
     assert with_batch_size(three, facts, None, (MEAN, LONGEST)).decoding.batch_size > 3
-    number = batch_config(pairs, 7, 100)
+    number = batch_config(pair, 7, 100)
     assert with_batch_size(number, facts, 0) is number, "a number is the user's"
 
 
 @pytest.mark.parametrize("documents", [30, 9, 2.5])
-def test_the_cache_is_what_a_gpu_has_left(pairs, documents):
+def test_the_cache_is_what_a_gpu_has_left(pair, documents):
     """Whatever the file says, so that a smaller card needs no other file; nothing of it lies idle."""
-    wanted = batch_config(pairs, "auto", 10**6)
+    wanted = batch_config(pair, "auto", 10**6)
     facts = check_pair(wanted.target, wanted.active_draft)
-    fitting = batch_config(pairs, int(documents), int(documents * rows_per_sequence(wanted, MEAN)))
+    fitting = batch_config(pair, int(documents), int(documents * rows_per_sequence(wanted, MEAN)))
     budget = sum(memory_bytes(fitting, facts).values()) / 0.95
     chosen = with_batch_size(wanted, facts, int(budget) + 1, (MEAN, LONGEST))
     assert chosen.decoding.batch_size == int(documents)
@@ -165,11 +165,11 @@ def test_the_cache_is_what_a_gpu_has_left(pairs, documents):
     assert target_rows(chosen, facts) >= rows_per_sequence(wanted, LONGEST)
 
 
-def test_a_gpu_that_does_not_hold_the_longest_document_is_refused(pairs):
+def test_a_gpu_that_does_not_hold_the_longest_document_is_refused(pair):
     """Not given a cache in which that document becomes an error row."""
-    wanted = batch_config(pairs, "auto", 10**6)
+    wanted = batch_config(pair, "auto", 10**6)
     facts = check_pair(wanted.target, wanted.active_draft)
-    budget = sum(memory_bytes(batch_config(pairs, 1, rows_per_sequence(wanted, MEAN)), facts).values())
+    budget = sum(memory_bytes(batch_config(pair, 1, rows_per_sequence(wanted, MEAN)), facts).values())
     chosen = with_batch_size(wanted, facts, budget, (MEAN, LONGEST))
     assert chosen.decoding.batch_size == 1
     assert sum(memory_bytes(chosen, facts).values()) > budget
@@ -187,15 +187,12 @@ def decode(engine, requests):
     return tokens_of(engine.generate(coming())), max(active)
 
 
-def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):
+def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pair):
     """Short ones together, a long one alone beside few; their tokens are those of plain decoding."""
-    engine = load_engine(batch_config(pairs, 32, 2048, gpus=0))
-    short = [request(str(n), random_prompt(41, n), 12) for n in range(20)]
-    long = request("long", random_prompt(1700), 12)
-    again = [replace(each, request_id=f"{each.request_id} again") for each in short]
-    done, most = decode(engine, [*short, long, *again])
-    expected, _ = decode(tiny_engine(pairs("llama"), decoding__mode="autoregressive"), [*short, long])
-    assert done == expected | {f"{name} again": expected[name] for name in map(str, range(20))}
+    engine = load_engine(batch_config(pair, 32, 2048, gpus=0))
+    requests = [request(str(n), random_prompt(1700 if n == 20 else 41, n), 12) for n in range(40)]
+    done, most = decode(engine, requests)
+    assert done == decode(tiny_engine(pair, decoding__mode="autoregressive"), requests)[0]
     assert most == 8, "2,048 rows are eight regions of 256"
 
 
@@ -216,7 +213,6 @@ def test_an_output_for_which_a_draft_has_no_room_is_refused(pair):
     """In a line that says what to set; others go on."""
     engine = tiny_engine(pair, "eagle", decoding__max_new_tokens=16, decoding__max_batch_size=1)
     errors = {}
-    asked = [request("long", random_prompt(40), 1900), request("short", random_prompt(700), 16)]
-    done = [each.request_id for each in engine.generate(asked, lambda name, error: errors.setdefault(name, str(error)))]
-    assert done == ["short"]
-    assert "raise decoding.max_new_tokens" in errors["long"]
+    done = engine.generate([of_length(40, 1900), of_length(700, 16)], errors.__setitem__)
+    assert [each.request_id for each in done] == ["700"]
+    assert "raise decoding.max_new_tokens" in str(errors["40"])

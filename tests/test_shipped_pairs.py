@@ -37,15 +37,8 @@ VICUNA = {
     "max_position_embeddings": 4096,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
-SHAPE = [
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
-]
+SHAPE = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size
+    tie_word_embeddings"""
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": (QWEN2, 24, 896, 4864, 14, 2, 151936, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (QWEN2, 28, 1536, 8960, 12, 2, 151936, True),
@@ -67,8 +60,15 @@ def published(folder, model):
     """The name of a folder that holds nothing but the published config of a model."""
     family, *shape = PUBLISHED[model]
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
+    (folder / "config.json").write_text(json.dumps(family | dict(zip(SHAPE.split(), shape, strict=True))))
     return str(folder)
+
+
+def assert_says_what_a_token_takes(file, config, facts):
+    """The comments of a configuration hold the size of a token's keys and values, and the context."""
+    text = file.read_text(encoding="utf-8")
+    assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
+    assert f"context {facts.context_length:,}" in text
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -82,21 +82,18 @@ def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
 def test_a_pair_fits_the_machine_it_is_named_for(name, tmp_path):
     """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures."""
     file = CONFIGS / f"{name}.yaml"
-    text = file.read_text(encoding="utf-8")
     hub = RunConfig.load(file)
     target = published(tmp_path / "target", hub.target.model)
     draft = published(tmp_path / "draft", hub.draft.model)
     config = RunConfig.load(file, [f"target.model={target}", f"draft.model={draft}"])
     facts = read_facts(config.target.model)
-    per_token = facts.kv_bytes_per_token(config.target.dtype)
-    assert f"{per_token // 1024} KiB per token" in text
-    assert f"context {facts.context_length:,}" in text
+    assert_says_what_a_token_takes(file, config, facts)
     longest = longest_request(config, facts)
     room_gib = ROOM_GIB[name]
     config = with_batch_size(config, facts, room_gib * GIB, (MEAN_TOKENS.get(name, longest), longest))
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts).items()}
     assert sum(sizes.values()) < room_gib
-    if another := re.search(r"another ([\d.]+) GiB", text):
+    if another := re.search(r"another ([\d.]+) GiB", file.read_text(encoding="utf-8")):
         assert sizes["draft_caches"] == pytest.approx(float(another.group(1)), abs=0.06)
     held = [f"{sizes[name]:.1f}" for name in ("target_weights", "target_cache", "draft_weights", "draft_caches")]
     assert f" | {' | '.join(held)} | {sum(sizes.values()):.1f} | " in GUIDE, "docs/choosing-a-pair.md has other figures"
@@ -111,9 +108,7 @@ def test_a_pair_of_the_paper_has_the_published_context_and_fits_its_card(name, t
     target = published(tmp_path, RunConfig.load(file).target.model)
     config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive", "draft=null"])
     facts = read_facts(target)
-    text = file.read_text(encoding="utf-8")
-    assert f"{facts.kv_bytes_per_token(config.target.dtype) // 1024} KiB per token" in text
-    assert f"context {facts.context_length:,}" in text
+    assert_says_what_a_token_takes(file, config, facts)
     config = with_batch_size(config, facts, 79 * GIB)
     assert config.decoding.batch_size > 1
     assert sum(memory_bytes(config, facts).values()) < 70 * GIB, "the rest is for the head"

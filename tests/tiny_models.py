@@ -49,12 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +76,7 @@ FAMILIES = {
 }
 
 
-def tiny_tokenizer(vocab_size=VOCABULARY):
+def tiny_tokenizer(vocab_size):
     """Every id is a word, `t0` and up; a text is words with spaces between."""
     vocabulary = {f"t{token_id}": token_id for token_id in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
@@ -128,14 +123,14 @@ def tiny_model(family, seed, vocab_size=VOCABULARY, hidden_size=48):
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def perturbed(model, noise, seed):
-    """A copy with normal noise on every weight, `noise` times the weights' own spread; 0 is the same model."""
+def perturbed(model, seed):
+    """A copy with normal noise on every weight, a fiftieth of the weights' own spread."""
     torch.manual_seed(seed)
     copy = AutoModelForCausalLM.from_config(model.config)
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
         for weight in copy.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std() * noise)
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
     return copy
 
 
@@ -188,18 +183,11 @@ class Pair:
     `copy` (one with copy heads), `eagle1`, `eagle3` and `speculators-eagle3` (published formats) -> folder"""
 
 
-def write_pair(
-    folder,
-    family,
-    seed=0,
-    noise=0.02,
-    vocab_size=VOCABULARY,
-    tokenizer=tiny_tokenizer,
-):
+def write_pair(folder, family, seed=0, vocab_size=VOCABULARY, tokenizer=tiny_tokenizer):
     """A random target and drafts of every kind."""
     model, write = tiny_model(family, seed, vocab_size), partial(write_model, tokenizer=tokenizer)
     target = write(model, folder / "target")
-    good = perturbed(model, noise, seed + 1)
+    good = perturbed(model, seed + 1)
     drafts = {
         "good": write(good, folder / "good"),
         "bad": write(tiny_model(family, seed + 2, vocab_size + 8), folder / "bad"),
@@ -216,7 +204,7 @@ def write_pair(
 def write_wide_target(folder):
     """A target whose products have as many inputs as a group of weights in 4 bits, and a `good` draft."""
     model = tiny_model(FAMILIES["llama"], seed=5, hidden_size=64)
-    draft = write_model(perturbed(model, 0.02, seed=1), folder / "good")
+    draft = write_model(perturbed(model, seed=1), folder / "good")
     return Pair(write_model(model, folder / "target"), {"good": draft})
 
 
@@ -230,9 +218,9 @@ def write_looping_pair(folder):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    drafts = {"good": perturbed(model, 0.02, seed=1), "bad": tiny_model(FAMILIES["llama"], seed=2)}
-    written = {name: write_model(draft, folder / name) for name, draft in drafts.items()}
-    return Pair(write_model(model, folder / "target"), written)
+    made = {"target": model, "good": perturbed(model, seed=1), "bad": tiny_model(FAMILIES["llama"], seed=2)}
+    written = {name: write_model(each, folder / name) for name, each in made.items()}
+    return Pair(written.pop("target"), written)
 
 
 def load_reference(pair):
@@ -247,13 +235,7 @@ SECTIONS: dict[str, Values] = {
     "decoding": {"mode": "specextend", "cache_gib": 0.05},
     "attention": {"backend": "auto", "tree": "hybrid"},
     "tree": {"nodes": 8, "depth": 4, "threshold": 0.05},
-    "cache": {
-        "policy": "retrieval",
-        "chunk_size": 8,
-        "top_k_chunks": 6,
-        "recent": 16,
-        "refresh_every": 3,
-    },
+    "cache": {"policy": "retrieval", "chunk_size": 8, "top_k_chunks": 6, "recent": 16, "refresh_every": 3},
 }
 
 

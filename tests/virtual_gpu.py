@@ -142,11 +142,6 @@ def is_there(value):
     return isinstance(value, OnDevice)
 
 
-def _numbered(device):
-    """The device, with its number if it is a GPU."""
-    return CUDA if device.type == "cuda" else device
-
-
 STAND_INS = {
     _aten._scaled_dot_product_flash_attention.default: flash,
     _aten._scaled_dot_product_efficient_attention.default: efficient,
