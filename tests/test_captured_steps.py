@@ -1,6 +1,7 @@
 """Captured steps, without a GPU: steps that are recorded once and replayed decide the tokens of plain decoding."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from specextend.decoding.device import Graphs
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
+from tests.reference_outputs import tokens_of
 from tests.tiny_models import of_length, tiny_config, tiny_engine
 
 NEW = 32
@@ -32,11 +34,16 @@ class Counting:
     """Records functions, and counts their replays."""
 
     def __init__(self):
-        self.num_captured = self.num_replays = 0
+        self.captured = []
+        self.num_replays = 0
+
+    @property
+    def num_captured(self):
+        return len(self.captured)
 
     def __call__(self, name, function):
         replay, outputs = record(name, function)
-        self.num_captured += 1
+        self.captured.append(name)
 
         def counted():
             self.num_replays += 1
@@ -51,16 +58,16 @@ def requests(temperature):
     return [of_length(n, new, temperature=temperature, seed=n) for n, new in lengths]
 
 
-def tokens_of(engine, temperature=0.0):
-    """What the requests give, by their names."""
-    return {each.request_id: each.token_ids for each in engine.generate(requests(temperature))}
+def decode(engine, temperature=0.0):
+    """The tokens that the requests give, by their names."""
+    return tokens_of(engine.generate(requests(temperature)))
 
 
 @pytest.fixture(scope="module")
 def plain(pair):
     """Temperature -> what plain decoding gives."""
     engine = tiny_engine(pair, decoding__mode="autoregressive")
-    return cache(lambda temperature: tokens_of(engine, temperature))
+    return cache(lambda temperature: decode(engine, temperature))
 
 
 @pytest.mark.parametrize("draft, policy, batch, temperature", each_once_then_slow(*AXES))
@@ -70,7 +77,7 @@ def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature
     changes = {"cache__policy": policy, "decoding__max_batch_size": batch}
     captured = captured_engine(pair, draft, Graphs(capture), **changes)
     captured.decode_share = device.GPU.decode_share
-    assert tokens_of(captured, temperature) == plain(temperature)
+    assert decode(captured, temperature) == plain(temperature)
     assert capture.num_replays > 2 * capture.num_captured > 4
 
 
@@ -79,7 +86,7 @@ def test_captured_steps_that_were_not_used_for_longest_make_room(pair, plain, mo
     monkeypatch.setattr(device, "MOST_GRAPHS", 3)
     capture = Counting()
     engine = captured_engine(pair, "eagle", Graphs(capture), decoding__max_batch_size=3)
-    assert tokens_of(engine) == plain(0.0)
+    assert decode(engine) == plain(0.0)
     assert capture.num_captured > 3
     assert capture.num_replays > capture.num_captured
 
@@ -96,7 +103,7 @@ def test_a_step_that_cannot_be_captured_ends_all_captures(pair, plain, caplog):
         raise RuntimeError("operation not permitted")
 
     graphs = Graphs(failing)
-    assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
+    assert decode(captured_engine(pair, "good", graphs)) == plain(0.0)
     assert len(tries) == 1
     assert graphs.enabled is False
     [said] = [each.message for each in caplog.records if "without graphs" in each.message]
@@ -115,7 +122,7 @@ def test_memory_that_runs_out_in_a_capture_costs_that_graph_alone(pair, plain):
         return capture(name, function)
 
     graphs = Graphs(without_memory_at_first)
-    assert tokens_of(captured_engine(pair, "good", graphs)) == plain(0.0)
+    assert decode(captured_engine(pair, "good", graphs)) == plain(0.0)
     assert graphs.enabled
     assert len(failed) >= 2
     assert capture.num_replays > 0
@@ -134,7 +141,7 @@ def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_cap
     for graphs in (Graphs(capture), Graphs()):
         engine = captured_engine(pair, "good", graphs, **changes)
         trees[graphs.enabled] = noting_trees(engine)
-        assert tokens_of(engine) == plain(0.0)
+        assert decode(engine) == plain(0.0)
     assert trees[True] == trees[False]
     assert capture.num_captured >= least_captured
 
@@ -162,15 +169,10 @@ def test_replayed_drafts_are_those_of_eager_steps_whatever_attends_to_prompts(dr
 @pytest.mark.parametrize("draft", ["merged-eagle", "merged-good"])
 def test_trees_that_ngrams_made_have_few_sizes(draft, pair, plain):
     """They had any, so that no step came often enough to be captured, or pushed out one that had been."""
-    names = []
-
-    def capture(name, function):
-        names.append(name)
-        return record(name, function)
-
+    capture = Counting()
     engine = captured_engine(pair, draft, Graphs(capture), tree__threshold=0.0, decoding__max_batch_size=1)
-    assert tokens_of(engine) == plain(0.0)
-    assert names.count("verify") <= 2, "of roots, and of trees"
+    assert decode(engine) == plain(0.0)
+    assert capture.captured.count("verify") <= 2, "of roots, and of trees"
 
 
 def run_again(name, function):
@@ -194,13 +196,6 @@ def noting_trees(engine):
 
 def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pair):
     """Hybrid attention divides rows on the host; with `auto` a proof decides."""
-    for backend, tree, gpus, expected in (
-        ("triton", "auto", 1, True),
-        ("triton", "hybrid", 1, False),
-        ("triton", "auto", 0, False),
-        ("auto", "auto", 1, True),
-        ("auto", "hybrid", 1, False),
-        ("sdpa", "auto", 1, False),
-    ):
+    for backend, tree, gpus in product(("triton", "auto", "sdpa"), ("auto", "hybrid"), (1, 0)):
         options = {"attention__backend": backend, "attention__tree": tree, "job__gpus_per_worker": gpus}
-        assert can_capture(tiny_config(pair, **options)) is expected
+        assert can_capture(tiny_config(pair, **options)) is (backend != "sdpa" and tree == "auto" and gpus > 0)

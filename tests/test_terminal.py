@@ -4,15 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
-from tests.job.conftest import in_process, specextend
+from tests.job.conftest import ROOT, environment, in_process, ran, specextend
 
-ROOT = Path(__file__).parent.parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
 
 
@@ -27,49 +25,42 @@ def folder(tmp_path_factory):
     return folder
 
 
-COMMANDS = {
-    "report": ["report", "out"],
-    "bench": ["bench.py", "figures.json"],
-    "refused": ["summarize.py", "--config", f"no{HOSTILE}"],
-    "summarize": ["summarize.py", "--help"],
-    "prepare": ["prepare", "documents", f"no{HOSTILE}", "--output", "a.parquet"],
-    "train": ["train", "--config", f"no{HOSTILE}", "--text", "a", "--output", "b"],
-    "arguments": ["report", "out", HOSTILE],
-}
-CODES = {"refused": 2, "prepare": 2, "train": 2, "arguments": 2}
-
-
-def command(name):
-    """The whole command line of a command, or of a script of `jobs/`."""
-    first, *arguments = COMMANDS[name]
-    started = [str(ROOT / "jobs" / first)] if first.endswith(".py") else ["-m", "specextend", first]
-    return [sys.executable, *started, *arguments]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_job_lets_a_text_drive_the_terminal(name, folder, monkeypatch):
+@pytest.mark.parametrize(
+    "code, first, arguments",
+    [
+        (0, "report", ["out"]),
+        (0, "bench.py", ["figures.json"]),
+        (2, "summarize.py", ["--config", f"no{HOSTILE}"]),
+        (2, "prepare", ["documents", f"no{HOSTILE}", "--output", "a.parquet"]),
+        (2, "train", ["--config", f"no{HOSTILE}", "--text", "a", "--output", "b"]),
+        (2, "report", ["out", HOSTILE]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_job_lets_a_text_drive_the_terminal(code, first, arguments, folder, monkeypatch):
     """Ids, messages, file names and arguments come from elsewhere."""
     monkeypatch.chdir(folder)
-    first, *arguments = COMMANDS[name]
     run = in_process if first.endswith(".py") else specextend
-    ended = run(first, *arguments)
+    ended = run(first, *arguments).exits(code)
     shown = ended.stdout + ended.stderr
-    assert ended.code == CODES.get(name, 0), shown
     assert shown
     assert "Traceback" not in shown
     assert not set(shown) & set("\x1b\x07\r\u202e\u2028")
     unwrapped = "".join(shown.split()).replace("\\\\", "\\")  # tables break long cells, Markdown doubles backslashes
-    assert name in ("summarize", "train") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
+    assert first == "train" or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped
 
 
-@pytest.mark.parametrize("name", ["report", "summarize"])
-def test_a_reader_that_goes_away_ends_no_job(name, folder):
+REPORT = [sys.executable, "-m", "specextend", "report", "out"]
+HELP = [sys.executable, str(ROOT / "jobs" / "summarize.py"), "--help"]
+
+
+@pytest.mark.parametrize("command", [REPORT, HELP])
+def test_a_reader_that_goes_away_ends_no_job(command, folder):
     """`specextend report out | head -1`: the rest is not read, and nobody wants a traceback instead."""
     reader, writer = os.pipe()
     os.close(reader)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": writer, "stderr": subprocess.PIPE}
-    ended = subprocess.run(command(name), cwd=folder, env=environment, check=False, **pipes)
+    ended = subprocess.run(command, cwd=folder, env=environment(), check=False, **pipes)
     os.close(writer)
     assert ended.returncode == 0
     assert ended.stderr == b""
@@ -77,13 +68,11 @@ def test_a_reader_that_goes_away_ends_no_job(name, folder):
 
 def test_closed_streams_end_no_job(folder):
     """`>&- 2>&-`, as some daemons start their children: Python has no such streams then."""
-    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command("report")]
-    ended = subprocess.run(line, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
-    assert ended.returncode == 0
+    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *REPORT]
+    subprocess.run(line, cwd=folder, env=environment(), check=True)
 
 
-def test_a_traceback_is_plain_too(folder):
+def test_a_traceback_is_plain_too():
     """The one message that nobody foresaw is the likeliest to quote what was read."""
     code = "from specextend.terminal import guard_streams; guard_streams(); raise RuntimeError('\\x1b[2J\\u202e')"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert ended.stderr.splitlines()[-1] == rb"RuntimeError: \x1b[2J\u202e"
+    assert ran(sys.executable, "-c", code).stderr.splitlines()[-1] == r"RuntimeError: \x1b[2J\u202e"

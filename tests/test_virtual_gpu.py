@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specextend.core import Request
 from specextend.decoding.device import Graphs
 from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT
 from tests.recorded_graph import attend_on_device
+from tests.reference_outputs import tokens_of
 from tests.test_captured_steps import run_again
+from tests.tiny_models import random_prompt, request
 from tests.virtual_gpu import virtual_gpu
 
 ON_GPU = replace(SUBJECT, batch=3, num_rows=4096)
@@ -24,26 +25,19 @@ LEVELS = {"tree._live", "tree.grow_trees"}
 """Where a tree that is not captured waits in each level: for the nodes worth expanding, and for the end."""
 
 
-@pytest.fixture(scope="module")
-def requests():
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Request(
-            request_id=str(length),
-            prompt_token_ids=torch.randint(TinyPair.vocabulary, (length,), generator=generator).tolist(),
-            max_new_tokens=num_new,
-        )
-        for length, num_new in ((150, 12), (63, 5), (17, 9), (90, 7))
-    ]
+REQUESTS = [
+    request(str(length), random_prompt(length, vocab_size=TinyPair.vocabulary), num_new)
+    for length, num_new in ((150, 12), (63, 5), (17, 9), (90, 7))
+]
 
 
 @pytest.fixture(scope="module")
-def expected(requests):
+def expected():
     """What plain decoding on the host says."""
     reference = Kernels(prompts="reference", steps="reference")
     with torch.inference_mode():
-        done = TinyPair(replace(ON_GPU, device="cpu")).decode(reference, requests, 1, speculates=False)
-    return {name: each.token_ids for name, each in done.items()}
+        done = TinyPair(replace(ON_GPU, device="cpu")).decode(reference, REQUESTS, 1, speculates=False)
+    return tokens_of(done.values())
 
 
 EAGER = Kernels(), Graphs(), PROMPT | RETRIEVAL | STEP | LEVELS
@@ -59,7 +53,7 @@ CAPTURED = Kernels(steps=ON_DEVICE), Graphs(run_again, 1), PROMPT | {"plan.place
     ],
 )
 @torch.inference_mode()
-def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, graphs, places, batch, requests, expected):
+def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, graphs, places, batch, expected):
     """Whatever else waits lets the GPU idle: an upload did that does not wait for its turn, in each retrieval.
 
     A tensor that was forgotten on the host would fail here, too.
@@ -67,12 +61,12 @@ def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, grap
     with virtual_gpu() as waits:
         pair = TinyPair(ON_GPU)
         waits.clear()
-        found = pair.decode(kernels, requests, batch, graphs)
-    assert {name: each.token_ids for name, each in found.items()} == expected
+        found = pair.decode(kernels, REQUESTS, batch, graphs)
+    assert tokens_of(found.values()) == expected
     assert waits.keys() == places
     stats = [each.stats for each in found.values()]
     num_steps = sum(each.num_spec_steps + each.num_plain_steps for each in stats)
     assert waits["verification.verify"] <= num_steps
     if batch == 1:
         assert waits["verification.verify"] == num_steps
-    assert waits["engine._prefill"] <= 2 * len(requests)
+    assert waits["engine._prefill"] <= 2 * len(REQUESTS)
