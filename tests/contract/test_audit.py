@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +15,7 @@ TARGET = Path(RunConfig.load(CONFIG, ["output.path=unused"]).target.model)
 ALL = {"documents": 5, "equal": 5, "near_ties": 0, "different": 0, "failed": 0}
 
 
-def decoded(folder: Path, *settings: str, flags: tuple[str, ...] = ()) -> Path:
+def decoded(folder, *settings, flags=()):
     """The output of a run of six rows, the third of which is an error, with a target of its own."""
     shutil.copytree(TARGET, folder / "target", dirs_exist_ok=True)
     texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
@@ -32,13 +30,9 @@ def finished(tmp_path_factory, kept_kernels, local_ray):
     return decoded(tmp_path_factory.mktemp("finished"))
 
 
-@contextmanager
-def changed(path: Path, change: Callable[[Path], object]) -> Iterator[None]:
-    """A file that is changed for a while."""
-    before = path.read_bytes()
-    change(path)
-    yield
-    path.write_bytes(before)
+def audited(*arguments, code=0):
+    """What an audit finds."""
+    return json.loads(specextend("audit", *arguments, "--json", "-").exits(code).stdout)
 
 
 def test_a_run_is_equal_and_its_report_has_a_speed_up_from_then_on(finished):
@@ -60,12 +54,8 @@ def test_a_run_is_equal_and_its_report_has_a_speed_up_from_then_on(finished):
 
 def test_a_sample_is_as_small_as_it_is_asked_for(finished):
     """Long documents take minutes each."""
-    ended = specextend("audit", finished, "--rows", "2", "--seed", "1", "--json", "-")
-    found = json.loads(ended.stdout)
-    assert ended.code == 0
-    assert found["documents"] == found["equal"]
-    assert found["batch_size"] == found["documents"]
-    assert found["documents"] <= 2
+    found = audited(finished, "--rows", "2", "--seed", "1")
+    assert found["equal"] == found["batch_size"] == found["documents"] <= 2
 
 
 def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tmp_path, kept_kernels, local_ray):
@@ -80,7 +70,7 @@ def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tm
     assert [row["finish_reason"] for row in found] == ["length", "stop", "stop", "length", "stop"]
     assert read_json(output / "report.json")["raised_limits"] == 4
     assert len([*(output / "_run" / "attempts").iterdir()]) == 3
-    assert json.loads(specextend("audit", output, "--json", "-").stdout).items() >= ALL.items()
+    assert audited(output).items() >= ALL.items()
     ended = specextend("export", output, "--follow", "--to", tmp_path / "live")
     assert "documents that were done again" in ended.line()
 
@@ -98,29 +88,33 @@ def test_a_text_that_is_not_the_targets_own_is_found(settings, outcome, code, tm
     texts = [f"No{text[2:]}" if number == 2 else text for number, text in enumerate(table["summary"].to_pylist())]
     place = table.column_names.index("summary")
     pq.write_table(table.set_column(place, table.field(place), pa.array(texts)), path)
-    ended = specextend("audit", output, "--json", "-")
-    found = json.loads(ended.stdout)
+    found = audited(output, code=code)
     outcomes = {each["doc_id"]: each["outcome"] for each in found["not_equal"]}
-    assert ended.code == code
     assert found["failed"] == 0
     assert outcomes["d"] == outcome
     assert {*outcomes.values()} == {outcome}
     assert code == 0 or [*outcomes] == ["d"]
 
 
-REFUSED = {
-    "_run/manifest.json": (lambda path: path.unlink(), "holds no run"),
-    "../in/a.parquet": (lambda path: write_corpus(path, [TEXT], doc=["a"]), "has changed since"),
-    "../target/model.safetensors": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "has changed since"),
-}
-
-
-@pytest.mark.parametrize("name", [*REFUSED])
-def test_what_cannot_be_compared_is_refused_in_one_line(finished, name):
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("_run/manifest.json", Path.unlink, "holds no run"),
+        ("../in/a.parquet", lambda path: write_corpus(path, [TEXT], doc=["a"]), "has changed since"),
+        (
+            "../target/model.safetensors",
+            lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
+            "has changed since",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(finished, name, change, said):
     """Other documents or weights give other texts."""
-    change, said = REFUSED[name]
-    with changed(finished / name, change):
-        ended = specextend("audit", finished)
+    path = finished / name
+    before = path.read_bytes()
+    change(path)
+    ended = specextend("audit", finished)
+    path.write_bytes(before)
     assert ended.stdout == ""
     assert said in ended.line()
 
@@ -146,7 +140,5 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=[*SETTINGS])
 def test_whatever_was_asked_for_agrees(tmp_path, kept_kernels, local_ray, settings):
     """In bfloat16 texts may differ where two tokens nearly tie, which is no fault."""
-    ended = specextend("audit", decoded(tmp_path, *settings), "--json", "-")
-    found = json.loads(ended.stdout)
-    assert ended.code == 0, found
+    found = audited(decoded(tmp_path, *settings))
     assert found["equal"] + found["near_ties"] == 5

@@ -13,22 +13,24 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     arguments = ["--config", CONFIG, *on(corpus, tmp_path / "out", *settings)]
     ended = plan(*arguments, "--json", tmp_path / "plan.json").exits(0)
     plan = read_json(tmp_path / "plan.json")
-    assert plan["rows"] == 5
-    assert plan["rows_to_do"] == 5
-    assert plan["rows_rejected"] == {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1}
+    expected = {
+        "rows": 5,
+        "rows_to_do": 5,
+        "rows_rejected": {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1},
+        "output_tokens_at_most": 2 * 24,
+        "rows_over_length": 1,
+        "length_policy": "middle",
+        "forecast": None,
+    }
+    assert plan.items() >= expected.items()
     assert sum(plan["prompt_lengths"].values()) == 2
-    assert plan["output_tokens_at_most"] == 2 * 24
-    assert plan["rows_over_length"] == 1
-    assert plan["length_policy"] == "middle"
     assert plan["memory_gib"]["target_weights"] > 0
-    assert plan["forecast"] is None
     assert "5 of 5 rows to do" in ended.stdout
     assert "time and cost: not measured; --calibrate N measures them" in ended.stdout
     assert not (tmp_path / "out").exists()
-    lines = [line.split() for line in ended.stdout.splitlines()]
-    assert ["null", "text", "1", "error", "rows"] in lines
-    assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines
-    assert ["up", "to", "512", "2"] in lines
+    lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
+    for line in "null text 1 error rows", "over the prompt limit 1 cut (middle)", "up to 512 2":
+        assert line in lines
 
 
 def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
@@ -37,8 +39,7 @@ def test_a_dry_run_says_which_files_it_does_not_read(plan, tmp_path):
     (folder / "b.jsonl").write_text("{}")
     (folder / "c.csv").write_text("text")
     ended = plan("--config", CONFIG, *on(folder, tmp_path / "out", "input.id_column=null")).exits(0)
-    said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
-    assert said in [line.split() for line in ended.stdout.splitlines()]
+    assert "files of another kind not read skipped: 1 .csv, 1 .jsonl" in " ".join(ended.stdout.split())
 
 
 def test_a_laptop_plans_for_machines_that_it_is_not(plan, tmp_path):

@@ -21,13 +21,13 @@ from tests.job.conftest import (
     command,
     end_of,
     environment,
+    on,
     read_json,
     specextend,
     summarize,
     wait_for,
     write_corpus,
 )
-from tests.job.conftest import on as run_on
 
 
 @pytest.fixture
@@ -42,16 +42,27 @@ def corpus(tmp_path):
     )
 
 
-def on(corpus, output, *settings):
+@pytest.fixture
+def given(corpus, tmp_path):
     """Arguments of a run over the corpus."""
-    return ["--config", CONFIG, *run_on(corpus, output, "input.id_column=doc", *settings)]
+    return ["--config", CONFIG, *on(corpus, tmp_path / "out", "input.id_column=doc")]
 
 
-def assert_refused(ended, said, output):
-    line = ended.line()
-    assert line.startswith("error: ")
-    assert said in line
-    assert not output.exists(), "nothing may be written"
+@pytest.fixture
+def refused(call, given, tmp_path):
+    """Refuses the run with further arguments, in a line that says something."""
+
+    def refused(said, *arguments):
+        line = call(*given, *arguments).line()
+        assert line.startswith("error: ")
+        assert said in line
+        assert not (tmp_path / "out").exists(), "nothing may be written"
+
+    return refused
+
+
+def sets(*settings):
+    return [part for each in settings for part in ("--set", each)]
 
 
 @pytest.mark.parametrize(
@@ -93,19 +104,17 @@ def assert_refused(ended, said, output):
         (["target.device=cuda"], "unknown key target.device; known keys are model, dtype, quantize"),
     ],
 )
-def test_a_wrong_value_is_named(call, corpus, tmp_path, settings, said):
+def test_a_wrong_value_is_named(refused, settings, said):
     """Ten thousand documents later is too late to find a typing error."""
-    ended = call(*on(corpus, tmp_path / "out", *settings))
-    assert_refused(ended, said, tmp_path / "out")
+    refused(said, *sets(*settings))
 
 
 @pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing", "broken.parquet"])
-def test_an_input_without_files_is_named(call, tmp_path, path):
+def test_an_input_without_files_is_named(refused, tmp_path, path):
     """A mistyped path must not become a run over nothing that succeeds; nor what a failed export left there."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing more")
-    ended = call("--config", CONFIG, *run_on(tmp_path / path, tmp_path / "out"))
-    assert_refused(ended, path, tmp_path / "out")
+    refused(path, "--input", tmp_path / path)
 
 
 @pytest.mark.parametrize("command", ["call", "plan"])
@@ -121,85 +130,81 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(request, t
     damaged[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
     corpus.write_bytes(damaged)
     call = request.getfixturevalue(command)
-    line = call("--config", CONFIG, *run_on(corpus, tmp_path / "out", "input.id_column=null")).line()
+    line = call("--config", CONFIG, *on(corpus, tmp_path / "out", "input.id_column=null")).line()
     assert line.startswith("error: a.parquet cannot be read as Parquet (")
     assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("output", ["in/a.parquet/out", "in/a.parquet"])
-def test_an_output_that_cannot_be_written_is_refused(call, plan, corpus, tmp_path, output):
+def test_an_output_that_cannot_be_written_is_refused(call, plan, given, tmp_path, output):
     """Found before anything is loaded, also by a dry run."""
     for do in (call, plan):
-        line = do(*on(corpus, tmp_path / output)).line()
+        line = do(*given, "--output", tmp_path / output).line()
         assert line.startswith(f"error: output.path {tmp_path / output}")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_a_backend_that_is_not_installed_is_refused(call, corpus, tmp_path):
+def test_a_backend_that_is_not_installed_is_refused(refused):
     """Each worker would find out for itself, five times."""
-    ended = call(*on(corpus, tmp_path / "out", "attention.backend=flash"))
-    assert_refused(ended, "flash", tmp_path / "out")
+    refused("flash", "--set", "attention.backend=flash")
 
 
-def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus, tmp_path):
+def test_a_folder_with_damaged_records_is_refused_in_one_line(call, given, tmp_path):
     """No writer of ours leaves such: somebody must look, and needs no traceback for it."""
-    arguments = on(corpus, tmp_path / "out")
     manifest = tmp_path / "out" / "_run" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{")
-    assert "is not a manifest that this version can read" in call(*arguments).line(5)
+    assert "is not a manifest that this version can read" in call(*given).line(5)
     manifest.unlink()
-    (tmp_path / "out" / "_run" / "parts").mkdir()
-    (tmp_path / "out" / "_run" / "parts" / "part-00000001-000000.parquet").write_bytes(b"PAR1")
-    assert "part-00000001-000000.parquet is damaged" in call(*arguments).line()
+    part = manifest.with_name("parts") / "part-00000001-000000.parquet"
+    part.parent.mkdir()
+    part.write_bytes(b"PAR1")
+    assert f"{part.name} is damaged" in call(*given).line()
 
 
 @pytest.mark.parametrize(
     "name, kind",
     [("_run", "folder"), ("_run/parts", "folder"), ("errors", "folder"), ("_run/lock", "file"), ("_SUCCESS", "file")],
 )
-def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, plan, corpus, tmp_path, name, kind):
+def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, plan, given, tmp_path, name, kind):
     """Somebody copied half a run, or the folder is another program's: nothing there is ours to replace."""
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.touch() if kind == "folder" else path.mkdir()
     for do in (call, plan):
-        assert f"{path} must be a {kind} of the run" in do(*on(corpus, tmp_path / "out")).line()
+        assert f"{path} must be a {kind} of the run" in do(*given).line()
 
 
 @pytest.mark.parametrize("name", ["errors", "_run/parts"])
-def test_a_link_to_a_folder_elsewhere_is_refused(call, corpus, tmp_path, name):
+def test_a_link_to_a_folder_elsewhere_is_refused(call, given, tmp_path, name):
     """Whoever may write to an output could have the run write, and delete temporary files, where he may not."""
     link = tmp_path / "out" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path)
-    assert f"{link} is a symbolic link" in call(*on(corpus, tmp_path / "out")).line()
+    assert f"{link} is a symbolic link" in call(*given).line()
 
 
-def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus, tmp_path, monkeypatch):
+def test_relative_paths_are_refused_inside_a_submitted_job(refused, tmp_path, monkeypatch):
     """Its current folder is a copy that goes away with the job, and the summaries with it."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.chdir(tmp_path)
-    ended = call("--config", CONFIG, "--input", corpus, "--output", "out")
-    assert_refused(ended, "output.path must be an absolute path or a URI inside a submitted job", tmp_path / "out")
+    refused("output.path must be an absolute path or a URI inside a submitted job", "--output", "out")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--statos"], ["--config"], ["--json", "x"]])
 def test_wrong_arguments_exit_with_2(call, arguments):
     """As every other wrong thing that a user can say."""
-    assert call(*arguments).code == 2
+    call(*arguments).exits(2)
 
 
-def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, plan, corpus, tmp_path):
+def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(refused, plan, given):
     """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
-    arguments = on(corpus, tmp_path / "out", "decoding.cache_gib=0.002")
-    assert_refused(
-        call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out"
-    )
-    plan(*arguments, "--set", "prompt.max_prompt_tokens=500").exits(0)
+    small = ("--set", "decoding.cache_gib=0.002")
+    refused("decoding.cache_gib is 0.002, but a prompt and its output may take", *small)
+    plan(*given, *small, "--set", "prompt.max_prompt_tokens=500").exits(0)
 
 
-def test_a_folder_that_another_driver_holds_is_refused(call, corpus, tmp_path):
+def test_a_folder_that_another_driver_holds_is_refused(call, given, tmp_path):
     """Exit 4, and who holds it, once it has given a sign of life."""
     lock = tmp_path / "out" / "_run" / "lock"
     lock.parent.mkdir(parents=True)
@@ -215,25 +220,24 @@ def test_a_folder_that_another_driver_holds_is_refused(call, corpus, tmp_path):
 
     other = threading.Thread(target=beat)
     other.start()
-    ended = call(*on(corpus, tmp_path / "out"))
+    ended = call(*given)
     ended_already.set()
     other.join()
-    assert ended.code == 4
+    ended.exits(4)
     assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr
     assert read_json(lock)["run_id"] == "feedbeef"
 
 
 def test_an_empty_path_is_refused():
     """A mistyped folder is not a run at its beginning."""
-    ended = specextend("status", "")  # a variable that is not set
-    assert ended.line() == "error: a path must not be empty"
+    assert specextend("status", "").line() == "error: a path must not be empty"  # a variable that is not set
 
 
 def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus, tmp_path, monkeypatch):
     """At once, and the run had begun: the next start goes on with it."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
-    ended = summarize(*run_on(corpus, tmp_path / "out", "input.id_column=doc")).exits(1)
+    ended = summarize(*on(corpus, tmp_path / "out", "input.id_column=doc")).exits(1)
     assert ended.stderr.splitlines()[-1].startswith(f"error: Ray cannot be joined: {why}")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "_run" / "lock").exists()
@@ -256,8 +260,8 @@ def test_an_exit_code_is_kept_where_stderr_takes_no_line():
     assert process.returncode == 2
 
 
-def test_a_plan_that_cannot_be_written_is_refused_in_one_line(plan, corpus, tmp_path):
-    ended = plan(*on(corpus, tmp_path / "out"), "--json", tmp_path)
+def test_a_plan_that_cannot_be_written_is_refused_in_one_line(plan, given, tmp_path):
+    ended = plan(*given, "--json", tmp_path)
     assert ended.line().startswith(f"error: --json {tmp_path} cannot be written: [Errno 21] Is a directory")
 
 
@@ -286,9 +290,9 @@ def connections(pid, port):
     return [line for line in lines if f"0100007F:{port:04X} 01" in line]
 
 
-def test_a_hub_that_is_away_is_exit_1(call, hub, corpus, tmp_path, monkeypatch):
+def test_a_hub_that_is_away_is_exit_1(call, hub, given, monkeypatch):
     """Exit 2 would keep a scheduler from trying again; a model of that name may well be there tomorrow."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    line = call(*on(corpus, tmp_path / "out", "target.model=somebody/something")).line(1)
+    line = call(*given, "--set", "target.model=somebody/something").line(1)
     assert line.startswith("error: the Hub does not answer for somebody/something")
     assert line.endswith("run again")

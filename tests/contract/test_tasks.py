@@ -42,8 +42,8 @@ def test_an_instruction_takes_the_columns_of_its_row(answers):
     written = ["t3 t5 t6  {{ document }}", "t3  t9 2 {{ document }}"]
     for row, instruction in zip(found, written, strict=False):
         [expected] = answers({"text": [TEXT]}, prompt__instruction=instruction)
-        assert row["summary"] == expected["summary"]
-        assert row["num_prompt_tokens"] == expected["num_prompt_tokens"]
+        for name in ("summary", "num_prompt_tokens"):
+            assert row[name] == expected[name]
     assert found[2]["error_class"] is None
     assert len({row["content_sha256"] for row in found}) == 3, "another topic makes another answer"
 
@@ -76,9 +76,17 @@ def test_names_of_jinja_are_columns_and_methods_are_no_text(answers):
     [row] = answers(table, prompt__instruction=template)
     [expected] = answers({"text": [TEXT]}, prompt__instruction="t5 " * len(names) + "t8 T9")
     assert row["summary"] == expected["summary"]
-    wrong = ["st.keys", "st.land.upper", "st.keys ~ ''", "[st.keys]", "'%s' | format(st.get)", "1 if st.keys"]
-    wrong += ["'' ~ st['keys']", "[st.land] | map(attribute='title') | join", "st | xmlattr | attr('upper')"]
-    for each in wrong:
+    for each in (
+        "st.keys",
+        "st.land.upper",
+        "st.keys ~ ''",
+        "[st.keys]",
+        "'%s' | format(st.get)",
+        "1 if st.keys",
+        "'' ~ st['keys']",
+        "[st.land] | map(attribute='title') | join",
+        "st | xmlattr | attr('upper')",
+    ):
         [row] = answers(table, prompt__instruction=f"{{{{ {each} }}}}")
         assert row["error_class"] == "BadInstruction", each
         assert " at 0x" not in row["message"]
@@ -122,9 +130,6 @@ def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction, mes
 
 def test_a_row_may_have_options_of_its_own(answers):
     """Null takes the run's; a value out of range is the row's error."""
-    kind = pa.struct(
-        [("max_new_tokens", pa.int32()), ("temperature", pa.float64()), ("seed", pa.int64()), ("top_p", pa.float64())]
-    )
     own = [
         None,
         {"max_new_tokens": 3},
@@ -132,7 +137,7 @@ def test_a_row_may_have_options_of_its_own(answers):
         {"temperature": 5.0, "seed": 2},
         {"top_p": 7.0},
     ]
-    rows = answers({"text": [TEXT] * 5, "own": pa.array(own, kind)}, input__options_column="own")
+    rows = answers({"text": [TEXT] * 5, "own": own}, input__options_column="own")
     assert rows[4]["error_class"] == "BadOptions"
     assert rows[1]["num_output_tokens"] == 3
     assert rows[0]["summary"].startswith(rows[1]["summary"].rstrip())
@@ -158,10 +163,10 @@ def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path
         few = ["--set", "decoding.max_new_tokens=8"] if command[0] == "run" and "facts" not in command else []
         specextend(*command, *few).exits(0)
     for task in tasks:
-        found = rows(tmp_path / "out" / ("facts" if task == "facts" else "asked") / "summaries")
+        folder, number, first = ("facts", 8, "govreport-1k-00") if task == "facts" else ("asked", 1, "ferry")
+        found = rows(tmp_path / "out" / folder / "summaries")
         column = RunConfig.load(["smollm2", task]).output.column
-        assert len(found) == (8 if task == "facts" else 1)
-        assert found[0]["doc_id"] == ("govreport-1k-00" if task == "facts" else "ferry")
+        assert (len(found), found[0]["doc_id"]) == (number, first)
         assert any(row[column].strip() for row in found), task
     for query in re.findall(r"^SELECT .*out/facts.*$", page, re.M):
         assert duckdb.sql(query).fetchall(), query
