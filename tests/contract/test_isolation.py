@@ -23,7 +23,7 @@ def alone(pair):
     engine = tiny_engine(pair, decoding__mode="autoregressive")
 
     def token_ids(length, max_new_tokens=NEW):
-        return run(engine, request("alone", random_prompt(length), max_new_tokens))[0].token_ids
+        return run(engine, of_length(length, max_new_tokens))[0].token_ids
 
     return token_ids
 
@@ -45,10 +45,7 @@ def test_a_b_a(draft, policy, other, backend, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)
     before = fresh(engine)
-    first, between, second = (
-        run(engine, request(name, random_prompt(length), NEW))[0]
-        for name, length in (("a", 200), ("b", other), ("a", 200))
-    )
+    first, between, second = (run(engine, of_length(length, NEW))[0] for length in (200, other, 200))
     assert first.token_ids == second.token_ids == alone(200)
     assert counts(first.stats) == counts(second.stats)
     assert between.token_ids == alone(other)
@@ -87,10 +84,10 @@ def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     """No completion follows, its rows come back, its neighbour does not notice."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
     before = fresh(engine)
-    requests = request("gone", random_prompt(150), 1500), request("stays", random_prompt(200), NEW)
-    completions = list(engine.generate(until(engine, 5, lambda: engine.cancel("gone"), *requests)))
-    assert [(each.request_id, each.token_ids) for each in completions] == [("stays", alone(200))]
-    before.assert_nothing_is_left(batch=3, cancelled="gone")
+    requests = of_length(150, 1500), of_length(200, NEW)
+    completions = engine.generate(until(engine, 5, lambda: engine.cancel("150"), *requests))
+    assert tokens_of(completions) == {"200": alone(200)}
+    before.assert_nothing_is_left(batch=3, cancelled="150")
 
 
 def fail():
@@ -103,14 +100,14 @@ def test_cancelling_works_from_another_thread(pair):
     before = fresh(engine)
 
     def cancel_beside():
-        thread = threading.Thread(target=engine.cancel, args=["long"], daemon=True)
+        thread = threading.Thread(target=engine.cancel, args=["100"], daemon=True)
         thread.start()
         thread.join(600)
         assert not thread.is_alive(), "it must not wait for the step"
 
     at_call(engine, 20, cancel_beside)
-    assert run(engine, request("long", random_prompt(100), CONTEXT_LENGTH - 200)) == []
-    before.assert_nothing_is_left(cancelled="long")
+    assert run(engine, of_length(100, CONTEXT_LENGTH - 200)) == []
+    before.assert_nothing_is_left(cancelled="100")
 
 
 def test_a_prefill_is_cancelled_between_its_chunks(pair, alone):
@@ -129,11 +126,10 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     engine = tiny_engine(pair, decoding__max_batch_size=3, decoding__cache_gib=0.0009)
     before = fresh(engine)
     assert before.num_rows == 1280
-    at_call(engine, 20, lambda: engine.cancel("waits"))
-    sizes = {"runs": 600, "waits": 700, "last": 30}
-    completions = engine.generate(request(name, random_prompt(length), NEW) for name, length in sizes.items())
-    assert tokens_of(completions) == {"runs": alone(600), "last": alone(30)}
-    before.assert_nothing_is_left(batch=3, cancelled="waits")
+    at_call(engine, 20, lambda: engine.cancel("700"))
+    completions = engine.generate(of_length(length, NEW) for length in (600, 700, 30))
+    assert tokens_of(completions) == {"600": alone(600), "30": alone(30)}
+    before.assert_nothing_is_left(batch=3, cancelled="700")
 
 
 @pytest.mark.parametrize("draft, call", [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
@@ -143,10 +139,10 @@ def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, cal
     before = fresh(engine)
     at_call(engine, call, fail)
     errors = []
-    requests = request("fails", random_prompt(200), NEW), request("runs", random_prompt(90), NEW)
-    completions = list(engine.generate(requests, lambda name, error: errors.append((name, str(error)))))
-    assert [(each.request_id, each.token_ids) for each in completions] == [("runs", alone(90))]
-    assert errors == [("fails", "attention failed")]
+    requests = of_length(200, NEW), of_length(90, NEW)
+    completions = engine.generate(requests, lambda name, error: errors.append((name, str(error))))
+    assert tokens_of(completions) == {"90": alone(90)}
+    assert errors == [("200", "attention failed")]
     before.assert_nothing_is_left()
 
 
@@ -163,7 +159,7 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     assert not blame or failure.value.request_ids == ["200", "90"]
     del failure  # its traceback holds the frames of the failed step
     before.assert_nothing_is_left(batch=2)
-    assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
+    assert run(engine, of_length(90, NEW))[0].token_ids == alone(90)
 
 
 @pytest.mark.parametrize("draft", ["good", "merged-eagle"])
@@ -176,7 +172,7 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     assert engine.num_active == 2
     completions.close()
     before.assert_nothing_is_left(batch=3)
-    assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
+    assert run(engine, of_length(90, NEW))[0].token_ids == alone(90)
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
@@ -185,21 +181,21 @@ def test_a_request_that_can_never_fit_is_refused(mode, pair, alone):
     engine = tiny_engine(pair, decoding__mode=mode)
     room = CONTEXT_LENGTH - 5
     assert engine.max_tokens == room
-    requests = request("big", random_prompt(2000), room - 1999), request("a", random_prompt(30), NEW)
+    requests = of_length(2000, room - 1999), of_length(30, NEW)
     message = rf"^prompt \(2000\) and max_new_tokens \({room - 1999}\) exceed the {room} tokens"
     with pytest.raises(ValueError, match=message):
         run(engine, *requests)
     errors = []
     completions = list(engine.generate(requests, lambda *error: errors.append(error)))
     assert [each.token_ids for each in completions] == [alone(30)]
-    assert [name for name, _ in errors] == ["big"]
+    assert [name for name, _ in errors] == ["2000"]
 
 
 def test_a_request_that_exceeds_the_whole_cache_is_refused(pair):
     """It would wait for rows for ever."""
     engine = tiny_engine(pair, decoding__cache_gib=0.0009)
     with pytest.raises(ValueError, match=r"^1,800 tokens do not fit the cache of 1,280 rows; raise decoding.cache_gib"):
-        run(engine, request("big", random_prompt(1700), 100))
+        run(engine, of_length(1700, 100))
 
 
 @pytest.mark.parametrize("draft, policy", covering(DRAFTS, POLICIES, strength=1))
@@ -208,7 +204,7 @@ def test_the_longest_request_that_fits_runs_to_its_end(draft, policy, pair, alon
     engine = tiny_engine(pair, draft, cache__policy=policy)
     max_new_tokens = 30
     length = engine.max_tokens - max_new_tokens
-    [completion] = run(engine, request("a", random_prompt(length), max_new_tokens))
+    [completion] = run(engine, of_length(length, max_new_tokens))
     assert completion.token_ids == alone(length, max_new_tokens)
 
 
@@ -221,7 +217,7 @@ def test_a_name_that_is_running_is_refused(pair):
 
 @pytest.mark.parametrize("draft", ["good", "eagle"])
 def test_one_new_token_needs_no_draft(draft, pair, alone):
-    [completion] = run(tiny_engine(pair, draft), request("a", random_prompt(30), 1))
+    [completion] = run(tiny_engine(pair, draft), of_length(30, 1))
     assert completion.token_ids == alone(30)[:1]
     assert completion.finish_reason == "length"
     assert completion.stats.num_spec_steps == 0
@@ -250,15 +246,13 @@ def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     engine = tiny_engine(with_eos(pair, tmp_path / "target", 2, eos), draft, decoding__max_batch_size=2)
     goes_on = request("c", random_prompt(90), NEW, ignore_eos=True)
     completions = run(engine, *(request(name, random_prompt(90), NEW) for name in "ab"), goes_on)
-    assert len(completions) == 3
+    assert tokens_of(completions) == {"a": expected[:end], "b": expected[:end], "c": expected}
     for completion in completions:
         if completion.request_id == "c":
-            assert completion.token_ids == expected
             assert completion.finish_reason == "length"
-            continue
-        assert completion.token_ids == expected[:end]
-        assert completion.finish_reason == "stop"
-        assert completion.text == engine.tokenizer.decode(expected[: end - 1])
+        else:
+            assert completion.finish_reason == "stop"
+            assert completion.text == engine.tokenizer.decode(expected[: end - 1])
 
 
 @pytest.mark.parametrize("draft", ["same", "bad"])
@@ -268,7 +262,7 @@ def test_output_ends_with_the_token_that_completes_a_stop_string(draft, pair, al
     words = [f"t{token_id}" for token_id in alone(90)]
     stop = f"{words[9][-1]} {words[10][:2]}"
     end = next(n for n in range(len(words)) if stop in " ".join(words[:n]))
-    [completion] = run(engine, request("a", random_prompt(90), NEW, stop=("nowhere", stop)))
+    [completion] = run(engine, of_length(90, NEW, stop=("nowhere", stop)))
     assert completion.token_ids == alone(90)[:end]
     assert completion.finish_reason == "stop"
     assert completion.text == " ".join(words[:end]).partition(stop)[0]
