@@ -15,91 +15,79 @@ START_S = 900
 """Generous time for a cluster to come up before the driver begins."""
 
 
-@pytest.fixture(scope="module")
-def spec():
-    manifest = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
-    assert manifest["apiVersion"] == "ray.io/v1"
-    assert manifest["kind"] == "RayJob"
-    return manifest["spec"]
-
-
-@pytest.fixture(scope="module")
-def pods(spec):
-    """Pod specs of the head and of each group of workers."""
-    cluster = spec["rayClusterSpec"]
-    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]} | {"head": cluster["headGroupSpec"]}
-    return {name: group["template"]["spec"] for name, group in groups.items()}
+MANIFEST = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
+SPEC = MANIFEST["spec"]
+CLUSTER = SPEC["rayClusterSpec"]
+HEAD = CLUSTER["headGroupSpec"]
+[GROUP] = CLUSTER["workerGroupSpecs"]
+CONTAINERS = [*HEAD["template"]["spec"]["containers"], *GROUP["template"]["spec"]["containers"]]
 
 
 @pytest.fixture
-def config(spec):
+def config():
     """What the job makes of the entrypoint, as a submitted job reads it."""
-    python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
+    python, _, *command = shlex.split(SPEC["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
     return submitted(command)
 
 
-def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec):
+def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind():
     """Retries resume from the output folder; a submitter that is retried would only find its own job there."""
-    assert spec["shutdownAfterJobFinishes"] is True
-    assert spec["backoffLimit"] > 0
-    assert spec["submitterConfig"] == {"backoffLimit": 0}
-    assert spec["activeDeadlineSeconds"] > 0
+    assert (MANIFEST["apiVersion"], MANIFEST["kind"]) == ("ray.io/v1", "RayJob")
+    assert SPEC["shutdownAfterJobFinishes"] is True
+    assert SPEC["backoffLimit"] > 0
+    assert SPEC["submitterConfig"] == {"backoffLimit": 0}
+    assert SPEC["activeDeadlineSeconds"] > 0
 
 
-def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec, config):
+def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(config):
     """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
-    job = config.job
-    assert job.deadline_s > 0
-    assert START_S + job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
+    assert config.job.deadline_s > 0
+    assert START_S + config.job.deadline_s + GRACE_S <= SPEC["activeDeadlineSeconds"]
 
 
-def test_a_stopped_job_has_the_time_to_commit(spec, config):
+def test_a_stopped_job_has_the_time_to_commit():
     """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
-    variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    variables = yaml.safe_load(SPEC["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
     assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
 
 
-def test_the_head_drives_and_runs_no_worker(spec):
+def test_the_head_drives_and_runs_no_worker():
     """A worker on the head would take the driver down with it."""
-    assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    assert float(spec.get("entrypointNumCpus", 0)) == 0, "the driver would wait for CPUs that the head has not"
+    assert HEAD["rayStartParams"]["num-cpus"] == "0"
+    assert float(SPEC.get("entrypointNumCpus", 0)) == 0, "the driver would wait for CPUs that the head has not"
 
 
-def test_all_workers_of_the_job_find_a_pod(spec, config):
+def test_all_workers_of_the_job_find_a_pod(config):
     """Resources that no pod has are waited for until the deadline."""
-    [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
-    [container] = group["template"]["spec"]["containers"]
-    limits = container["resources"]["limits"]
-    assert limits == container["resources"]["requests"], "what Ray counts must be there"
+    _, worker = CONTAINERS
+    limits = worker["resources"]["limits"]
+    assert limits == worker["resources"]["requests"], "what Ray counts must be there"
     fitting = int(int(limits["nvidia.com/gpu"]) / config.job.gpus_per_worker)
     assert int(limits["cpu"]) >= fitting * config.job.cpus_per_worker
-    assert fitting * group["maxReplicas"] >= config.job.workers
+    assert fitting * GROUP["maxReplicas"] >= config.job.workers
 
 
-def test_nobody_reaches_the_cluster_without_its_token(spec):
+def test_nobody_reaches_the_cluster_without_its_token():
     """Whoever reaches a Ray port runs code: tokens on, and no door to the outside."""
-    cluster = spec["rayClusterSpec"]
-    assert cluster["authOptions"] == {"mode": "token"}
-    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+    assert HEAD["serviceType"] == "ClusterIP"
 
 
-def test_credentials_come_from_a_secret_and_stand_in_no_file(pods):
+def test_credentials_come_from_a_secret_and_stand_in_no_file():
     """A manifest lies in a repository and in `kubectl get -o yaml`."""
-    for pod in pods.values():
-        [container] = pod["containers"]
+    for container in CONTAINERS:
         assert container["envFrom"] == [{"secretRef": {"name": "specextend"}}]
         written = {variable["name"] for variable in container["env"]}
         assert written <= {"RAY_USAGE_STATS_ENABLED", "HF_HOME"}
 
 
-def test_versions_agree(spec, pods):
+def test_versions_agree():
     """A driver and workers of different Rays or Pythons do not speak to each other."""
     dockerfile = (FOLDER / "Dockerfile").read_text()
     [base] = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
     assert base == yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["docker"]["image"]
-    assert base.startswith(f"rayproject/ray:{spec['rayClusterSpec']['rayVersion']}-py311-")
+    assert base.startswith(f"rayproject/ray:{CLUSTER['rayVersion']}-py311-")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = {container["image"] for pod in pods.values() for container in pod["containers"]}
-    assert images == {f"registry.example.com/specextend:{version}"}
+    assert {container["image"] for container in CONTAINERS} == {f"registry.example.com/specextend:{version}"}
