@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specextend import Request, RunConfig, SamplingParams, load_engine
+from specextend import RunConfig, load_engine
 from tests.covering import covering
 from tests.reference_outputs import generate, tokens_of
+from tests.tiny_models import in_mode, request
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
@@ -67,26 +68,19 @@ def prompts():
 def references(prompts):
     """(wanted length, new tokens) -> transformers' output, each made once."""
     load = cache(lambda: AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
-
-    @cache
-    def outputs(length, max_new_tokens):
-        return generate(load(), prompts[length], max_new_tokens)
-
-    return outputs
+    return cache(lambda length, max_new_tokens: generate(load(), prompts[length], max_new_tokens))
 
 
 def complete(prompts, lengths, max_new_tokens, *changes, **sampling):
     engine = load_engine(config_of(*changes))
-    requests = [
-        Request(
-            request_id=str(length),
-            prompt_token_ids=prompts[length],
-            max_new_tokens=max_new_tokens,
-            sampling=SamplingParams(**sampling),
-        )
-        for length in lengths
-    ]
+    requests = [request(str(length), prompts[length], max_new_tokens, **sampling) for length in lengths]
     return list(engine.generate(requests))
+
+
+def by_mode(mode):
+    """The change that a decoding mode is or, for specextend, a cache policy."""
+    [(key, value)] = in_mode(mode).items()
+    return f"{key.replace('__', '.')}={value}"
 
 
 def test_a_short_report_comes_out_as_from_transformers(prompts, references, ties):
@@ -102,14 +96,13 @@ def test_a_short_report_comes_out_as_from_transformers(prompts, references, ties
 @pytest.mark.parametrize("mode, backend, batch, lengths", CASES)
 def test_reports_come_out_as_from_transformers(mode, backend, batch, lengths, prompts, references, ties):
     """Documents of 440 to 3,750 tokens: every policy, backend, batch and mode."""
-    own = mode in ("tree", "autoregressive")
     completions = complete(
         prompts,
         lengths,
         MAX_NEW_TOKENS,
         f"attention.backend={backend}",
         f"decoding.max_batch_size={batch}",
-        f"decoding.mode={mode}" if own else f"cache.policy={mode}",
+        by_mode(mode),
     )
     assert len(completions) == len(lengths)
     for completion in completions:
@@ -150,9 +143,8 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, promp
         f"attention.tree={attention}",
         f"tree.nodes={nodes}",
         f"decoding.max_batch_size={batch}",
-        "decoding.mode=tree" if policy == "tree" else f"cache.policy={policy}",
+        by_mode(policy),
         **sampling,
     )
     assert sum(each.stats.num_accepted_tokens for each in found) > 0
-    expected = tokens_of(plain)
-    assert tokens_of(found) == expected
+    assert tokens_of(found) == tokens_of(plain)
