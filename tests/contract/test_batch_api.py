@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.job.conftest import rows, specextend
+from tests.job.conftest import on, rows, specextend
 
 
 def request(custom_id, content, max_tokens):
@@ -21,8 +21,7 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     prepared = specextend("prepare", "openai", tmp_path / "in.jsonl", "--output", tmp_path / "in.parquet").exits(0)
     settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
     output = tmp_path / "out"
-    places = ("--input", tmp_path / "in.parquet", "--output", tmp_path / "out")
-    summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5").exits(0)
+    summarize_here(*on(tmp_path / "in.parquet", output, "job.max_error_fraction=0.5"), *settings).exits(0)
     exported = specextend("export", output, "--format", "openai", "--to", tmp_path / "out.jsonl").exits(0)
     assert exported.stderr == ""
     assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"
@@ -32,9 +31,10 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path, summariz
     assert found["empty"]["response"] is None
     assert found["empty"]["error"] == {"code": "EmptyText", "message": "the text is empty or white space"}
     for row in rows(output / "summaries"):
-        response = found[row["doc_id"]]["response"]
+        line = found[row["doc_id"]]
+        response = line["response"]
         assert response["status_code"] == 200
-        assert found[row["doc_id"]]["error"] is None
+        assert line["error"] is None
         [choice] = response["body"]["choices"]
         assert choice["message"] == {"role": "assistant", "content": row["summary"]}
         assert choice["finish_reason"] == row["finish_reason"]
