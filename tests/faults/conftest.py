@@ -23,13 +23,8 @@ class RealJob(Run):
 
     screen: Screen = field(default_factory=Screen)
 
-    def settings(self, **job):
-        """The job as `--set` would say it."""
-        sections = self.options(**job)
-        return [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
-
     def run(self, factory=load_engine, **job):
-        config = RunConfig.load(CONFIG, self.settings(**job))
+        config = RunConfig.load(CONFIG, self.arguments(**job)[1::2])
         return run_job(
             config, self.screen, Interrupt(600.0), report=lambda *arguments, **options: None, factory=factory
         )
@@ -45,3 +40,17 @@ def each(*kinds, fast=1):
     """Parametrises `kind`: the first `fast` kinds are in every test run, the rest in the long one."""
     slow = [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds[fast:]]
     return pytest.mark.parametrize("kind", [*kinds[:fast], *slow])
+
+
+def during(run, *actions, num_done=0):
+    """Once so many rows are done, do one after the other, each when the driver next looks and the one before is done.
+
+    False means that it cannot be done yet.
+    """
+    waiting = list(actions)
+
+    def look(snapshot):
+        if waiting and snapshot.num_done >= num_done and waiting[0]() is not False:
+            waiting.pop(0)
+
+    run.screen.on_show = look

@@ -35,13 +35,11 @@ class Node:
         """The machine is gone, and all that ran on it."""
         kill_machine(self._node)
 
-    def drain(self, seconds):
-        """The cloud gives notice that it reclaims the machine."""
+    def drain(self):
+        """The cloud gives notice that it reclaims the machine, within the hour."""
         client = ray._private.worker.global_worker.gcs_client
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        is_accepted, why = client.drain_node(
-            self._node.node_id, reason, "reclaimed", 1000 * (int(time.time()) + seconds)
-        )
+        is_accepted, why = client.drain_node(self._node.node_id, reason, "reclaimed", 1000 * (int(time.time()) + 3000))
         assert is_accepted, why
 
     def freeze(self):
@@ -65,15 +63,11 @@ class Nodes:
     def __init__(self):
         self._cluster = Cluster()
         self._cluster.head_node = ray._private.worker._global_node
-        self._added = []
+        self.added = []
 
     def add(self):
-        self._added.append(Node(self._cluster))
-        return self._added[-1]
-
-    def close(self):
-        for node in self._added:
-            node.close()
+        self.added.append(Node(self._cluster))
+        return self.added[-1]
 
 
 def thaw(frozen):
@@ -89,4 +83,5 @@ def nodes(local_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     found = Nodes()
     yield found
-    found.close()
+    for node in found.added:
+        node.close()

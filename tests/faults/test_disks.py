@@ -9,12 +9,11 @@ import ray
 
 from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
 from tests.contract.conftest import commits
-from tests.faults.conftest import each
+from tests.faults.conftest import during, each
 from tests.faults.engines import WordyEngine
 from tests.job.conftest import wait_for
 
 TEXTS = [f"text number {number} " * 5 for number in range(30)]
-SLOWLY = {"commit_every_s": 0}
 
 
 def mount(*arguments):
@@ -71,26 +70,12 @@ class ReadOnly:
         mount("-o", "remount,rw", str(folder))
 
 
-FAULTS = {"full": Full, "read-only": ReadOnly}
-
-
-def at_row(run, number, action):
-    """Do something once that many rows are done."""
-
-    def look(snapshot):
-        if snapshot.num_done >= number:
-            run.screen.on_show = lambda snapshot: None
-            action()
-
-    run.screen.on_show = look
-
-
-@each("full", "read-only", fast=0)
+@each(Full, ReadOnly, fast=0)
 def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk, kind):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
-    fault = FAULTS[kind]()
-    run = job(TEXTS, **SLOWLY)
-    at_row(run, 5, lambda: fault.happens(disk))
+    fault = kind()
+    run = job(TEXTS, commit_every_s=0)
+    during(run, lambda: fault.happens(disk), num_done=5)
     with pytest.raises(
         OutputError, match=f"{run.output} cannot be written to: .*{fault.error}.*run again to resume"
     ) as said:
@@ -105,10 +90,10 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
     assert not list(run.output.rglob(".*.tmp")), "nor is anything left of what broke off"
 
 
-@each("full", "read-only", fast=2)
+@each(Full, ReadOnly, fast=2)
 def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk, kind):
     """Not after ten minutes of loading one."""
-    fault = FAULTS[kind]()
+    fault = kind()
     run = job(TEXTS)
     fault.happens(disk)
     with pytest.raises((OutputError, RefusedError), match=f"cannot be written to|{fault.error}") as said:

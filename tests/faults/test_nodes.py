@@ -10,21 +10,11 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE
 from tests.contract.conftest import committed
+from tests.faults.conftest import during
 from tests.faults.nodes import CPUS, thaw
 from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
-
-
-def during(run, *actions):
-    """Do one after the other, each when the driver next looks and the one before is done; False: not yet."""
-    waiting = list(actions)
-
-    def look(snapshot):
-        if waiting and waiting[0](snapshot) is not False:
-            waiting.pop(0)
-
-    run.screen.on_show = look
 
 
 def is_worker(process):
@@ -55,14 +45,7 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes):
     first = nodes.add()
     run = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def remove(snapshot):
-        if snapshot.num_done < 3:
-            return False
-        first.kill()
-        nodes.add()
-        return True
-
-    during(run, remove)
+    during(run, first.kill, nodes.add, num_done=3)
     assert run.run() == EXIT_DONE
     all_done_once(run)
     assert set(run.column("attempts")) == {1}
@@ -76,14 +59,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
     run = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
 
-    def drain(snapshot):
-        if snapshot.num_done < 3:
-            return False
-        first.drain(seconds=3000)
-        nodes.add()
-        return True
-
-    during(run, drain)
+    during(run, first.drain, nodes.add, num_done=3)
     assert run.run() == EXIT_DONE
     assert len(run.summaries()) == len(texts)
     assert set(run.column("attempts")) == {1}
@@ -100,20 +76,15 @@ def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes)
     run = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
     frozen = []
 
-    def hang(snapshot):
-        if snapshot.num_done < 3:
-            return False
+    def hang():
         frozen.extend(first.freeze())
-        return True
 
-    def come_back(snapshot):
+    def come_back():
         if first.is_alive or not noted(run, "died"):
             return False
-        thaw(frozen)
-        nodes.add()
-        return True
+        return thaw(frozen)
 
-    during(run, hang, come_back)
+    during(run, hang, come_back, nodes.add, num_done=3)
     try:
         assert run.run() == EXIT_DONE
     finally:

@@ -22,6 +22,7 @@ from specextend.cluster.exits import (
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
 from tests.cluster.fakes import FakeEngine
+from tests.faults.conftest import during
 from tests.job.conftest import wait_for
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
@@ -93,11 +94,8 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, 
     begin = texts.dictionary_page_offset or texts.data_page_offset
     end = begin + texts.total_compressed_size
 
-    def after_planning(snapshot):
-        write_unnoticed(path, whole[:begin] + b"\xff" * (end - begin) + whole[end:])
-        run.screen.on_show = lambda snapshot: None
-
-    run.screen.on_show = after_planning
+    damaged = whole[:begin] + b"\xff" * (end - begin) + whole[end:]
+    during(run, lambda: write_unnoticed(path, damaged))  # the rows are planned by then
     assert run.run() == EXIT_TOO_MANY_ERRORS
     assert [(name, row["stage"], row["retryable"], row["attempts"]) for name, row in run.errors().items()] == [
         (f"d{row}", "read", True, 2) for row in range(3, 6)
@@ -121,12 +119,11 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run = job(TEXTS)
 
-    def after_planning(snapshot):
+    def after_planning():
         patch.setattr(Source, "check_unchanged", answers_nothing)
-        run.screen.on_show = lambda snapshot: None
         wait_for((tmp_path / "empty-0").exists, "engine")  # of this the driver's clock counts ten seconds at most
 
-    run.screen.on_show = after_planning
+    during(run, after_planning)
     with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:
         run.run(LacksTheMount(tmp_path, 1), stall_s=20)
     assert exit_code(said.value) == EXIT_FAILED
@@ -140,16 +137,10 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
 def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeypatch):
     """Exit 2 would tell a scheduler that running again changes nothing."""
     run = job(TEXTS)
-
-    def at_the_end(snapshot):
-        if snapshot.num_done == len(TEXTS):
-            patch.setattr(Source, "check_unchanged", answers_nothing)
-
-    run.screen.on_show = at_the_end
+    during(run, lambda: patch.setattr(Source, "check_unchanged", answers_nothing), num_done=len(TEXTS))
     with monkeypatch.context() as patch, pytest.raises(StoreError, match=r"^503; what is done is kept$") as said:
         run.run()
     assert exit_code(said.value) == EXIT_FAILED
-    run.screen.on_show = lambda snapshot: None
     run.screen.events.clear()
     assert run.run() == EXIT_DONE
     assert not run.screen.told("document_leased"), "nothing is decoded again"

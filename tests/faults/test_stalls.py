@@ -11,17 +11,16 @@ from specextend import config
 from specextend.cluster import workers
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
 from tests.cluster.fakes import FakeEngine
+from tests.faults.conftest import during
 from tests.faults.nodes import CPUS
 from tests.faults.scarce import Breaks
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 
 
-class NeverReady:
+def never_ready(config):
     """A model whose file system never answers."""
-
-    def __call__(self, config):
-        threading.Event().wait()
+    threading.Event().wait()
 
 
 @pytest.mark.slow
@@ -56,10 +55,10 @@ class LoadsTheSecondTime:
     marker: Path
 
     def __call__(self, config):
-        if not self.marker.exists():
-            self.marker.touch()
-            threading.Event().wait()
-        return FakeEngine(config)
+        if self.marker.exists():
+            return FakeEngine(config)
+        self.marker.touch()
+        return never_ready(config)
 
 
 @pytest.mark.slow
@@ -81,13 +80,13 @@ def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, n
     run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 
-    def grow(snapshot):
-        if time.monotonic() - began > 12:
-            run.screen.on_show = lambda snapshot: None
-            assert not any("could not be built" in note for note in run.screen.notes)
-            nodes.add()
+    def grow():
+        if time.monotonic() - began < 12:
+            return False
+        assert not any("could not be built" in note for note in run.screen.notes)
+        return nodes.add()
 
-    run.screen.on_show = grow
+    during(run, grow)
     assert run.run() == EXIT_DONE
 
 
@@ -97,7 +96,7 @@ def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(job, monke
     run = job(GOOD)
     places = ", ".join(f"input.parquet:{row}" for row in (3, 2, 1, 0))
     with pytest.raises(StalledRunError, match=f"^no token for 2 s: no worker is ready; waiting: {places}; ") as end:
-        run.run(NeverReady(), stall_s=1, max_attempts=1)
+        run.run(never_ready, stall_s=1, max_attempts=1)
     assert exit_code(end.value) == EXIT_FAILED
     assert not (run.output / "_run" / "lock").exists()
     assert run.run() == EXIT_DONE
