@@ -4,7 +4,7 @@ for.
 
 import hashlib
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
@@ -89,15 +89,14 @@ def finalize(
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled = Settled()
-    commits = _Commits()
+    ending = _Ending(source, output, checkpoint)
     with closing(SortedRows(COMMIT_SCHEMA)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
-            commits.add(table)
+            ending.add(table)
             rows.add(table)
             observe(table)
         counts = _reconcile(source, settled)
-        ending = _Ending(source, output, commits, checkpoint)
         stretches = ending.stretches(rows.tables())
         for _ in in_order(
             ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES
@@ -107,15 +106,14 @@ def finalize(
 
 
 def unfinished(source: Source, output: Location) -> list[str]:
-    """Return the numbers of the files in `summaries/` and `errors/` that are not what `finalize`
+    """Return the names of the files in `summaries/` and `errors/` that are not what `finalize`
     would write.
 
     One may have been taken away, or a byte of it has changed on the disk.
     """
-    commits = _Commits()
+    ending = _Ending(source, output)
     for table in read_results(output, KEY_COLUMNS):
-        commits.add(table)
-    ending = _Ending(source, output, commits)
+        ending.add(table)
     numbers = [file.number for file in source.files]
     written = in_order(ending.is_written, numbers)
     return [
@@ -123,34 +121,6 @@ def unfinished(source: Source, output: Location) -> list[str]:
         for number, is_written in zip(numbers, written, strict=True)
         if not is_written
     ]
-
-
-class _Commits:
-    """The commits that hold the results of each input file which count.
-
-    A commit never changes, so equal commits mean equal results.
-    """
-
-    def __init__(self) -> None:
-        self._done: defaultdict[int, set[str]] = defaultdict(set)
-        self._failed: defaultdict[int, set[str]] = defaultdict(set)
-
-    def add(self, table: pa.Table) -> None:
-        """Add a table of `read_results`."""
-        files = self._done if table["error_class"].null_count else self._failed
-        for number in np.unique(table["file"].to_numpy()).tolist():
-            files[number].add(commit_of(table))
-
-    def done(self, number: int) -> list[str]:
-        """Return the commits with rows done of an input file, the earliest first."""
-        return sorted(self._done[number], key=commit_order)
-
-    def failed(self, number: int) -> list[str]:
-        """Return the commits on which its error rows depend, rows done included; none if it has no
-        error rows.
-        """
-        names = self._failed[number]
-        return sorted(names | self._done[number], key=commit_order) if names else []
 
 
 def _reconcile(source: Source, settled: Settled) -> Counts:
@@ -181,27 +151,39 @@ class _Stretch(NamedTuple):
     """Memory that writing them takes."""
 
 
+class _Folder:
+    """One of the two folders of results: the commits whose rows each of its files holds.
+
+    A commit never changes, so equal commits mean equal results.
+    """
+
+    def __init__(self, place: Location, schema: pa.Schema):
+        self.place = place
+        self.schema = schema
+        self.there = file_sizes(place)
+        self.commits = defaultdict[int, set[str]](set)
+
+
 class _Ending:
     """Writes the results of one input file after the other; `write` and `is_written` are
     thread-safe.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        output: Location,
-        commits: _Commits,
-        checkpoint: Checkpoint = lambda: None,
-    ):
+    def __init__(self, source: Source, output: Location, checkpoint: Checkpoint = lambda: None):
         self._source = source
-        self._commits = commits
         self._checkpoint = checkpoint
-        self._summaries, self._errors = summaries_folder(output), errors_folder(output)
-        self._there = {
-            folder.path: file_sizes(folder) for folder in (self._summaries, self._errors)
-        }
         self._columns = output_columns(output)
+        passed = source.passthrough_fields
+        summaries = pa.schema([*summary_fields(self._columns), *passed])
+        self._summaries = _Folder(summaries_folder(output), summaries)
+        self._errors = _Folder(errors_folder(output), error_schema(passed, self._columns))
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
+
+    def add(self, table: pa.Table) -> None:
+        """Remember the commit of a table of `read_results`."""
+        folder = self._summaries if table["error_class"].null_count else self._errors
+        for number in np.unique(table["file"].to_numpy()).tolist():
+            folder.commits[number].add(commit_of(table))
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
         """Cut all results into those of each file; a file with too many of them is written at once,
@@ -223,11 +205,7 @@ class _Ending:
 
     def is_written(self, number: int) -> bool:
         """Return True if the files of an input file are what `write` would write."""
-        return self._holds(self._summaries, number, self._summaries_schema(number)) and (
-            self._holds(self._errors, number, self._errors_schema(number))
-            if self._commits.failed(number)
-            else result_name(number) not in self._there[self._errors.path]
-        )
+        return self._is_right(self._summaries, number) and self._is_right(self._errors, number)
 
     def write(self, stretch: _Stretch) -> None:
         """Write both files of an input file, unless they are there."""
@@ -235,65 +213,62 @@ class _Ending:
         number = stretch.number
         failed = list[pa.Table]()
 
-        def tables() -> Iterator[pa.Table]:
+        def told_apart() -> Iterator[pa.Table]:
             for table in stretch.tables:
                 failed.append(self._error_rows(table))
                 yield table
 
-        schema = self._summaries_schema(number)
-        if self._holds(self._summaries, number, schema):
-            for _ in tables():
-                pass
-        else:
-            summaries = self._summaries_of(number, tables(), schema)
-            self._write(self._summaries, number, schema, self._commits.done(number), summaries)
-        schema = self._errors_schema(number)
-        if not self._commits.failed(number):
-            if result_name(number) in self._there[self._errors.path]:
-                delete(self._errors.child(result_name(number)))
-        elif not self._holds(self._errors, number, schema):
-            errors = self._errors_of(number, failed, schema)
-            self._write(self._errors, number, schema, self._commits.failed(number), errors)
+        tables = told_apart()
+        self._write(self._summaries, number, self._summaries_of(number, tables))
+        deque(tables, maxlen=0)  # those of a file that was there
+        self._write(self._errors, number, self._errors_of(number, failed))
 
-    def _write(
-        self,
-        folder: Location,
-        number: int,
-        schema: pa.Schema,
-        names: list[str],
-        tables: Iterable[pa.Table],
-    ) -> None:
+    def _write(self, folder: _Folder, number: int, tables: Iterator[pa.Table]) -> None:
         """Write the file of an input file in one of the two folders, with the provenance of its
-        rows.
+        rows, or delete it if there is nothing for it; unless that is done.
         """
+        if self._is_right(folder, number):
+            return
+        place = folder.place.child(result_name(number))
+        names = self._commits(folder, number)
+        if names is None:
+            delete(place)
+            return
         # no reason to write a file again
         origin = self._provenance(dict.fromkeys(map(run_id_of, names)))
-        with atomic_output(folder.child(result_name(number))) as path:
-            write_groups(
-                path, schema.with_metadata({**schema.metadata, PROVENANCE: origin}), tables
-            )
+        metadata = {_DIGEST: _digest(folder.schema, names), PROVENANCE: origin}
+        with atomic_output(place) as path:
+            write_groups(path, folder.schema.with_metadata(metadata), tables)
 
-    def _summaries_of(
-        self, number: int, tables: Iterator[pa.Table], schema: pa.Schema
-    ) -> Iterator[pa.Table]:
+    def _commits(self, folder: _Folder, number: int) -> list[str] | None:
+        """Return the commits on which a file's rows depend, the earliest first: error rows on those
+        of rows done, too. None if there is no row, and so no file, of errors.
+        """
+        names = folder.commits[number]
+        if folder is self._errors:
+            if not names:
+                return None
+            names = names | self._summaries.commits[number]
+        return sorted(names, key=commit_order)
+
+    def _summaries_of(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         """Yield summaries in row order, some rows at a time."""
         results = Tables(tables)
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
-            table = pa.table(summary_columns(rows, self._columns) + columns, schema=schema)
+            table = pa.table(
+                summary_columns(rows, self._columns) + columns, schema=self._summaries.schema
+            )
             yield rows_where(table, rows["error_class"].is_null().to_numpy())
 
-    def _errors_of(
-        self, number: int, failed: list[pa.Table], schema: pa.Schema
-    ) -> Iterator[pa.Table]:
+    def _errors_of(self, number: int, failed: list[pa.Table]) -> Iterator[pa.Table]:
         """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their
         own columns.
         """
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
         mask = np.isin(self._source.rows(number), np.concatenate(keys))
         results = Tables(iter(failed))
-        fields = self._source.passthrough_fields
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             chosen = mask[:num_rows]
@@ -301,12 +276,8 @@ class _Ending:
             rows = pa.concat_tables(
                 [error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))]
             )
-            own = (
-                rows_where(pa.table(columns, schema=pa.schema(fields)), chosen).columns
-                if fields
-                else []
-            )
-            yield pa.table(rows.columns + own, schema=schema)
+            passed = [rows_where(pa.table({"": column}), chosen)[""] for column in columns]
+            yield pa.table(rows.columns + passed, schema=self._errors.schema)
 
     def _error_rows(self, table: pa.Table) -> pa.Table:
         """Return the error rows of a table of results, with the columns of their schema but those
@@ -320,32 +291,25 @@ class _Ending:
             rows.append_column("key", keys).select(names).rename_columns(schema.names).cast(schema)
         )
 
-    def _summaries_schema(self, number: int) -> pa.Schema:
-        fields = [*summary_fields(self._columns), *self._source.passthrough_fields]
-        return _with_digest(pa.schema(fields), self._commits.done(number))
-
-    def _errors_schema(self, number: int) -> pa.Schema:
-        return _with_digest(
-            error_schema(self._source.passthrough_fields, self._columns),
-            self._commits.failed(number),
-        )
-
-    def _holds(self, folder: Location, number: int, schema: pa.Schema) -> bool:
-        """Return True if a file of the folder holds the columns and results that the digest names.
+    def _is_right(self, folder: _Folder, number: int) -> bool:
+        """Return True if a file of the folder holds the columns and results that the digest names,
+        or is not there and need not be.
 
         Its pages have checksums; its footer, and the headers of pages, have none.
         """
-        if result_name(number) not in self._there[folder.path]:
-            return False
-        location = folder.child(result_name(number))
+        names = self._commits(folder, number)
+        is_there = result_name(number) in folder.there
+        if names is None or not is_there:
+            return names is None and not is_there
+        schema = folder.schema
         try:
-            with open_parquet(location) as parquet:
+            with open_parquet(folder.place.child(result_name(number))) as parquet:
                 found = parquet.schema_arrow
                 num_rows = sum(map(len, stream(parquet, found.names)))
                 is_whole = num_rows == parquet.metadata.num_rows and found.equals(as_stored(schema))
         except DAMAGED:  # if its store is away, writing it again says so
             return False
-        return is_whole and (found.metadata or {}).get(_DIGEST) == schema.metadata[_DIGEST]
+        return is_whole and (found.metadata or {}).get(_DIGEST) == _digest(schema, names)
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
@@ -363,12 +327,11 @@ def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedA
         yield source.passthrough(batch, number), len(batch)
 
 
-def _with_digest(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """Add what tells whether a file must be written again: its columns, and the commits that its
+def _digest(schema: pa.Schema, names: list[str]) -> bytes:
+    """Return what tells whether a file must be written again: its columns, and the commits that its
     rows come from.
     """
-    digest = hashlib.sha256("\n".join([schema.to_string(), *names]).encode()).hexdigest()
-    return schema.with_metadata({_DIGEST: digest})
+    return hashlib.sha256("\n".join([schema.to_string(), *names]).encode()).hexdigest().encode()
 
 
 # Rows in the order of the input, whatever order they come in
