@@ -13,7 +13,7 @@ from specextend.data.prompts import CLOCK
 from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.schema import TextColumns, text_columns
 from specextend.data.source import Source
-from specextend.data.storage import Location, exists, read_parsed, write_bytes
+from specextend.data.storage import Location, read_parsed, write_bytes
 
 VERSION = 2
 
@@ -154,11 +154,9 @@ ABOUT_INPUT = ("input file ", "selected rows: ")
 
 
 def write_manifest(output: Location, manifest: ReadOnly) -> None:
-    """Write the manifest. Raises FileExistsError if there is one."""
-    location = manifest_file(output)
-    if exists(location):
-        raise FileExistsError(location.path)
-    write_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+    """Write the manifest of a run that has none yet, which its lock keeps so."""
+    content = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+    write_bytes(manifest_file(output), content.encode())
 
 
 _SCHEMA = "output.schema"
