@@ -64,7 +64,7 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     near_tie = -1.0 if engine.target.runs_in_one_call else NEAR_TIES[config.target.dtype]
     not_equal = [
         {
-            "doc_id": rows[place].document.doc_id,
+            "doc_id": rows[place].doc_id,
             **_judge(stored[place], document, near_tie, engine.tokenizer),
         }
         for place, document in zip(unequal, again, strict=True)
@@ -115,7 +115,7 @@ def _draw(prepared: Prepared, num_rows: int, seed: int) -> list[tuple[Row, Value
         if place in drawn:
             with suppress(DocumentError):  # the run has an error row for it
                 row = source.read(key)
-                rows[row.document.doc_id] = row
+                rows[row.doc_id] = row
     found = find_rows(prepared.output, [*rows], _COLUMNS)
     return [
         (replace(rows[each["doc_id"]], max_new_tokens=each["max_new_tokens"]), each)

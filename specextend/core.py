@@ -1,5 +1,5 @@
-"""Documents, requests and completions, which hold no tensors; loops of tokens; functions that show
-text safely.
+"""Keys of documents, requests and completions, which hold no tensors; loops of tokens; functions
+that show text safely.
 """
 
 import difflib
@@ -55,15 +55,6 @@ class DocumentKey(NamedTuple):
     """Number of the input file, in path order."""
     row: int
     """Row number in that file."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """One input row."""
-
-    key: DocumentKey
-    doc_id: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     """
     limit = max_new_tokens_of(config, row)
     try:
-        prompt = prompts.render(row.document.text, limit, row.instruction)
+        prompt = prompts.render(row.text, limit, row.instruction)
     except PromptTooLongError:
         if prompts.options.length_policy != "parts":
             raise
@@ -235,7 +235,7 @@ def finished_row(
     else:
         quality = assess(
             completion,
-            row.document.text,
+            row.text,
             prompt.num_dropped_tokens,
             row.reference,
             config.quality,
@@ -244,8 +244,8 @@ def finished_row(
             prompt.left_out if config.output.sources and not config.output.schema else None,
         )
     made = result_row(
-        row.document.key,
-        row.document.doc_id,
+        row.key,
+        row.doc_id,
         completion,
         prompt,
         quality,
@@ -315,7 +315,7 @@ class _InParts:
         """Yield the parts, then merges until one is left."""
         part_prompts = PartPrompts(self.prompts)
         limit = max_new_tokens_of(self.config, self.row)
-        parts = part_prompts.parts(self.row.document.text, limit, self.row.instruction)
+        parts = part_prompts.parts(self.row.text, limit, self.row.instruction)
         schema = self.config.output.json_schema
         by_rules = is_last = has_rules(schema)
         steps = [
@@ -393,7 +393,7 @@ def document_request(
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
         sampling=replace(
-            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)),
+            config.decoding.sampling(document_seed(config.decoding.seed, row.doc_id)),
             **row.sampling,
         ),
         schema=(config.output.json_schema or "") if is_last else "",

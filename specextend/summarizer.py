@@ -102,7 +102,7 @@ class Summarizer:
         """Make the row of a document."""
         summary = document.state
         if isinstance(summary, DocumentError):
-            return _failed(row.document.doc_id, summary)
+            return _failed(row.doc_id, summary)
         assert isinstance(summary, Summary), "all rounds are done"
         times = {"received": received, "ended": document.ended}
         return finished_row(self._config, row, summary, **times, worker=self._worker, attempts=1)

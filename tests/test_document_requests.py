@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from specextend import Summarizer, load_engine
-from specextend.core import Completion, Document, DocumentKey
+from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
 from specextend.document_requests import advance, check_requests, summarize
@@ -35,7 +35,7 @@ def prompts(config, engine):
 
 
 def row(text=TEXT):
-    return Row(Document(DocumentKey(0, 0), "book", text), None, None, "00")
+    return Row(DocumentKey(0, 0), "book", text, None, None, "00")
 
 
 def follow(rounds, answer):

@@ -169,9 +169,7 @@ class Failed(NamedTuple):
 def failed_row(error: DocumentError, row: Row | None) -> Failed:
     """Return the failure of a document. row: what was read of it, if it could be."""
     doc_id, content = (
-        (error.doc_id, error.content_sha256)
-        if row is None
-        else (row.document.doc_id, row.content_sha256)
+        (error.doc_id, error.content_sha256) if row is None else (row.doc_id, row.content_sha256)
     )
     facts = error.error_class, error.message, error.stage, error.retryable
     return Failed(doc_id, *facts, content, error.summary, error.tasks)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from specextend.core import (
-    Document,
     DocumentKey,
     ReadOnly,
     SamplingParams,
@@ -26,7 +25,9 @@ ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop"
 class Row:
     """One input row, ready to be rendered into a prompt."""
 
-    document: Document
+    key: DocumentKey
+    doc_id: str
+    text: str
     max_new_tokens: int | None
     """Limit of the row itself; None: the run's limit applies."""
     reference: str | None
@@ -87,9 +88,10 @@ class RowReader:
             raise
         reference = values[options.reference_column] if options.reference_column else None
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
-        document = Document(key, doc_id, text)
         content = self.content(values)
-        return Row(document, max_new_tokens, summary, content, instruction, tuple(others), own)
+        return Row(
+            key, doc_id, text, max_new_tokens, summary, content, instruction, tuple(others), own
+        )
 
     def content(self, values: ReadOnly) -> str:
         """Hash what a row says about its summary: its text, and its own limit, instruction and

@@ -84,7 +84,7 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [
         Text(
-            torch.tensor(prompts.encode_document(row.document.text), dtype=torch.int32),
+            torch.tensor(prompts.encode_document(row.text), dtype=torch.int32),
             row.instruction,
         )
         for row in rows

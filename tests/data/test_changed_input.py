@@ -51,7 +51,7 @@ def test_whoever_reads_on_notices(source, path, write, output, done, change):
 
     Passthrough columns are read again then: they must belong to the texts that were summarised.
     """
-    assert source.read(DocumentKey(0, 0)).document.text == "one"
+    assert source.read(DocumentKey(0, 0)).text == "one"
     large = replace(source, files=(replace(source.files[0], largest_group_bytes=1 << 30),))
     scanned = large.scan()
     assert next(scanned).text == b"one"

@@ -99,7 +99,7 @@ def test_text_is_read_in_every_type_and_encoding(tmp_path, summaries_of, kind, e
     source = opened(path, passthrough=("text",))
     assert [row.text and row.text.decode() for row in source.scan()] == texts
     for row in range(0, NUM_ROWS, 7):
-        assert source.read(DocumentKey(0, row)).document.text == texts[row]
+        assert source.read(DocumentKey(0, row)).text == texts[row]
     written = summaries_of(source, NUM_ROWS)["text"]
     assert written.type == pq.read_table(path)["text"].type
     assert written.to_pylist() == texts
@@ -214,7 +214,7 @@ def test_a_file_whose_row_groups_are_encoded_differently_is_read_to_its_end(tmp_
     source = opened(path, passthrough=("text",))
     found = [row.text.decode() for row in source.scan() if row.text]
     assert found == pq.read_table(path)["text"].to_pylist()
-    assert source.read(DocumentKey(0, 5999)).document.text == found[-1]
+    assert source.read(DocumentKey(0, 5999)).text == found[-1]
 
 
 @pytest.mark.parametrize("column", ["text", "topic"])

@@ -32,7 +32,7 @@ source = open_source(InputOptions(path=sys.argv[1], text_column="a.text", passth
 assert sum(len(row.text) for row in source.scan()) >= int(sys.argv[3])
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::40]:
-    assert source.read(key).document.text.startswith(f"{key.row:09d}")
+    assert source.read(key).text.startswith(f"{key.row:09d}")
 CommitWriter(output, "0000000a").commit([{**key._asdict(), "doc_id": "x"} for key in keys])
 assert finalize(source, output).done == len(keys)
 print(peak() - before)
@@ -59,7 +59,7 @@ key = DocumentKey(0, 0)
 plan = make_plan(source, prompts, {key}, 100, 0, lambda: None)
 assert plan.estimates[key].num_prompt_tokens == 1948
 planned = peak()
-prompt = prompts.render(source.read(key).document.text, 100)
+prompt = prompts.render(source.read(key).text, 100)
 assert (len(prompt.token_ids), prompt.length_policy) == (1948, "middle")
 assert prompt.num_dropped_tokens > 1 << 19
 print(planned - before, peak() - before)

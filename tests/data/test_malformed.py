@@ -141,7 +141,7 @@ def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_de
 def outcome(source, row):
     """The text of a row, or the class of its error."""
     try:
-        return source.read(DocumentKey(0, row)).document.text
+        return source.read(DocumentKey(0, row)).text
     except DocumentError as error:
         return error.error_class
 

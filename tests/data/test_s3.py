@@ -14,7 +14,7 @@ from specextend.cluster.checks import prepare
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_FAILED, StoreError, exit_code, exit_code_of_command
 from specextend.config import RunConfig
-from specextend.core import Document, DocumentKey
+from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
@@ -63,11 +63,12 @@ def test_keys_are_named_as_they_are(s3, output, done):
     upload(f"{folder[:-1]}2/a b.parquet", {"text": ["three"]})
     assert f"{folder}/a b.parquet" in s3.files()
     source = opened(f"s3://corpus/{folder}")
-    assert source.read(DocumentKey(0, 1)).document == Document(DocumentKey(0, 1), "a b.parquet:1", "two")
+    row = source.read(DocumentKey(0, 1))
+    assert (row.doc_id, row.text) == ("a b.parquet:1", "two")
     every = opened("s3://corpus/in/date=*/run#?/*.parquet")
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
-    assert every.read(DocumentKey(1, 0)).document.text == "three"
+    assert every.read(DocumentKey(1, 0)).text == "three"
 
 
 @pytest.mark.parametrize("path", ["lake", "lake/orders/day=1", "lake/orders/day=1/*.parquet", "lake/**/a.parquet"])
@@ -133,7 +134,7 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3):
     assert not is_damaged_row(source, DocumentKey(0, 1))
     s3.is_down = False
     source.check_unchanged(0)
-    assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
+    assert source.read(DocumentKey(0, 1)).doc_id == "y"
 
 
 @pytest.mark.parametrize("attribute", ["refuses", "empties"])

@@ -114,11 +114,11 @@ def night(options, output, *, failing="", retryable=True, max_new_tokens=5):
 
 def result_of(source, key, failing, retryable):
     row = source.read(key)
-    own = {"doc_id": row.document.doc_id, "content_sha256": row.content_sha256}
+    own = {"doc_id": row.doc_id, "content_sha256": row.content_sha256}
     if own["doc_id"] == failing:
         facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": retryable}
         return {**key._asdict(), **own, **facts, "attempts": 1}
-    return done(key, f"summary of {row.document.text}") | own
+    return done(key, f"summary of {row.text}") | own
 
 
 def counts_of(source):

@@ -60,7 +60,7 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path, write
 )
 def test_ids_are_strings_and_integers_become_decimal(write, ids, expected):
     source = opened(write("a.parquet", {"text": ["x", "y"], "n": ids}), id_column="n")
-    assert [source.read(key).document.doc_id for key in keys(source)] == expected
+    assert [source.read(key).doc_id for key in keys(source)] == expected
     assert [source.doc_id(key) for key in keys(source)] == expected
 
 
@@ -220,7 +220,7 @@ def test_a_source_ships_without_its_data(write):
     source.read(DocumentKey(0, 0))
     shipped = pickle.dumps(source)
     assert len(shipped) < 2000
-    assert pickle.loads(shipped).read(DocumentKey(0, 3)).document.text == "x" * 1_000_000
+    assert pickle.loads(shipped).read(DocumentKey(0, 3)).text == "x" * 1_000_000
 
 
 def test_no_text_passes_for_another_one_with_an_instruction():
