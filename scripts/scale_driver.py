@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
 from specextend.data.rows import RowReader  # noqa: E402
 from specextend.data.run_folder import commits_folder  # noqa: E402
-from specextend.data.schema import result_row  # noqa: E402
+from specextend.data.schema import decoded_columns  # noqa: E402
 from specextend.data.source import Source  # noqa: E402
 from specextend.data.storage import Location, resolve  # noqa: E402
 from specextend.stats import DecodingStats  # noqa: E402
@@ -330,19 +331,17 @@ def _row() -> dict[str, Any]:
     completion = Completion(
         "", [5, 6], "a summary " * 40, "stop", DecodingStats(num_prompt_tokens=1)
     )
-    key, prompt = DocumentKey(0, 0), Prompt([1], 0, "middle")
-    return result_row(
-        key,
-        "a document",
-        completion,
-        prompt,
-        Quality([], None),
-        content_sha256="0" * 64,
-        queue_s=0.5,
-        started_at=0.0,
-        worker="w",
-        attempts=1,
-    )
+    return decoded_columns(completion, Prompt([1], 0, "middle"), Quality([], None)) | {
+        "file": 0,
+        "row": 0,
+        "doc_id": "a document",
+        "content_sha256": "0" * 64,
+        "queue_s": 0.5,
+        "started_at": datetime.fromtimestamp(0, UTC),
+        "worker": "w",
+        "attempts": 1,
+        "num_requests": 1,
+    }
 
 
 def main() -> int:

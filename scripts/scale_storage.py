@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from specextend.data.listing import Listing
 from specextend.data.prompts import Prompt, PromptOptions, Prompts
 from specextend.data.quality import Quality
 from specextend.data.rows import RowReader
-from specextend.data.schema import result_row
+from specextend.data.schema import decoded_columns
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
 from specextend.data.storage import NUM_THREADS, Location, resolve
@@ -205,23 +206,16 @@ def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:
         verify_s=draw.random(),
     )
     completion = Completion("", [1], draw.randbytes(CHARACTERS // 2).hex(), "stop", stats)
-    prompt, doc_id, worker = (
-        Prompt([1], 0, "middle"),
-        f"{key.file:05d}.parquet:{key.row}",
-        f"host:{draw.randint(1, 1000)}",
-    )
-    return result_row(
-        key,
-        doc_id,
-        completion,
-        prompt,
-        Quality([], None),
-        content_sha256=draw.randbytes(32).hex(),
-        queue_s=draw.random(),
-        started_at=1.8e9 + draw.uniform(0, 28_800),
-        worker=worker,
-        attempts=1,
-    )
+    return decoded_columns(completion, Prompt([1], 0, "middle"), Quality([], None)) | {
+        **key._asdict(),
+        "doc_id": f"{key.file:05d}.parquet:{key.row}",
+        "worker": f"host:{draw.randint(1, 1000)}",
+        "content_sha256": draw.randbytes(32).hex(),
+        "queue_s": draw.random(),
+        "started_at": datetime.fromtimestamp(1.8e9 + draw.uniform(0, 28_800), UTC),
+        "attempts": 1,
+        "num_requests": 1,
+    }
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.data.quality import Quality, assess
 from specextend.data.rows import Row
-from specextend.data.schema import result_row
+from specextend.data.schema import decoded_columns
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -243,22 +244,21 @@ def finished_row(
             config.output.evidence_for,
             prompt.left_out if config.output.sources and not config.output.schema else None,
         )
-    made = result_row(
-        row.key,
-        row.doc_id,
-        completion,
-        prompt,
-        quality,
-        part_summaries=summary.part_rows,
-        num_requests=summary.num_requests,
-        reasoning=summary.reasoning,
-        max_new_tokens=max_new_tokens_of(config, row),
-        content_sha256=row.content_sha256,
-        queue_s=max(0.0, ended - received - total_s),
-        started_at=time.time() - (time.monotonic() - ended) - total_s,
-        worker=worker,
-        attempts=attempts,
-    )
+    started_at = time.time() - (time.monotonic() - ended) - total_s
+    made = {
+        **row.key._asdict(),
+        "doc_id": row.doc_id,
+        **decoded_columns(completion, prompt, quality),
+        "part_summaries": summary.part_rows,
+        "num_requests": summary.num_requests,
+        "reasoning": summary.reasoning,
+        "max_new_tokens": max_new_tokens_of(config, row),
+        "content_sha256": row.content_sha256,
+        "queue_s": max(0.0, ended - received - total_s),
+        "started_at": datetime.fromtimestamp(started_at, UTC),
+        "worker": worker,
+        "attempts": attempts,
+    }
     return made | (_of_all(tasks) if tasks else {})
 
 

@@ -300,7 +300,7 @@ def result_table(
     """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the
     passthrough columns.
 
-    results: of `result_row`, or the facts of a failure, one for each row of the batch. output:
+    results: of `finished_row`, or the facts of a failure, one for each row of the batch. output:
     names `summary` and the fields.
     """
     table = rows_table(results, BATCH_SCHEMA)

@@ -1,12 +1,11 @@
 """The rows of the output: their columns, and the conversion of results into rows."""
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from specextend.core import Completion, DocumentKey, ReadOnly, Values, mended
+from specextend.core import Completion, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
@@ -137,49 +136,19 @@ for a row done.
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
-def result_row(
-    key: DocumentKey,
-    doc_id: str,
-    completion: Completion,
-    prompt: Prompt,
-    quality: Quality,
-    *,
-    content_sha256: str,
-    queue_s: float,
-    started_at: float,
-    worker: str,
-    attempts: int,
-    part_summaries: list[Values] | None = None,
-    num_requests: int = 1,
-    reasoning: str | None = None,
-    max_new_tokens: int | None = None,
-) -> Values:
-    """Make the row of a commit for a document that is done. started_at: in seconds since the
-    epoch.
-    """
+def decoded_columns(completion: Completion, prompt: Prompt, quality: Quality) -> Values:
+    """Return what the row of a document that is done says about its prompt and its text."""
     stats = completion.stats
     return {
-        "file": key.file,
-        "row": key.row,
-        "doc_id": doc_id,
         "summary": completion.text,
         "finish_reason": completion.finish_reason,
-        "max_new_tokens": max_new_tokens,
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,
-        "part_summaries": part_summaries,
-        "num_requests": num_requests,
-        "reasoning": reasoning,
         "choices": [each._asdict() for each in completion.scored] or None,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
-        "queue_s": queue_s,
         **quality._asdict(),
-        "worker": worker,
-        "attempts": attempts,
-        "started_at": datetime.fromtimestamp(started_at, UTC),
-        "content_sha256": content_sha256,
     }
 
 

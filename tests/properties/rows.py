@@ -10,7 +10,7 @@ from specextend.core import Completion
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
-from specextend.data.schema import result_row
+from specextend.data.schema import decoded_columns
 from specextend.data.source import open_source
 from specextend.stats import DecodingStats
 
@@ -19,8 +19,8 @@ def done(key, text="a summary"):
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
     prompt = Prompt([1], 0, "middle")
-    times = {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
-    return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
+    told = {"content_sha256": "00", "queue_s": 0.5, "started_at": 0, "worker": "w", "attempts": 1, "num_requests": 1}
+    return decoded_columns(completion, prompt, Quality([], None)) | key._asdict() | told | {"doc_id": name_of(key)}
 
 
 def failed(key):

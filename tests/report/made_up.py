@@ -9,12 +9,12 @@ from specextend.cluster.lock import LockHolder
 from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion
 from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import VERSION, fingerprint
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
-from specextend.data.schema import result_row
+from specextend.data.schema import decoded_columns
 from specextend.data.storage import resolve
 from specextend.stats import DecodingStats
 
@@ -149,18 +149,17 @@ def done_row(row, stats, worker, started_at, draw, doc_id=""):
     text = "" if draw.random() < 0.05 else f"text {row}. No."
     completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
     quality = assess(completion, "Another text. A text.", 0, None, QualityOptions(), "", None, range(0))
-    return result_row(
-        DocumentKey(0, row),
-        doc_id or f"doc-{row:04d}",
-        completion,
-        Prompt([1], draw.choice([0, 0, 400]), "middle"),
-        quality,
-        content_sha256="00",
-        queue_s=draw.uniform(0.0, 0.3),
-        started_at=started_at,
-        worker=worker,
-        attempts=draw.choice([1] * 9 + [2]),
-    )
+    return decoded_columns(completion, Prompt([1], draw.choice([0, 0, 400]), "middle"), quality) | {
+        "file": 0,
+        "row": row,
+        "doc_id": doc_id or f"doc-{row:04d}",
+        "content_sha256": "00",
+        "queue_s": draw.uniform(0.0, 0.3),
+        "started_at": int(1000 * started_at),
+        "worker": worker,
+        "attempts": draw.choice([1] * 9 + [2]),
+        "num_requests": 1,
+    }
 
 
 def failed_row(row, error_class="PromptTooLong", doc_id=""):
