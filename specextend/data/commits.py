@@ -57,11 +57,11 @@ class CommitWriter:
             {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
         )
         self._folder = commits_folder(output)
-        names = list_commits(output)
+        names = [*commit_sizes(output)]
         self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
 
     def commit(self, rows: Sequence[Values]) -> str | None:
-        """Write rows of `result_row`, and those of documents that failed, whole or not at all.
+        """Write rows of `finished_row`, and those of documents that failed, whole or not at all.
 
         Returns the commit's name; None if there are no rows.
         """
@@ -77,11 +77,6 @@ def commit_sizes(output: Location) -> dict[str, int]:
     """Return the bytes of the commits by name, the earliest first."""
     sizes = file_sizes(commits_folder(output))
     return {name: sizes[name] for name in sorted(filter(_NAME.fullmatch, sizes), key=commit_order)}
-
-
-def list_commits(output: Location) -> list[str]:
-    """List the names of the commits, the earliest first."""
-    return list(commit_sizes(output))
 
 
 def read_commit(

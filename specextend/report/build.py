@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.core import Checkpoint, Values
-from specextend.data.commits import list_commits
+from specextend.data.commits import commit_sizes
 from specextend.data.documents import GONE, LEFT_OUT, read_errors
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
 from specextend.data.run_folder import (
@@ -83,7 +83,7 @@ def build_report(
     folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
-    source = "parts" if figures or list_commits(location) else "summaries"
+    source = "parts" if figures or commit_sizes(location) else "summaries"
     figures = figures or _read(location, checkpoint)
     manifest = read_manifest(location)
     records = [

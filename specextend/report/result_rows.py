@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import Values
-from specextend.data.commits import commit_of, list_commits, read_results, run_id_of
+from specextend.data.commits import commit_of, commit_sizes, read_results, run_id_of
 from specextend.data.database import Database
 from specextend.data.fingerprint import (
     check_one_task,
@@ -90,7 +90,7 @@ def read_rows(
     `summaries/` and `errors/`. Raises ValueError if the folder has neither, unless its run was
     about no row, because earlier runs have done all of them.
     """
-    if list_commits(output):
+    if commit_sizes(output):
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
             yield told_apart(table, done, errors)
         return
