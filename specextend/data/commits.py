@@ -312,6 +312,5 @@ class Settled:
             states = self._states.get(file, np.zeros(0, np.uint8))
             needed = int(numbers.max()) + 1
             if needed > len(states):
-                self._states[file] = np.zeros(2 * needed, np.uint8)
-                self._states[file][: len(states)] = states
-            yield self._states[file], places, numbers
+                states = self._states[file] = np.pad(states, (0, 2 * needed - len(states)))
+            yield states, places, numbers
