@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -60,6 +59,11 @@ CLOCK = "strftime_now"
 """What chat templates ask for the time; `prompt.template_options` may say which time they are
 told.
 """
+_PLAIN = (
+    "{% for each in messages %}{{ ' ' if each.role == 'assistant' else '' }}{{ each.content }}"
+    "{{ '\n\nSummary:' if each.role == 'user' else '\n\n' }}{% endfor %}"
+)
+"""The chat template of a model that brings none."""
 _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>")
 """What a chat template must not ask of jinja2, nor write."""
 _PROBE = "\u20630" * 50_000
@@ -187,7 +191,7 @@ class Prompts:
         self._bos = _bos(tokenizer)
         source = template_source(tokenizer, options)
         self._chat = _chat(tokenizer, options, source)
-        said = (source or "", tokenizer.get_added_vocab())
+        said = (source, tokenizer.get_added_vocab())
         self._thinking = next(
             (pair for place in said for pair in THINKING if pair[1] in place), None
         )
@@ -374,12 +378,7 @@ class Prompts:
         )
 
     def _limit(self, max_new_tokens: int) -> int:
-        room = self.limit - max_new_tokens
-        return (
-            room
-            if self.options.max_prompt_tokens is None
-            else min(self.options.max_prompt_tokens, room)
-        )
+        return min(self.limit - max_new_tokens, self.options.max_prompt_tokens or self.limit)
 
     def _encode(self, text: str, instruction: Around | None, most: int) -> tuple[list[int], int]:
         """Tokenize the prompt of a document; return `most` tokens of it, and how many there are."""
@@ -456,12 +455,12 @@ def _places(text: str, end: int) -> Iterator[int]:
     yield from range(end, begin, -1)
 
 
-def template_source(tokenizer: Any, options: PromptOptions) -> str | None:
-    """Return the chat template; None if the model has none. Raises ValueError for several without a
-    default.
+def template_source(tokenizer: Any, options: PromptOptions) -> str:
+    """Return the chat template, a plain one if the model has none. Raises ValueError for several
+    without a default.
     """
     if not tokenizer.chat_template:
-        return None
+        return _PLAIN
     try:
         source: str = tokenizer.get_chat_template(options.template_options.get("chat_template"))
     except ValueError:
@@ -477,20 +476,16 @@ def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> P
     """Settle the time that a chat template is told which asks for it: the recorded one, or else
     now.
     """
-    if CLOCK in options.template_options or CLOCK not in (
-        template_source(tokenizer, options) or ""
-    ):
+    if CLOCK in options.template_options or CLOCK not in template_source(tokenizer, options):
         return options
     time = recorded or datetime.now().isoformat(timespec="seconds")
     return replace(options, template_options=options.template_options | {CLOCK: time})
 
 
-def _chat(tokenizer: Any, options: PromptOptions, source: str | None) -> Callable[[str], str]:
+def _chat(tokenizer: Any, options: PromptOptions, source: str) -> Callable[[str], str]:
     """Return what writes the prompt around a user message. Raises ValueError for a bad template or
     time.
     """
-    if source is None:
-        return partial(_plain, options)
     from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
     if found := _CHANCE.search(source):
@@ -555,13 +550,6 @@ def _at_most(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _plain(options: PromptOptions, content: str) -> str:
-    """Write the prompt of a model that has no chat template."""
-    shown = [f"{example.user}\n\nSummary: {example.assistant}" for example in options.examples]
-    said = [options.system] if options.system else []
-    return "\n\n".join([*said, *shown, f"{content}\n\nSummary:"])
 
 
 def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
