@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specextend.core import ReadOnly, Values, counted, printable
+from specextend.data.parquet import Ints
 from specextend.data.prompts import CLOCK
 from specextend.data.run_folder import Start, manifest_file, parse_manifest
 from specextend.data.schema import TextColumns, text_columns
@@ -76,7 +77,10 @@ def build_manifest(
         identity["tasks"] = [*config["tasks"]]  # in their order
     selection = source.selection
     if selection is not None:
-        identity["selection"] = {"rows": source.num_rows, "sha256": selection.sha256}
+        identity["selection"] = {
+            "rows": source.num_rows,
+            "sha256": rows_digest(files, selection.rows),
+        }
     return {
         "version": VERSION,
         "fingerprint": fingerprint(identity),
@@ -86,6 +90,14 @@ def build_manifest(
         "modified_ns": {file.relative_path: file.modified_ns for file in source.files},
         **({} if selection is None else {"selection": dict(selection.counts)}),
     }
+
+
+def rows_digest(names: Iterable[str], rows: Iterable[Ints]) -> str:
+    """Compute the SHA-256 of the rows that a run is about. rows: of each file."""
+    digest = hashlib.sha256()
+    for name, each in zip(names, rows, strict=True):
+        digest.update(f"{name}\0{len(each)}\0".encode() + each.astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def fingerprint(identity: ReadOnly) -> str:

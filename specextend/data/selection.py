@@ -7,8 +7,7 @@ Ids are checked among the rows that the filter leaves.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,12 @@ import pyarrow as pa
 
 from specextend.core import Checkpoint, ReadOnly, counted
 from specextend.data.database import Database, matches
-from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
+from specextend.data.fingerprint import (
+    num_input_rows,
+    other_configuration,
+    read_manifest,
+    rows_digest,
+)
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import (
@@ -233,17 +237,8 @@ def _limited(
     files = tuple(replace(source.files[number], number=i) for i, number in enumerate(numbers))
     chosen = [rows[number] for number in numbers]
     bad_ids = [source.bad_ids[number] for number in numbers if source.bad_ids]
-    selection = ChosenRows(
-        chosen, _digest([file.relative_path for file in files], chosen), counts, notes
-    )
+    selection = ChosenRows(chosen, counts, notes)
     return replace(source, files=files, selection=selection, bad_ids=bad_ids)
-
-
-def _digest(names: Iterable[str], rows: Rows) -> str:
-    digest = hashlib.sha256()
-    for name, each in zip(names, rows, strict=True):
-        digest.update(f"{name}\0{len(each)}\0".encode() + each.astype("<i8").tobytes())
-    return digest.hexdigest()
 
 
 def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
@@ -345,15 +340,13 @@ def recall_selection(source: Source, output: Location, manifest: ReadOnly) -> So
         table, "CREATE TABLE rows AS FROM given", "CREATE TABLE bad AS FROM given WHERE has_bad_id"
     )
     every, bad = (_of_files(database, which, len(names)) for which in ("rows", "bad"))
-    if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
+    if rows_digest(names, every) != manifest["identity"]["selection"]["sha256"]:
         raise InputError(
             f"{location.path} does not hold the rows of its run; use another output folder"
         )
-    here = [file.relative_path for file in source.files]
     places = {name: place for place, name in enumerate(names)}
-    numbers = [places[name] for name in here]
-    chosen = [every[number] for number in numbers]
-    selection = ChosenRows(chosen, _digest(here, chosen), manifest["selection"])
+    numbers = [places[file.relative_path] for file in source.files]
+    selection = ChosenRows([every[number] for number in numbers], manifest["selection"])
     return replace(source, selection=selection, bad_ids=[bad[number] for number in numbers])
 
 

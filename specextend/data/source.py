@@ -56,7 +56,6 @@ class ChosenRows(NamedTuple):
 
     rows: Sequence[Ints]
     """Of each file: row numbers in order."""
-    sha256: str
     counts: Mapping[str, int]
     """What became of the rows of the whole input, by outcome."""
     notes: tuple[str, ...] = ()
