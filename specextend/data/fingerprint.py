@@ -187,10 +187,9 @@ def differences(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     if all(texts) and texts[0] != texts[1]:
         inner = [dict(flattened(json.loads(str(text)), f"{_SCHEMA}.")) for text in texts]
         if inner[0] != inner[1]:
-            (before, after) = (
-                {name: value for name, value in values.items() if name != _SCHEMA} | fields
-                for values, fields in zip((before, after), inner, strict=True)
-            )
+            for values, named in zip((before, after), inner, strict=True):
+                del values[_SCHEMA]
+                values |= named
     return [
         printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
         for name in dict.fromkeys((*before, *after))
@@ -202,10 +201,11 @@ def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
     """Return the lines of `differences` for models and options that let two runs make different
     rows of a document.
     """
-    identities = (
-        {**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current)
+    without_input = (
+        {"identity": each["identity"] | {"files": {}, "selection": None}}
+        for each in (recorded, current)
     )
-    lines = differences(*({"identity": identity} for identity in identities))
+    lines = differences(*without_input)
     return [
         line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))
     ]
