@@ -229,10 +229,7 @@ class Source:
         """Yield what `batches` yields, of a file that is open."""
         num_rows = 0
         expected = self.files[number].num_rows
-        lacking = {*self.partitions, *self.options.passthrough}.difference(
-            parquet.schema_arrow.names
-        )
-        for batch in stream(parquet, [name for name in columns if name not in lacking]):
+        for batch in stream(parquet, columns):  # pyarrow passes over those that the file lacks
             num_rows += len(batch)
             yield self._with_partitions(batch, number, columns)
         if num_rows != expected:
