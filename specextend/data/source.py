@@ -288,16 +288,13 @@ class Source:
         Raises what `batches` raises.
         """
         column = self.options.id_column
-        kind = pa.large_string()
         if column is None:
-            places = [
-                self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)
-            ]
-            return pa.chunked_array([places], kind)
+            return pa.chunked_array([self._places(number, range(self.files[number].num_rows))])
         batches = self.batches(number, [column])
         try:
             ids = pa.chunked_array(
-                [chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind
+                [chunk for batch in batches for chunk in plain_text(batch[column]).chunks],
+                pa.large_string(),
             )
         except pa.ArrowInvalid as error:
             name = self.files[number].relative_path
@@ -306,10 +303,14 @@ class Source:
             ) from error
         if not self.bad_ids:
             return ids
+        rows = self.bad_ids[number]
         mask = np.zeros(len(ids), bool)
-        mask[self.bad_ids[number]] = True
-        places = [self.place(DocumentKey(number, row)) for row in self.bad_ids[number].tolist()]
-        return pc.replace_with_mask(ids, mask, pa.array(places, kind))
+        mask[rows] = True
+        return pc.replace_with_mask(ids, mask, self._places(number, rows.tolist()))
+
+    def _places(self, number: int, rows: Iterable[int]) -> pa.Array:
+        places = [self.place(DocumentKey(number, row)) for row in rows]
+        return pa.array(places, pa.large_string())
 
     def _has_bad_id(self, key: DocumentKey) -> bool:
         if not self.bad_ids:
@@ -360,7 +361,7 @@ class Source:
         except DocumentError as error:
             error_class = error.error_class
             limit = None
-        if self.bad_ids and self._has_bad_id(key):
+        if self._has_bad_id(key):
             error_class = "BadId"
         return ScannedRow(key, text, limit, error_class)
 
