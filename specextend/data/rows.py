@@ -101,17 +101,12 @@ class RowReader:
         without an instruction of its own adds the values that go into the run's. Returns 64
         hexadecimal digits.
         """
-        options = self.options
-        asked = (values[options.instruction_column] if options.instruction_column else None) or b""
-        if not asked.decode(errors="replace").strip():
-            asked = b""
-            used = {name: values[name] for name in self.template_columns}
-        else:
-            used = {}
+        asked = self._asked(values)
+        used = {} if asked else {name: values[name] for name in self.template_columns}
         told = {name: value for name, value in self.own(values).items() if value is not None}
         others = json.dumps([told, used], sort_keys=True, default=repr).encode()
         digest = hashlib.sha256()
-        for part in (values[options.text_column] or b"", asked, others):
+        for part in (values[self.options.text_column] or b"", asked, others):
             digest.update(f"{len(part)}:".encode() + part)
         return digest.hexdigest()
 
@@ -125,16 +120,22 @@ class RowReader:
         """Return the row's own instruction, or each of the run's with its values. Raises
         DocumentError if not UTF-8.
         """
-        data = values[self.options.instruction_column] if self.options.instruction_column else None
+        asked = self._asked(values)
+        if not asked:
+            own = [each.around(values) if each.columns else None for each in self.templates]
+            return own or [None]
         try:
-            text = (data or b"").decode("utf-8")
+            return [around_document(asked.decode())]
         except UnicodeDecodeError as error:
             raise DocumentError(
                 "BadInstruction", f"the instruction is not UTF-8: {error.reason}"
             ) from error
-        if text.strip():
-            return [around_document(text)]
-        return [each.around(values) if each.columns else None for each in self.templates] or [None]
+
+    def _asked(self, values: ReadOnly) -> bytes:
+        """Return the row's own instruction; empty if it has none, or a blank one."""
+        column = self.options.instruction_column
+        asked: bytes = (values[column] if column else None) or b""
+        return asked if asked.decode(errors="replace").strip() else b""
 
 
 def own_options(values: ReadOnly) -> Values:
