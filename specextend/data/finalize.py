@@ -14,7 +14,6 @@ from typing import IO, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pyarrow import ipc
 
 from specextend.core import Checkpoint, counted
@@ -32,6 +31,7 @@ from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, 
 from specextend.data.parquet import (
     DAMAGED,
     as_stored,
+    halved,
     open_parquet,
     rows_where,
     stream,
@@ -340,9 +340,33 @@ def _digest(schema: pa.Schema, names: list[str]) -> bytes:
 BUFFER_BYTES = 128 << 20
 """Bytes of rows that are sorted in memory; if there are more, they go to temporary files."""
 _BATCH_BYTES = 512 << 10
-"""Bytes of a temporary file that are in memory at a time, about."""
-_FILE_BITS = 32
-"""A key is one number: that of the file, and in so many lower bits that of the row."""
+"""Bytes of a temporary file that are in memory at a time, if a row has no more."""
+_ORDER = "order"
+"""A column by which rows are sorted: the number of the file and, in the lower bits, of the row."""
+_ROW_BITS = 32
+
+
+class Tables:
+    """Rows of some tables, taken in order in pieces of any size."""
+
+    def __init__(self, tables: Iterator[pa.Table]):
+        self._tables = filter(len, tables)
+        self.rest: pa.Table = next(self._tables, None)
+        """What is left of the next table; None at the end."""
+
+    def take_some(self, most: int) -> pa.Table:
+        """Return the next rows, at most so many, of one table."""
+        taken = self.rest.slice(0, most)
+        rest = self.rest.slice(most)
+        self.rest = rest if len(rest) else next(self._tables, None)
+        return taken
+
+    def take(self, num_rows: int) -> Iterator[pa.Table]:
+        """Yield the next rows in tables as they come; there must be as many."""
+        while num_rows:
+            taken = self.take_some(num_rows)
+            num_rows -= len(taken)
+            yield taken
 
 
 class SortedRows:
@@ -354,7 +378,8 @@ class SortedRows:
     """
 
     def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES):
-        self._schema = schema
+        self._names = schema.names
+        self._schema = schema.append(pa.field(_ORDER, "int64"))
         self._buffer_bytes = buffer_bytes
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
@@ -367,7 +392,9 @@ class SortedRows:
 
     def add(self, rows: pa.Table) -> None:
         """Add rows. Raises OSError if the temporary folder has no room."""
-        self._waiting.append(rows.select(self._schema.names))
+        files, numbers = (rows[name].to_numpy().astype(np.int64) for name in ("file", "row"))
+        keys = pa.array((files << _ROW_BITS) + numbers)
+        self._waiting.append(rows.select(self._names).append_column(_ORDER, keys))
         self._num_bytes += rows.nbytes
         if self._num_bytes >= self._buffer_bytes:
             self._store()
@@ -376,11 +403,14 @@ class SortedRows:
         """Yield the rows in order, as tables of a few hundred kilobytes. Nothing can be added any
         more.
         """
-        runs = [*map(_stored_batches, self._files), _batches(self._sorted())]
-        heads = [_Head(run) for run in runs]
-        while heads := [head for head in heads if len(head.keys)]:
-            bound = min(head.keys[-1] for head in heads)
-            yield _in_order(pa.concat_tables([head.take(bound) for head in heads]))
+        sorted_runs = [*map(_stored_batches, self._files), halved(self._sorted(), _BATCH_BYTES)]
+        runs = [Tables(run) for run in sorted_runs]
+        while runs := [run for run in runs if run.rest is not None]:
+            keys = [run.rest[_ORDER].to_numpy() for run in runs]
+            bound = min(each[-1] for each in keys)
+            counts = (int(each.searchsorted(bound, side="right")) for each in keys)
+            taken = [run.take_some(count) for run, count in zip(runs, counts, strict=True)]
+            yield _in_order(pa.concat_tables(taken)).select(self._names)
 
     def _sorted(self) -> pa.Table:
         """Sort the rows that wait, and forget them."""
@@ -398,72 +428,15 @@ class SortedRows:
             with ipc.new_stream(
                 pa.PythonFile(file, mode="w"), self._schema, options=options
             ) as writer:
-                for batch in _batches(self._sorted()):
+                for batch in halved(self._sorted(), _BATCH_BYTES):
                     writer.write_table(batch)
 
 
-class _Head:
-    """The next rows of a sorted run: `keys` [N], without any at its end."""
-
-    def __init__(self, run: Iterator[pa.Table]):
-        self._run = run
-        self._table: pa.Table
-        self.keys = np.zeros(0, np.int64)
-        self._advance()
-
-    def take(self, bound: int) -> pa.Table:
-        """Return the next rows with keys up to `bound`, which is not beyond the last one at
-        hand.
-        """
-        count = int(np.searchsorted(self.keys, bound, side="right"))
-        taken = self._table.slice(0, count)
-        self._table = self._table.slice(count)
-        self.keys = self.keys[count:]
-        if not len(self.keys):
-            self._advance()
-        return taken
-
-    def _advance(self) -> None:
-        if (table := next(self._run, None)) is not None:
-            self._table, self.keys = table, _keys(table)
-
-
-def _keys(table: pa.Table) -> NDArray[np.int64]:
-    """Return one number for each row [N], by which rows are sorted."""
-    keys: NDArray[np.int64] = (table["file"].to_numpy().astype(np.int64) << _FILE_BITS) + table[
-        "row"
-    ].to_numpy()
-    return keys
-
-
 def _in_order(table: pa.Table) -> pa.Table:
-    return table.take(np.argsort(_keys(table), kind="stable")).combine_chunks()
-
-
-def _batches(table: pa.Table) -> Iterator[pa.Table]:
-    """Cut a table into small ones, of at least one row."""
-    num_rows = max(1, len(table) * _BATCH_BYTES // max(1, table.nbytes))
-    yield from (table.slice(begin, num_rows) for begin in range(0, len(table), num_rows))
+    return table.take(np.argsort(table[_ORDER].to_numpy(), kind="stable")).combine_chunks()
 
 
 def _stored_batches(file: IO[bytes]) -> Iterator[pa.Table]:
     file.seek(0)
     with ipc.open_stream(pa.PythonFile(file, mode="r")) as reader:
         yield from (pa.table(batch) for batch in reader)
-
-
-class Tables:
-    """Rows of some tables, taken in order in pieces of any size."""
-
-    def __init__(self, tables: Iterator[pa.Table]):
-        self._tables = tables
-        self._rest: pa.Table | None = None
-
-    def take(self, num_rows: int) -> Iterator[pa.Table]:
-        """Yield the next rows in tables as they come; there must be as many."""
-        while num_rows:
-            table = next(self._tables) if self._rest is None else self._rest
-            taken = table.slice(0, num_rows)
-            num_rows -= len(taken)
-            self._rest = table.slice(len(taken)) if len(taken) < len(table) else None
-            yield taken
