@@ -69,9 +69,6 @@ SUMMARY_SCHEMA = pa.schema(
             "ttft_s",
             "decode_s",
             "total_s",
-        ),
-        *_columns(
-            "float64",
             "prefill_s",
             "draft_prefill_s",
             "draft_s",
