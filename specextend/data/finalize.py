@@ -30,7 +30,9 @@ from specextend.data.database import temporary_room
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
 from specextend.data.parquet import (
     DAMAGED,
+    Ints,
     as_stored,
+    gathered,
     halved,
     open_parquet,
     rows_where,
@@ -61,7 +63,6 @@ _HELD_BYTES = 32 << 20
 files are written one after the other.
 """
 _DIGEST = b"specextend.results"
-_CHUNK_ROWS = 4096
 
 
 class ReconciliationError(RuntimeError):
@@ -253,31 +254,39 @@ class _Ending:
 
     def _summaries_of(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         """Yield summaries in row order, some rows at a time."""
-        results = Tables(tables)
-        for columns, num_rows in _passthrough(self._source, number):
+        for results, passed in self._joined(number, COMMIT_SCHEMA, tables):
             self._checkpoint()
-            rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
-            table = pa.table(
-                summary_columns(rows, self._columns) + columns, schema=self._summaries.schema
-            )
-            yield rows_where(table, rows["error_class"].is_null().to_numpy())
+            columns = summary_columns(results, self._columns) + passed
+            table = pa.table(columns, schema=self._summaries.schema)
+            yield rows_where(table, results["error_class"].is_null().to_numpy())
 
     def _errors_of(self, number: int, failed: list[pa.Table]) -> Iterator[pa.Table]:
-        """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their
-        own columns.
-        """
+        """Yield error rows as `_summaries_of` does. failed: their own columns."""
         keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
-        mask = np.isin(self._source.rows(number), np.concatenate(keys))
-        results = Tables(iter(failed))
-        for columns, num_rows in _passthrough(self._source, number):
+        schema = error_schema([], self._columns)
+        for results, passed in self._joined(number, schema, iter(failed), np.concatenate(keys)):
             self._checkpoint()
-            chosen = mask[:num_rows]
-            mask = mask[num_rows:]
-            rows = pa.concat_tables(
-                [error_schema([], self._columns).empty_table(), *results.take(int(chosen.sum()))]
-            )
-            passed = [rows_where(pa.table({"": column}), chosen)[""] for column in columns]
-            yield pa.table(rows.columns + passed, schema=self._errors.schema)
+            yield pa.table(results.columns + passed, schema=self._errors.schema)
+
+    def _joined(
+        self,
+        number: int,
+        schema: pa.Schema,
+        tables: Iterator[pa.Table],
+        rows: Ints | None = None,
+    ) -> Iterator[tuple[pa.Table, list[pa.ChunkedArray]]]:
+        """Yield the results of a file with the columns that are passed through to them, some rows
+        at a time. rows: of the file, if they are not all that the run is about.
+        """
+        source = self._source
+        names = [field.name for field in source.passthrough_fields]
+        if not names:
+            yield from ((table, []) for table in gathered(tables))
+            return
+        results = Tables(tables)
+        for batch in source.batches_of(number, names, rows):
+            taken = pa.concat_tables([schema.empty_table(), *results.take(len(batch))])
+            yield taken, source.passthrough(batch, number)
 
     def _error_rows(self, table: pa.Table) -> pa.Table:
         """Return the error rows of a table of results, with the columns of their schema but those
@@ -310,21 +319,6 @@ class _Ending:
         except DAMAGED:  # if its store is away, writing it again says so
             return False
         return is_whole and (found.metadata or {}).get(_DIGEST) == _digest(schema, names)
-
-
-def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
-    """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row
-    order.
-    """
-    fields = source.passthrough_fields
-    if not fields:
-        num_rows = len(source.rows(number))
-        yield from (
-            ([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS)
-        )
-        return
-    for batch in source.chosen_batches(number, [field.name for field in fields]):
-        yield source.passthrough(batch, number), len(batch)
 
 
 def _digest(schema: pa.Schema, names: list[str]) -> bytes:

@@ -267,14 +267,17 @@ class Source:
                 ) from error
         return columns
 
-    def chosen_batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
-        """Stream columns of the rows that the run is about, as `batches_of` does."""
-        if self.selection is None:
-            return self.batches(number, columns)
-        return self.batches_of(number, columns, self.selection.rows[number])
-
-    def batches_of(self, number: int, columns: list[str], rows: Ints) -> Iterator[pa.Table]:
-        """Stream columns of some rows of a file, as `batches` does; a table may be without rows."""
+    def batches_of(
+        self, number: int, columns: list[str], rows: Ints | None = None
+    ) -> Iterator[pa.Table]:
+        """Stream columns of some rows of a file, or else of those that the run is about, as
+        `batches` does; a table may be without rows.
+        """
+        if rows is None and self.selection is not None:
+            rows = self.selection.rows[number]
+        if rows is None:
+            yield from self.batches(number, columns)
+            return
         mask = np.zeros(self.files[number].num_rows, bool)
         mask[rows] = True
         begin = 0
@@ -346,7 +349,7 @@ class Source:
         for batch in self.batches(file.number, sorted(unread)) if unread else ():
             self.passthrough(batch, file.number)
         wanted = (options.text_column, options.options_column)
-        batches = self.chosen_batches(file.number, list(dict.fromkeys(filter(None, wanted))))
+        batches = self.batches_of(file.number, list(dict.fromkeys(filter(None, wanted))))
         return list(batches) if file.is_small else batches
 
     def _scanned(self, key: DocumentKey, values: ReadOnly) -> ScannedRow:
