@@ -75,14 +75,14 @@ def schema_of(given: str | ReadOnly) -> str:
         )
     for name, field in _properties(schema).items():
         _check_keywords(name, field)
-        _arrow(name, field, schema)
+        kind = _arrow(name, field, schema)
         _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
         if (rule := field.get("merge")) not in (None, *RULES):
             raise ValueError(
                 f"output.schema: field {name}: merge must be {', '.join(RULES)}, got "
                 f"{json.dumps(rule)}{did_you_mean(str(rule), RULES)}"
             )
-        if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
+        if rule == "union" and not pa.types.is_list(kind):
             raise ValueError(
                 f"output.schema: field {name} is no list, which merge: union is for; use first or "
                 "majority"
