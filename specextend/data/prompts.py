@@ -511,8 +511,9 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str) -> Callable[[str]
         "documents": None,
         **tokenizer.special_tokens_map,
         **options.template_options,
+        CLOCK: now.strftime,
+        "add_generation_prompt": True,
     }
-    variables |= {CLOCK: now.strftime, "add_generation_prompt": True}
 
     def write(content: str) -> str:
         try:
