@@ -15,9 +15,10 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,10 @@ def ranks(num_tokens: Ints) -> Ints:
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
+_FILE_STEP = 1 << 40
+"""The number of a row in the input is its file's times this, and its own in the file."""
+
+
 class TokenEstimate(NamedTuple):
     """Estimated tokens of a document that has not run yet."""
 
@@ -67,10 +72,9 @@ class RowSet:
         self._masks = [np.zeros(num_rows, np.bool_) for num_rows in file_rows]
         for file, row in keys:
             self._masks[file][row] = True
-        self._size = sum(int(mask.sum()) for mask in self._masks)
 
     def __len__(self) -> int:
-        return self._size
+        return sum(int(mask.sum()) for mask in self._masks)
 
     def __contains__(self, key: DocumentKey) -> bool:
         """Return True for a key of the set; a part of another input may have keys of rows that no
@@ -83,8 +87,7 @@ class RowSet:
 class Estimates(Mapping[DocumentKey, TokenEstimate]):
     """The documents of a start in input order, each at its position.
 
-    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document;
-    `span` gives the positions of a file.
+    num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document.
     """
 
     def __init__(
@@ -95,23 +98,16 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         max_new_tokens: NDArray[Any],
     ):
         """Take columns [N] in input order."""
-        assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), (
-            "not in input order"
-        )
-        self.rows = rows.astype(np.int64, copy=False)
+        self._numbers = files.astype(np.int64) * _FILE_STEP + rows
+        assert np.all(np.diff(self._numbers) > 0), "not in input order"
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
         self.max_new_tokens = max_new_tokens.astype(np.int32, copy=False)
-        self.num_files = int(files[-1]) + 1 if len(files) else 0
-        """A number that is above those of all files with documents."""
-        self._starts = np.searchsorted(files, np.arange(self.num_files + 1))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._numbers)
 
     def __iter__(self) -> Iterator[DocumentKey]:
-        for file in range(self.num_files):
-            for row in self.rows[self.span(file)].tolist():
-                yield DocumentKey(file, row)
+        return map(self.key, range(len(self)))
 
     def __getitem__(self, key: DocumentKey) -> TokenEstimate:
         position = self.position(key)
@@ -125,38 +121,30 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         """
         return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
 
-    def span(self, file: int) -> slice:
-        """Return the positions of a file's documents."""
-        return slice(int(self._starts[file]), int(self._starts[file + 1]))
-
     def position(self, key: DocumentKey) -> int:
         """Return the position of a document. Raises KeyError for a row that is not among them."""
-        if not 0 <= key.file < self.num_files:
-            raise KeyError(key)
-        span = self.span(key.file)
-        position = span.start + int(self.rows[span].searchsorted(key.row))
-        if position == span.stop or self.rows[position] != key.row:
+        # not numpy's own search, which copies all of them for a number that has more than 64 bits
+        position = bisect_left(self._numbers, key.file * _FILE_STEP + key.row)
+        if position == len(self) or self.key(position) != key:
             raise KeyError(key)
         return position
 
     def key(self, position: int) -> DocumentKey:
         """Return the key of the document at a position."""
-        file = int(self._starts.searchsorted(position, side="right")) - 1
-        return DocumentKey(file, int(self.rows[position]))
+        return DocumentKey(*divmod(int(self._numbers[position]), _FILE_STEP))
 
-    def group_starts(self, group_rows: Sequence[Sequence[int]]) -> Ints:
-        """Return the position [G] at which each row group begins that holds documents.
+    def group_bounds(self, group_rows: Sequence[Sequence[int]]) -> Ints:
+        """Return the positions [G + 1] that bound the row groups which hold documents.
 
-        group_rows: the rows of each group of each file; a file that has none here is one group.
+        group_rows: the rows of each group of each file; the files that have none here are one
+        group.
         """
-        starts = [np.empty(0, np.int64)]
-        for file in range(self.num_files):
-            span = self.span(file)
-            sizes = group_rows[file] if file < len(group_rows) else ()
-            ends = np.cumsum(np.array([0, *sizes][:-1] if sizes else [0], np.int64))
-            begins = np.unique(self.rows[span].searchsorted(ends))
-            starts.append(span.start + begins[begins < span.stop - span.start])
-        return np.concatenate(starts)
+        begins = [
+            file * _FILE_STEP + row
+            for file, sizes in enumerate(group_rows)
+            for row in accumulate(sizes, initial=0)
+        ]
+        return np.unique(np.append(self._numbers.searchsorted(begins), (0, len(self))))
 
 
 class Backlog:
@@ -173,7 +161,7 @@ class Backlog:
         group_rows: the rows of each row group of each file, as workers read it.
         """
         self._estimates = estimates
-        self._starts = estimates.group_starts(group_rows)
+        self._bounds = estimates.group_bounds(group_rows)
         self._without = {estimates.position(key) for key in without}
         self._size = len(estimates) - len(self._without)
         self._not_begun = self._in_order()
@@ -183,8 +171,6 @@ class Backlog:
         """
         self._used: dict[str, int] = {}
         """The neighbourhood from which each worker takes."""
-        self._users: Counter[int] = Counter()
-        """The number of workers that take from each neighbourhood."""
         self._returned: list[Rank] = []
         """Heap of documents that came back: they go first, to whichever worker asks."""
 
@@ -199,9 +185,7 @@ class Backlog:
         if self._returned:
             return heapq.heappop(self._returned)[1]
         if self._used.get(worker) not in self._open:
-            self.leave(worker)
-            self._used[worker] = chosen = self._choose()
-            self._users[chosen] += 1
+            self._used[worker] = self._choose()
         number = self._used[worker]
         position = self._open[number].pop()
         if not self._open[number]:
@@ -215,8 +199,7 @@ class Backlog:
 
     def leave(self, worker: str) -> None:
         """Note that a worker takes nothing more from the neighbourhood that it used."""
-        if (number := self._used.pop(worker, None)) is not None:
-            self._users[number] -= 1
+        self._used.pop(worker, None)
 
     def first(self, limit: int) -> list[DocumentKey]:
         """List documents that wait, up to a number, in about the order in which they will be
@@ -235,37 +218,28 @@ class Backlog:
         """Number the neighbourhoods, those with the longest documents last, others in input
         order.
         """
-        if not len(self._starts):
-            return array("i")
-        longest = np.maximum.reduceat(self._estimates.totals(), self._starts)
+        longest = np.maximum.reduceat(self._estimates.totals(), self._bounds[:-1])
         return array("i", np.argsort(ranks(longest), kind="stable")[::-1].tolist())
 
     def _positions(self, number: int) -> list[int]:
         """List the documents of a neighbourhood that has not been begun, the next one last."""
-        begin = int(self._starts[number])
-        end = (
-            int(self._starts[number + 1])
-            if number + 1 < len(self._starts)
-            else len(self._estimates)
-        )
+        begin, end = self._bounds[number : number + 2]
         positions = np.arange(begin, end)
         order = np.argsort(ranks(self._estimates.totals(positions)), kind="stable")
         found: list[int] = positions[order][::-1].tolist()
-        return [each for each in found if each not in self._without] if self._without else found
+        return [each for each in found if each not in self._without]
 
     def _choose(self) -> int:
         """Choose a neighbourhood: one that others have left, else a new one, else that with most
         for each worker.
         """
-        if (
-            left := next((number for number in self._open if not self._users[number]), None)
-        ) is not None:
+        num_users = Counter(self._used.values())
+        left = next((number for number in self._open if not num_users[number]), None)
+        if left is not None:
             return left
         while self._not_begun:
             number = self._not_begun.pop()
             if positions := self._positions(number):
                 self._open[number] = positions
                 return number
-        return max(
-            self._open, key=lambda number: len(self._open[number]) / (self._users[number] + 1)
-        )
+        return max(self._open, key=lambda number: len(self._open[number]) / (num_users[number] + 1))
