@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.cluster.messages import (
-    CallLost,
     Died,
     Done,
     Draining,
     Event,
     Lease,
+    Lost,
     Polled,
     Ready,
     Returned,
@@ -152,7 +152,9 @@ class SimulatedCluster:
             self._at(
                 0.0,
                 lambda: (
-                    [CallLost(being.name, lease, "cancelled")] if being.name in self.workers else []
+                    [Returned(being.name, lease, Lost("cancelled"))]
+                    if being.name in self.workers
+                    else []
                 ),
             )
 

@@ -9,21 +9,18 @@ from dataclasses import dataclass, field
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
 from specextend.cluster.messages import (
     Begun,
-    CallLost,
     Died,
-    Done,
     Draining,
     Event,
-    Failed,
-    GivenUp,
     Lease,
+    Lost,
     Outcome,
     Place,
     Polled,
     Ready,
     Returned,
     StartFailed,
-    Suspected,
+    SuspectedError,
     WorkerInfo,
 )
 from specextend.cluster.progress import (
@@ -75,8 +72,6 @@ class Driver:
     _moved_at: float = field(init=False)
     """When a worker last read or wrote a token, or a document had its outcome."""
     _errors: ErrorGuard = field(init=False)
-    _hosts: dict[str, str] = field(default_factory=dict)
-    """Hosts of the workers that were ready once."""
     _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
@@ -159,6 +154,7 @@ class Driver:
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
             self._handle(event, self.clock())
+            self._fail_given_up()
         self._remember_charges()
 
     def _remember_charges(self) -> None:
@@ -195,16 +191,17 @@ class Driver:
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""
-        for lease in self.scheduler.overdue(now):
+        for held in self.scheduler.overdue(now):
+            lease = held.lease
             seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker = self.scheduler.held[lease.lease_id].worker
             doc_id = self.source.doc_id(lease.key)
-            facts = lease_facts(worker, lease) | {"document": doc_id}
+            facts = lease_facts(held.worker.name, lease) | {"document": doc_id}
             self.display.note(
                 f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts
             )
-            self._give_up(self.scheduler.expire(lease.lease_id, message), worker)
+            self.scheduler.expire(lease.lease_id, message)
+            self._fail_given_up()
             self.pool.cancel(lease.lease_id)
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
@@ -213,9 +210,8 @@ class Driver:
             )
             self.pool.kill(worker)
             self._gone(worker, reason)
-            self._give_up(
-                self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker
-            )
+            self.scheduler.leave(worker, "Stalled", f"the worker made {reason}")
+            self._fail_given_up()
         self._remember_charges()
 
     def _handle(self, event: Event, now: float) -> None:
@@ -232,8 +228,6 @@ class Driver:
                 self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
             case Returned(worker, lease, outcome):
                 self._returned(worker, lease, outcome, now)
-            case CallLost(worker, lease, reason):
-                self._lost(worker, lease, reason)
             case Polled(worker, report):
                 if self.scheduler.report(worker, report.num_steps, report.outputs, now):
                     self._moved_at = now
@@ -247,14 +241,11 @@ class Driver:
             case Draining(worker):
                 self._drain(worker)
             case Died(worker, reason, with_node):
-                self._died(
-                    worker, reason, with_node=with_node or self.scheduler.is_draining(worker)
-                )
+                self._died(worker, reason, with_node=with_node)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
         self.roster.ready(worker)
-        self._hosts[worker] = info.host
         self.record.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.host, device)
@@ -292,34 +283,29 @@ class Driver:
         if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
             return
-        if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
+        if isinstance(outcome, Lost):
+            self.scheduler.take_back(lease.lease_id, outcome.reason)
+            return
+        if isinstance(outcome, DocumentError) and outcome.stage == "read" and outcome.retryable:
             self._unread(worker, lease, outcome, now)
             return
         self.roster.document_done()
-        if isinstance(outcome, Suspected):
-            message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
-            self.display.note(
-                message,
-                "batch_failed",
-                **lease_facts(worker, lease),
-                error_class=outcome.error_class,
-            )
-            self._give_up(
-                self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker
-            )
+        if isinstance(outcome, SuspectedError):
+            message = f"{worker}: a batch failed: {outcome}"
+            facts = lease_facts(worker, lease) | {"error_class": outcome.error_class}
+            self.display.note(message, "batch_failed", **facts)
+            self.scheduler.blame(lease.lease_id, outcome)
             return
-        self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
         self._moved_at = now
-        if isinstance(outcome, Done):
-            self._errors.done()
-            self.display.event(
-                "document_done", **lease_facts(worker, lease), **result_facts(outcome)
-            )
-            self._note_memory(worker, outcome.used_gib)
-            self.committer.add(outcome.row)
-            self.ledger.finish(lease.key, outcome.stats, worker)
-        else:
-            self._fail(lease.key, lease.attempt, outcome, worker)
+        if isinstance(outcome, DocumentError):
+            self.scheduler.reject(lease.lease_id, outcome)
+            return
+        self.scheduler.finish(lease.lease_id)
+        self._errors.done()
+        self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
+        self._note_memory(worker, outcome.used_gib)
+        self.committer.add(outcome.row)
+        self.ledger.finish(lease.key, outcome.stats, worker)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
         """Record the most memory that a worker has used, and say it of the first one, beside what
@@ -332,42 +318,33 @@ class Driver:
                 said, "memory", worker=worker, planned_gib=planned_gib, used_gib=used_gib
             )
 
-    def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
+    def _unread(self, worker: str, lease: Lease, error: DocumentError, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at
         fault.
         """
-        self.display.event("document_unread", **lease_facts(worker, lease), reason=failed.message)
-        was_told = self._is_stopping or self.scheduler.is_resting(worker, now)
-        if was_told or not is_damaged_row(self.source, lease.key):
-            self.scheduler.unread(lease.lease_id, now)
-            if not was_told:
-                host = self._hosts[worker]
-                message = (
-                    f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} "
-                    f"s: {failed.message}"
-                )
-                self.display.note(
-                    message, "worker_cannot_read", worker=worker, host=host, reason=failed.message
-                )
-            return
-        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
+        self.display.event("document_unread", **lease_facts(worker, lease), reason=error.message)
+        holder = self.scheduler.workers[worker]
+        was_told = self._is_stopping or holder.rests_until > now
+        if not was_told and is_damaged_row(self.source, lease.key):
+            self.scheduler.blame(lease.lease_id, error)
             self._moved_at = now
-            self._fail(item.key, item.attempts, failed, worker)
-
-    def _lost(self, worker: str, lease: Lease, reason: str) -> None:
-        """Note that a call ended without outcome. Unless it was cancelled, its document waits
-        again.
-        """
-        if lease.lease_id not in self.scheduler.held:
-            self.scheduler.closed(worker)
-        else:
-            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker)
+            return
+        self.scheduler.unread(lease.lease_id, now)
+        if not was_told:
+            host = holder.place.host
+            message = (
+                f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} "
+                f"s: {error.message}"
+            )
+            self.display.note(
+                message, "worker_cannot_read", worker=worker, host=host, reason=error.message
+            )
 
     def _drain(self, worker: str) -> None:
         """Empty a worker whose node is about to go; another takes its seat once it has done what
         runs.
         """
-        host = self._hosts[worker]
+        host = self.scheduler.workers[worker].place.host
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
         for lease in self.scheduler.drain(worker):
@@ -377,31 +354,27 @@ class Driver:
     def _died(self, worker: str, reason: str, *, with_node: bool) -> None:
         self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
         self._gone(worker, reason)
-        if with_node:
-            given_up = self.scheduler.lose(worker, f"the node was lost: {reason}")
+        if with_node or self.scheduler.workers[worker].is_draining:
+            self.scheduler.lose(worker, f"the node was lost: {reason}")
         else:
-            given_up = self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
-        self._give_up(given_up, worker)
+            self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
 
     def _gone(self, worker: str, reason: str) -> None:
         self.record.worker_gone(worker, reason)
         self.ledger.running(worker, {})
-        self.roster.died(worker, reason, is_explained=self.scheduler.holds_struck(worker))
+        is_explained = self.scheduler.workers[worker].holds_struck
+        self.roster.died(worker, reason, is_explained=is_explained)
 
-    def _give_up(self, given_up: list[GivenUp], worker: str) -> None:
-        for item in given_up:
-            failed = Failed("", item.error_class, item.message, "decode", retryable=True)
-            self._fail(item.key, item.attempts, failed, worker)
-
-    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
-        doc_id = failed.doc_id or (
-            self.source.place(key) if self._is_stopping else self.source.doc_id(key)
-        )
-        self.committer.add(
-            give_up(self.display, key, failed._replace(doc_id=doc_id), attempts, worker)
-        )
-        self._errors.failed(doc_id, failed)
-        self.ledger.finish(key, None, worker)
+    def _fail_given_up(self) -> None:
+        """Make error rows of the documents that the scheduler has given up."""
+        while self.scheduler.given_up:
+            key, attempts, error, worker = self.scheduler.given_up.pop(0)
+            if not error.doc_id:
+                name = self.source.place if self._is_stopping else self.source.doc_id
+                error.doc_id = name(key)
+            self.committer.add(give_up(self.display, key, error, attempts, worker))
+            self._errors.failed(error)
+            self.ledger.finish(key, None, worker)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:

@@ -278,11 +278,7 @@ def calibrate(
     ]
     rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
-        failed = [
-            f"{each.error_class}: {each.message}"
-            for each in outcomes.values()
-            if not isinstance(each, Done)
-        ]
+        failed = [str(each) for each in outcomes.values() if not isinstance(each, Done)]
         raise RefusedError(f"{_NEEDS}: {'; '.join(failed) or 'their outputs are empty'}")
     return rates
 

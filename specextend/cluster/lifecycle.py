@@ -39,7 +39,7 @@ from specextend.cluster.exits import (
     writing,
 )
 from specextend.cluster.lock import OutputLock, held
-from specextend.cluster.messages import Failed, Tried, failed_row
+from specextend.cluster.messages import Tried, with_document
 from specextend.cluster.progress import Display, Ledger
 from specextend.cluster.records import (
     Committer,
@@ -305,7 +305,7 @@ class _LockedRun:
                     writer.commit(rows)
                 rows = []
 
-    def _refusal(self, key: DocumentKey) -> Failed:
+    def _refusal(self, key: DocumentKey) -> DocumentError:
         """Find out why no model has to see a row. Raises what `Source.read` raises about the
         input.
         """
@@ -316,7 +316,7 @@ class _LockedRun:
                 row.max_new_tokens or self.prepared.config.decoding.max_new_tokens
             )
         except DocumentError as error:
-            return failed_row(error, row)
+            return with_document(error, row)
         raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
 
     def _commit_writer(self) -> CommitWriter:

@@ -6,7 +6,10 @@ ends in a way that may be its fault; after `job.max_attempts` of these it is giv
 seconds of any monotonic clock that the caller passes in.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,8 +52,9 @@ class GivenUp(NamedTuple):
 
     key: DocumentKey
     attempts: int
-    error_class: str
-    message: str
+    error: DocumentError
+    worker: str
+    """The one that had it last."""
 
 
 class Tried(NamedTuple):
@@ -71,7 +75,6 @@ class OpenDocument:
     """A document that is leased, or of which there is something to remember."""
 
     key: DocumentKey
-    num_tokens: int
     attempts: int = 0
     forgiven: int = 0
     """Attempts that do not count towards `max_attempts`."""
@@ -91,19 +94,10 @@ class OpenDocument:
 
 
 @dataclass(slots=True)
-class HeldLease:
-    """A lease in force."""
-
-    lease: Lease
-    document: OpenDocument
-    worker: str
-    started_at: float | None = None
-
-
-@dataclass(slots=True)
 class Holder:
     """A worker and the leases that it holds."""
 
+    name: str
     place: Place
     moved_at: float
     leases: dict[str, HeldLease] = field(default_factory=dict)
@@ -119,7 +113,7 @@ class Holder:
     @property
     def is_empty(self) -> bool:
         """Return True if it holds no lease, not even one that is being taken back."""
-        return not self.leases and not self.num_closing
+        return not self.num_taken
 
     @property
     def num_taken(self) -> int:
@@ -136,6 +130,16 @@ class Holder:
         )
 
 
+@dataclass(slots=True)
+class HeldLease:
+    """A lease in force."""
+
+    lease: Lease
+    document: OpenDocument
+    worker: Holder
+    started_at: float | None = None
+
+
 class Done(NamedTuple):
     """The result of a document: a row of a commit, and its counts."""
 
@@ -145,50 +149,37 @@ class Done(NamedTuple):
     """The most memory that its worker had used by then."""
 
 
-class Failed(NamedTuple):
-    """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be
-    able to read it.
+def with_document(error: DocumentError, row: Row | None) -> DocumentError:
+    """Return an error with what is known of its document. row: what was read of it, if it could
+    be.
     """
-
-    doc_id: str
-    """Empty if the document was not read."""
-    error_class: str
-    message: str
-    stage: str
-    """`read`, `prompt` or `decode`; `worker` if the worker itself failed."""
-    retryable: bool
-    """True if another machine or a later try may succeed."""
-    content_sha256: str | None = None
-    """Hash of the row, by which later runs know it; None if the document was not read."""
-    summary: str | None = None
-    """What was written, if it is to be kept."""
-    tasks: list[Values] | None = None
-    """What the tasks have answered that did not fail, if there are several."""
+    if row is not None:
+        error.doc_id = row.doc_id
+        error.content_sha256 = row.content_sha256
+    return error
 
 
-def failed_row(error: DocumentError, row: Row | None) -> Failed:
-    """Return the failure of a document. row: what was read of it, if it could be."""
-    doc_id, content = (
-        (error.doc_id, error.content_sha256) if row is None else (row.doc_id, row.content_sha256)
-    )
-    facts = error.error_class, error.message, error.stage, error.retryable
-    return Failed(doc_id, *facts, content, error.summary, error.tasks)
-
-
-class Suspected(NamedTuple):
+class SuspectedError(DocumentError):
     """A document whose batch failed through its fault or a neighbour's. It is tried again alone,
     which decides that.
     """
 
-    error_class: str
-    message: str
+
+class Lost(NamedTuple):
+    """The call of a lease ended without outcome while its worker lives: it was cancelled, or lost
+    on the way.
+    """
+
+    reason: str
 
 
-Outcome = Done | Failed | Suspected
+Outcome = Done | DocumentError | Lost
+"""What became of a lease. If an error's `stage` is `read` and it is `retryable`, another worker may
+be able to read the document.
+"""
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
+class WorkerInfo(NamedTuple):
     """The place where a worker runs."""
 
     node_id: str
@@ -201,7 +192,7 @@ class WorkerInfo:
     """What its device can do and what its target asks of it (`Engine.limits`); None if that is not
     known.
     """
-    kernels: list[Values] = field(default_factory=list)
+    kernels: Sequence[Values] = ()
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
@@ -213,31 +204,27 @@ class WorkerReport(NamedTuple):
     """Output tokens so far by lease id, for leases whose prefill has begun."""
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """A worker has a process: the cluster had room for it."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A worker's models are loaded."""
 
     worker: str
     info: WorkerInfo
 
 
-@dataclass(frozen=True)
-class StartFailed:
+class StartFailed(NamedTuple):
     """A worker's models could not be loaded."""
 
     worker: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Returned:
+class Returned(NamedTuple):
     """A lease has its outcome."""
 
     worker: str
@@ -245,27 +232,14 @@ class Returned:
     outcome: Outcome
 
 
-@dataclass(frozen=True)
-class CallLost:
-    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the
-    way.
-    """
-
-    worker: str
-    lease: Lease
-    reason: str
-
-
-@dataclass(frozen=True)
-class Polled:
+class Polled(NamedTuple):
     """A worker's progress."""
 
     worker: str
     report: WorkerReport
 
 
-@dataclass(frozen=True)
-class Draining:
+class Draining(NamedTuple):
     """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out
     of the cluster.
     """
@@ -273,8 +247,7 @@ class Draining:
     worker: str
 
 
-@dataclass(frozen=True)
-class Died:
+class Died(NamedTuple):
     """A worker is gone."""
 
     worker: str
@@ -283,4 +256,4 @@ class Died:
     """True if its node is down or out of reach, so that no document is to blame."""
 
 
-Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Died
+Event = Begun | Ready | StartFailed | Returned | Polled | Draining | Died

@@ -21,8 +21,9 @@ from rich.table import Column
 
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.exits import TooManyErrorsError
-from specextend.cluster.messages import Done, Failed, Lease
+from specextend.cluster.messages import Done, Lease
 from specextend.core import DocumentKey, counted, printable
+from specextend.data.inputs import DocumentError
 from specextend.stats import DecodingStats, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
@@ -210,12 +211,12 @@ class ErrorGuard:
         """Count a document that is done."""
         self._num_done += 1
 
-    def failed(self, doc_id: str, failed: Failed) -> None:
+    def failed(self, error: DocumentError) -> None:
         """Count a document that became an error row, unless its own content is at fault."""
-        if failed.stage in ("read", "prompt") and not failed.retryable:
+        if error.stage in ("read", "prompt") and not error.retryable:
             return
-        self._failed[failed.error_class] += 1
-        self._examples.setdefault(failed.error_class, f"{doc_id}: {failed.message}")
+        self._failed[error.error_class] += 1
+        self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
 
     def check(self) -> None:
         """Raise TooManyErrorsError once enough documents have ended and too many of them have

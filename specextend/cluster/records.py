@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
 from specextend.cluster.lock import LockHolder, OutputLock, read_lock
-from specextend.cluster.messages import Failed, Place, Tried, WorkerInfo
+from specextend.cluster.messages import Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, ReadOnly, Values, counted, printable
 from specextend.data.commits import CommitWriter, Progress, read_commits
 from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     RELEASED,
     Start,
@@ -124,7 +125,7 @@ class StartRecord:
 
     def worker_ready(self, worker: str, info: WorkerInfo) -> None:
         """Note that a worker's models are loaded, and where it runs."""
-        self._note(worker, ready=self._now(), **asdict(info))
+        self._note(worker, ready=self._now(), **info._asdict())
 
     def worker_used(self, worker: str, gib: float) -> bool:
         """Note the most memory that a worker has used so far; return True if it is the first of
@@ -247,20 +248,20 @@ class Committer:
 
 
 def give_up(
-    display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = ""
+    display: Display, key: DocumentKey, error: DocumentError, attempts: int, worker: str = ""
 ) -> Values:
     """Say that a document has failed, and return its error row."""
     display.note(
-        f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}",
+        f"document {error.doc_id} failed: {error}",
         "document_failed",
         **key._asdict(),
-        document=failed.doc_id,
+        document=error.doc_id,
         worker=worker,
         attempt=attempts,
-        stage=failed.stage,
-        error_class=failed.error_class,
+        stage=error.stage,
+        error_class=error.error_class,
     )
-    return {**key._asdict(), **failed._asdict(), "attempts": attempts}
+    return {**key._asdict(), **asdict(error), "attempts": attempts}
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:

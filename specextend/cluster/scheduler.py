@@ -31,6 +31,7 @@ from specextend.cluster.messages import (
     Tried,
 )
 from specextend.core import DocumentKey
+from specextend.data.inputs import DocumentError
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import JobOptions
@@ -77,9 +78,7 @@ class Scheduler:
         self._leases_per_worker = leases_per_worker
         self._num_extra = num_extra
         self._documents = {
-            key: OpenDocument(
-                key, estimates[key].total, before.attempts, before.forgiven, set(before.struck)
-            )
+            key: OpenDocument(key, before.attempts, before.forgiven, set(before.struck))
             for key, before in (tried or {}).items()
             if key in estimates
         }
@@ -90,7 +89,10 @@ class Scheduler:
         for document in apart:
             self._put_back(document)
         self._has_charged = False
-        self._workers: dict[str, Holder] = {}
+        self.given_up: list[GivenUp] = []
+        """The documents that became error rows; who makes these removes them."""
+        self.workers: dict[str, Holder] = {}
+        """The workers that are ready."""
         self.held: dict[str, HeldLease] = {}
         """The leases in force."""
         self._num_granted = itertools.count(1)
@@ -119,7 +121,7 @@ class Scheduler:
         These are the busy ones, one for each document that waits, and one more for each place that
         may be at fault for a death.
         """
-        workers = self._workers.values()
+        workers = self.workers.values()
         useful = min(
             self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers)
         )
@@ -159,9 +161,9 @@ class Scheduler:
         If its place is left out, returns the number of workers that have died there in a row, and
         why the last one did.
         """
-        assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = Holder(place, now)
-        others = {other.place for other in self._workers.values()} - {place} - self._left_out
+        assert worker not in self.workers, f"{worker} joined twice"
+        self.workers[worker] = Holder(worker, place, now)
+        others = {other.place for other in self.workers.values()} - {place} - self._left_out
         if self._deaths[place] >= MAX_DEATHS and any(
             self._deaths[other] < self._deaths[place] for other in others
         ):
@@ -174,8 +176,7 @@ class Scheduler:
 
         Returns True if the counter moved, so that tokens were read or written.
         """
-        if (state := self._workers.get(worker)) is None:
-            return False
+        state = self.workers[worker]
         has_moved = num_steps > max(0, state.num_steps)
         if num_steps != state.num_steps:
             state.num_steps = num_steps
@@ -194,9 +195,7 @@ class Scheduler:
         """
         if not self.num_waiting:
             return []
-        takers = {
-            name: worker for name, worker in self._workers.items() if self._takes(worker, now)
-        }
+        takers = {name: worker for name, worker in self.workers.items() if self._takes(worker, now)}
         return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
     def _takes(self, worker: Holder, now: float) -> bool:
@@ -211,10 +210,8 @@ class Scheduler:
         Removes the workers that were chosen from `takers`.
         """
         granted: list[tuple[str, Lease]] = []
-        room = (
-            max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
-        )
-        room -= sum(worker.is_alone for worker in self._workers.values())
+        room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
+        room -= sum(worker.is_alone for worker in self.workers.values())
         nearest = sorted(
             takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken)
         )
@@ -247,7 +244,7 @@ class Scheduler:
         built, all.
         """
         hosts = {place.host for place in struck}
-        known = {worker.place for worker in self._workers.values()} - self._left_out
+        known = {worker.place for worker in self.workers.values()} - self._left_out
         allowed = {place for place in known if place.host not in hosts}
         allowed = allowed or known - struck
         if not allowed and not self._num_coming:
@@ -257,7 +254,7 @@ class Scheduler:
 
     def _assign_fresh(self, takers: Mapping[str, Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
-        is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
+        is_near_end = len(self._backlog) < self._num_extra * len(self.workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
         room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
         free = [
@@ -275,57 +272,58 @@ class Scheduler:
         return granted
 
     def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
-        state = self._workers[worker]
+        state = self.workers[worker]
         if (document := self._documents.get(key)) is None:
-            document = self._documents[key] = OpenDocument(key, self._estimates[key].total)
+            document = self._documents[key] = OpenDocument(key)
         lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
-        lease = Lease(
-            lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone
-        )
+        num_tokens = self._estimates[key].total
+        lease = Lease(lease_id, key, num_tokens, document.attempts + 1, document.runs_alone)
         if state.is_empty:
             state.moved_at = now
-        self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
+        self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, state)
         return lease
 
     # Documents end
 
-    def finish(self, lease_id: str, *, is_done: bool = True) -> None:
-        """Close the document of a lease in force. is_done: it has a summary, so its worker's place
-        is a good one.
+    def finish(self, lease_id: str) -> None:
+        """Close the document of a lease in force, which is done: its worker's place is a good
+        one.
         """
         held = self._release(lease_id)
-        if is_done:
-            del self._deaths[self._workers[held.worker].place]
+        del self._deaths[held.worker.place]
         self._close(held.document)
+
+    def reject(self, lease_id: str, error: DocumentError) -> None:
+        """Give up the document of a lease in force, which failed alone."""
+        held = self._release(lease_id)
+        held.document.attempts += 1
+        self._give_up(held, error)
 
     def seconds_for(self, lease: Lease) -> float:
         """Return the seconds that a document may take from the start of its prefill."""
         return self._job.document_deadline_s * (1 + lease.num_tokens / 1000)
 
-    def overdue(self, now: float) -> list[Lease]:
+    def overdue(self, now: float) -> list[HeldLease]:
         """List the leases past their document's deadline."""
-        started = (
-            (held.lease, held.started_at)
+        return [
+            held
             for held in self.held.values()
-            if held.started_at is not None
-        )
-        return [lease for lease, since in started if now - since > self.seconds_for(lease)]
+            if held.started_at is not None and now - held.started_at > self.seconds_for(held.lease)
+        ]
 
-    def expire(self, lease_id: str, message: str) -> list[GivenUp]:
+    def expire(self, lease_id: str, message: str) -> None:
         """Take an overdue lease back and charge its document. Call `closed` when the worker has let
         go of it.
         """
-        held = self._call_back(lease_id)
-        place = self._workers[held.worker].place
-        return self._charge(held.document, place, "DeadlineExceeded", message, is_certain=True)
+        error = _failure("DeadlineExceeded", message)
+        self._charge(self._call_back(lease_id), error, is_certain=True)
 
-    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
-        """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
+    def blame(self, lease_id: str, error: DocumentError) -> None:
+        """Charge the document of a lease in force: its batch failed, perhaps through its fault, or
+        nobody can read it.
+        """
         held = self._release(lease_id)
-        place = self._workers[held.worker].place
-        return self._charge(
-            held.document, place, error_class, message, is_certain=held.lease.is_alone
-        )
+        self._charge(held, error, is_certain=held.lease.is_alone or error.stage == "read")
 
     def unread(self, lease_id: str, now: float) -> None:
         """Put a document back that its worker could not read but others may. The worker rests for
@@ -333,32 +331,22 @@ class Scheduler:
         """
         held = self._release(lease_id)
         self._put_back(held.document)
-        worker = self._workers[held.worker]
+        worker = held.worker
         worker.rests_until = now + PAUSE_S
         if all(other.started_at is None for other in worker.leases.values()):
             worker.moved_at = now  # it has answered, and decodes nothing that may hang
 
-    def is_resting(self, worker: str, now: float) -> bool:
-        """Return True if a worker gets no documents for a while because it could not read one."""
-        return self._workers[worker].rests_until > now
-
-    def damaged(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
-        """Charge the document of a lease in force that nobody can read."""
-        return self._charge(
-            self._release(lease_id).document, None, error_class, message, is_certain=True
-        )
-
-    def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
+    def take_back(self, lease_id: str, message: str) -> None:
         """Take a lease back whose call was lost through no fault of the document, as if its node
         had died.
         """
-        return self._count_loss(self._release(lease_id).document, message)
+        self._count_loss(self._release(lease_id), message)
 
     def closed(self, worker: str) -> None:
         """Note that the call of a lease taken back has returned."""
-        if (state := self._workers.get(worker)) is not None:
-            state.num_closing -= 1
-            assert state.num_closing >= 0
+        state = self.workers[worker]
+        state.num_closing -= 1
+        assert state.num_closing >= 0
 
     # Workers go
 
@@ -369,7 +357,7 @@ class Scheduler:
         What runs may finish. No document is charged, nor is the loss of its node counted. Returns
         the leases; call `closed` when the worker has let go of one.
         """
-        state = self._workers[worker]
+        state = self.workers[worker]
         state.is_draining = True
         waiting = [held.lease for held in state.leases.values() if held.started_at is None]
         for lease in waiting:
@@ -377,24 +365,20 @@ class Scheduler:
         self._backlog.leave(worker)
         return waiting
 
-    def is_draining(self, worker: str) -> bool:
-        """Return True if a worker's node is about to go."""
-        return worker in self._workers and self._workers[worker].is_draining
-
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left
         than are of use.
         """
-        empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
-        draining = [name for name, worker in empty.items() if worker.is_draining]
+        empty = [worker for worker in self.workers.values() if worker.is_empty]
+        draining = [worker.name for worker in empty if worker.is_draining]
         idle = [
-            name
-            for name, worker in empty.items()
+            worker.name
+            for worker in empty
             if now - worker.moved_at >= IDLE_S
             and not worker.is_draining
             and worker.place not in self._left_out
         ]
-        surplus = len(self._workers) - len(draining) - self.num_wanted
+        surplus = len(self.workers) - len(draining) - self.num_wanted
         return draining + idle[: max(0, surplus)]
 
     def release(self, worker: str) -> None:
@@ -405,15 +389,11 @@ class Scheduler:
         """List the workers that hold leases and have made no step for `stall_s`."""
         return [
             name
-            for name, worker in self._workers.items()
+            for name, worker in self.workers.items()
             if not worker.is_empty and now - worker.moved_at > self._job.stall_s
         ]
 
-    def holds_struck(self, worker: str) -> bool:
-        """Return True if the documents of a worker that is gone explain its end."""
-        return self._workers[worker].holds_struck
-
-    def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
+    def leave(self, worker: str, error_class: str, message: str) -> None:
         """Remove a worker that died: charge the documents that it had started, and free the others.
 
         A document that ran alone is charged even if the worker died before it could report the
@@ -423,49 +403,43 @@ class Scheduler:
         if not state.holds_struck:
             self._deaths[state.place] += 1
             self._last_words[state.place] = message
-        given_up: list[GivenUp] = []
         for held in state.leases.values():
             if held.started_at is None and not state.is_alone:
-                given_up += self._count_loss(held.document, message)
+                self._count_loss(held, message)
             else:
-                given_up += self._charge(
-                    held.document, state.place, error_class, message, is_certain=state.is_alone
-                )
-        return given_up
+                self._charge(held, _failure(error_class, message), is_certain=state.is_alone)
 
-    def lose(self, worker: str, message: str) -> list[GivenUp]:
+    def lose(self, worker: str, message: str) -> None:
         """Remove a worker that went down with its node: no document is charged.
 
         A loss that was announced says nothing about the documents, so it is not even counted.
         """
         state = self._drop(worker)
-        given_up: list[GivenUp] = []
         for held in state.leases.values():
             if state.is_draining:
                 self._put_back(held.document)
             else:
-                given_up += self._count_loss(held.document, message)
-        return given_up
+                self._count_loss(held, message)
 
     # Records
 
     def _release(self, lease_id: str) -> HeldLease:
         """End a lease in force and return it."""
         held = self.held.pop(lease_id)
-        worker = self._workers[held.worker]
+        worker = held.worker
         del worker.leases[lease_id]
         worker.is_alone = worker.is_alone and bool(worker.leases)
         return held
 
     def _call_back(self, lease_id: str) -> HeldLease:
         """End a lease whose call has not returned; the worker counts it until `closed`."""
-        self._workers[self.held[lease_id].worker].num_closing += 1
+        self.held[lease_id].worker.num_closing += 1
         return self._release(lease_id)
 
     def _drop(self, worker: str) -> Holder:
         """Remove a worker; return it with its leases, which are no longer in force."""
         self._backlog.leave(worker)
-        state = self._workers.pop(worker)
+        state = self.workers.pop(worker)
         for lease_id in state.leases:
             del self.held[lease_id]
         return state
@@ -473,47 +447,48 @@ class Scheduler:
     def _put_back(self, document: OpenDocument) -> None:
         """Let a document wait."""
         if document.runs_alone:
-            bisect.insort(self._alone, rank(document.num_tokens, document.key))
+            bisect.insort(self._alone, rank(self._estimates[document.key].total, document.key))
             return
         # as if it had never been leased
         if not (document.attempts or document.losses or document.struck):
             del self._documents[document.key]
         self._backlog.put(document.key)
 
-    def _charge(
-        self,
-        document: OpenDocument,
-        place: Place | None,
-        error_class: str,
-        message: str,
-        *,
-        is_certain: bool,
-    ) -> list[GivenUp]:
-        """Charge a document, which runs alone from now on if it was struck at a place.
+    def _charge(self, held: HeldLease, error: DocumentError, *, is_certain: bool) -> None:
+        """Charge a document, which runs alone from now on unless it was only read.
 
         If it is not certain to be at fault, its last attempt is kept for a run alone.
         """
-        if place is not None:
-            document.struck.add(place)
+        document = held.document
+        was_decoded = error.stage != "read"
+        if was_decoded:
+            document.struck.add(held.worker.place)
         if is_certain or document.num_counted + 1 < self._job.max_attempts:
             document.attempts += 1
         if document.num_counted >= self._job.max_attempts:
-            return [self._give_up(document, error_class, message)]
-        self._has_charged |= place is not None
-        self._put_back(document)
-        return []
+            self._give_up(held, error)
+        else:
+            self._has_charged |= was_decoded
+            self._put_back(document)
 
-    def _count_loss(self, document: OpenDocument, message: str) -> list[GivenUp]:
-        document.losses += 1
-        if document.losses >= MAX_LOSSES:
-            return [self._give_up(document, "NodeLost", message)]
-        self._put_back(document)
-        return []
+    def _count_loss(self, held: HeldLease, message: str) -> None:
+        held.document.losses += 1
+        if held.document.losses >= MAX_LOSSES:
+            self._give_up(held, _failure("NodeLost", message))
+        else:
+            self._put_back(held.document)
 
-    def _give_up(self, document: OpenDocument, error_class: str, message: str) -> GivenUp:
+    def _give_up(self, held: HeldLease, error: DocumentError) -> None:
+        document = held.document
         self._close(document)
-        return GivenUp(document.key, max(document.attempts, 1), error_class, message)
+        attempts = max(document.attempts, 1)
+        self.given_up.append(GivenUp(document.key, attempts, error, held.worker.name))
 
     def _close(self, document: OpenDocument) -> None:
         del self._documents[document.key]
         self.num_open -= 1
+
+
+def _failure(error_class: str, message: str) -> DocumentError:
+    """Return the error of a document about which no worker could say one."""
+    return DocumentError(error_class, message, "decode", retryable=True)

@@ -21,10 +21,10 @@ import torch
 from specextend.cluster.messages import (
     Done,
     Outcome,
-    Suspected,
+    SuspectedError,
     WorkerInfo,
     WorkerReport,
-    failed_row,
+    with_document,
 )
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
@@ -52,7 +52,7 @@ ENGINE_EXIT_CODE = 70
 """Exit code of a worker whose engine has failed as a whole, or whose GPU context is beyond use."""
 
 
-RequestOutcome = Completion | DocumentError | Suspected
+RequestOutcome = Completion | DocumentError
 EngineFactory = Callable[[RunConfig], Engine]
 
 
@@ -135,19 +135,19 @@ class Worker:
         row: Row | None = None
         try:
             row = await loop.run_in_executor(self._reader, self._read, key)
-            outcome = await self._summarize(row, lease_id, alone)
+            summary = await self._summarize(row, lease_id, alone)
+        except SuspectedError as error:
+            return error
         except DocumentError as error:
-            return failed_row(error, row)
+            return with_document(error, row)
         finally:
             self._decoded.pop(lease_id, None)
-        if isinstance(outcome, Suspected):
-            return outcome
         times = {"received": received, "ended": time.monotonic()}
         make = partial(
-            finished_row, self._config, row, outcome, **times, worker=self._name, attempts=attempt
+            finished_row, self._config, row, summary, **times, worker=self._name, attempts=attempt
         )
         return Done(
-            await loop.run_in_executor(None, make), outcome.completion.stats, peak_bytes() / GIB
+            await loop.run_in_executor(None, make), summary.completion.stats, peak_bytes() / GIB
         )
 
     async def progress(self) -> WorkerReport:
@@ -165,12 +165,12 @@ class Worker:
         except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), retryable=True) from error
 
-    async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary | Suspected:
-        """Decode the requests of a document, round by round."""
+    async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary:
+        """Decode the requests of a document, round by round. Raises DocumentError."""
         loop = asyncio.get_running_loop()
         rounds = answer(self._tasks, row, lease_id)
         began = math.inf
-        outcomes: list[Completion | DocumentError] | None = None
+        outcomes: list[RequestOutcome] | None = None
         while True:
             step = await loop.run_in_executor(self._reader, advance, rounds, outcomes)
             if isinstance(step, DocumentError):
@@ -178,16 +178,14 @@ class Worker:
             if isinstance(step, Summary):
                 return step.timed(time.monotonic() - began)
             if alone:
-                found = [await self._decode(request) for request in step]
+                outcomes = [await self._decode(request) for request in step]
             else:
-                found = await asyncio.gather(*map(self._decode, step))
-            outcomes = []
-            for outcome in found:
-                if isinstance(outcome, Suspected):
-                    return outcome
+                outcomes = await asyncio.gather(*map(self._decode, step))
+            for outcome in outcomes:
+                if isinstance(outcome, SuspectedError):
+                    raise outcome
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
-                outcomes.append(outcome)
 
     async def _decode(self, request: Request) -> RequestOutcome:
         """Queue a request and wait for its outcome."""
@@ -231,7 +229,7 @@ class Worker:
         """Suspect the requests that were in the batch, and queue those again that had not begun."""
         cause = error.__cause__ or error
         traceback.print_exception(cause, file=sys.stderr)
-        failure = Suspected(type(cause).__name__, first_line(cause))
+        failure = SuspectedError(type(cause).__name__, first_line(cause), "decode", retryable=True)
         for name in error.request_ids:
             self._settle(name, failure)
         for request in list(self._handed_out.values()):

@@ -29,12 +29,12 @@ from specextend.cluster.environment import start_worker
 from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.messages import (
     Begun,
-    CallLost,
     Died,
     Draining,
     Event,
-    Failed,
     Lease,
+    Lost,
+    Outcome,
     Polled,
     Ready,
     Returned,
@@ -45,6 +45,7 @@ from specextend.cluster.progress import AwakeClock, Pace
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
+from specextend.data.inputs import DocumentError
 from specextend.data.source import Source
 
 POLL_S = 2.0
@@ -276,7 +277,7 @@ class Pool:
         )
 
     def cancel(self, lease_id: str) -> None:
-        """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
+        """Cancel a lease's call; it returns as `Lost`, or with its outcome if that was faster."""
         for actor in self._actors.values():
             for reference, call in actor.calls.items():
                 if call.lease is not None and call.lease.lease_id == lease_id:
@@ -364,14 +365,12 @@ class Pool:
             self._poll_later(actor)
             return []
         assert call.lease is not None
+        outcome: Outcome = Lost(first_line(error))
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
             cause = error.cause  # of our own code, or of Ray about a result that finds no room
             no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
-            failed = Failed(
-                "", type(cause).__name__, first_line(cause), "worker", retryable=no_room
-            )
-            return [Returned(call.worker, call.lease, failed)]
-        return [CallLost(call.worker, call.lease, first_line(error))]
+            outcome = DocumentError(type(cause).__name__, first_line(cause), "worker", no_room)
+        return [Returned(call.worker, call.lease, outcome)]
 
     def _start_failed(self, worker: str, reason: str) -> StartFailed:
         host = self._actors[worker].host

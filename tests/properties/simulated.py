@@ -8,17 +8,16 @@ from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import (
-    CallLost,
     Died,
     Done,
     Draining,
-    Failed,
     Lease,
+    Lost,
     Polled,
     Ready,
     Returned,
     StartFailed,
-    Suspected,
+    SuspectedError,
     WorkerInfo,
     WorkerReport,
 )
@@ -28,6 +27,7 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import RunConfig
 from specextend.data.commits import CommitWriter
+from specextend.data.inputs import DocumentError
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
 from tests.cluster.lengths import estimates_of
@@ -143,9 +143,9 @@ class SimulatedPool:
         """A call returns."""
         del being.leases[lease.lease_id]
         if lease.lease_id in being.cancelled and self.draw.random() < 0.7:
-            return CallLost(worker, lease, "cancelled")
+            return Returned(worker, lease, Lost("cancelled"))
         if lease.key in self.poison:
-            return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
+            return Returned(worker, lease, DocumentError("ValueError", "poison", "decode"))
         text = LATE if lease.lease_id in being.cancelled else f"summary of {name_of(lease.key)}"
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
         return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
@@ -183,15 +183,16 @@ class SimulatedPool:
         batch = live(being)
         for lease_id in batch:
             del being.leases[lease_id]
-        return [Returned(worker, lease, Suspected("ValueError", "a batch failed")) for lease in batch.values()]
+        told = ("ValueError", "a batch failed", "decode", True)
+        return [Returned(worker, lease, SuspectedError(*told)) for lease in batch.values()]
 
     def _cannot_read(self, worker, being):
         """What it was just given; the file is there for others."""
-        why = Failed("", "OSError", "no such mount", "read", retryable=True)
+        why = DocumentError("OSError", "no such mount", "read", retryable=True)
         return [Returned(worker, self._any_lease(being), why)]
 
     def _lose_call(self, worker, being):
-        return [CallLost(worker, self._any_lease(being), "lost on the way")]
+        return [Returned(worker, self._any_lease(being), Lost("lost on the way"))]
 
     def _any_lease(self, being):
         return being.leases.pop(self.draw.choice(sorted(live(being))))
