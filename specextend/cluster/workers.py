@@ -203,7 +203,7 @@ class Roster:
 
 
 class _Call(NamedTuple):
-    """The call whose answer a reference is."""
+    """A call that is to be answered."""
 
     worker: str
     kind: Literal["begun", "ready", "run", "poll"]
@@ -212,7 +212,7 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor, its last poll and, if it is dying, since when and of what."""
+    """An actor, its next poll and, if it is dying, since when."""
 
     handle: Any
     info: WorkerInfo | None = None
@@ -220,13 +220,12 @@ class _Actor:
     """Known once there is a process."""
     loads_since: float = math.inf
     poll_at: float = math.inf
-    calls: dict[Any, _Call] = field(default_factory=dict)
-    """Its calls that have not been answered, by reference."""
+    runs: dict[str, Any] = field(default_factory=dict)
+    """The references to what will become of its leases, by lease id."""
     is_draining: bool = False
     dying_since: float | None = None
-    reason: str = ""
-    is_out_of_reach: bool = False
-    """True if all that is known is that it does not answer."""
+    is_dead: bool = False
+    """False if all that is known is that it does not answer."""
 
 
 @dataclass(slots=True)
@@ -242,10 +241,8 @@ class Pool:
     """Actors that have been started already."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
-    """Calls that have been answered, with their references. Ray puts them in from a thread of its
-    own.
-    """
+    _answers: SimpleQueue[tuple[_Call, Future[Any]]] = field(default_factory=SimpleQueue)
+    """Calls that have been answered. Ray puts them in from a thread of its own."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -262,26 +259,22 @@ class Pool:
 
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
-        run = self._actors[worker].handle.run.remote(
-            lease.lease_id, lease.key, lease.attempt, lease.is_alone
-        )
+        actor = self._actors[worker]
+        run = actor.handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        actor.runs[lease.lease_id] = run
         self._expect(run, _Call(worker, "run", lease))
 
     def _expect(self, reference: Any, call: _Call) -> None:
         """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as
         there are.
         """
-        self._actors[call.worker].calls[reference] = call
-        reference.future().add_done_callback(
-            lambda future: self._answers.put((call, reference, future))
-        )
+        reference.future().add_done_callback(lambda future: self._answers.put((call, future)))
 
     def cancel(self, lease_id: str) -> None:
         """Cancel a lease's call; it returns as `Lost`, or with its outcome if that was faster."""
         for actor in self._actors.values():
-            for reference, call in actor.calls.items():
-                if call.lease is not None and call.lease.lease_id == lease_id:
-                    ray.cancel(reference)
+            if lease_id in actor.runs:
+                ray.cancel(actor.runs[lease_id])
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
@@ -290,7 +283,7 @@ class Pool:
         events = [event for answer in answers for event in self._answer(*answer)]
         return events + self._drains() + self._verdicts() + self._overdue_starts()
 
-    def _take_answers(self, timeout_s: float) -> list[tuple[_Call, Any, Future[Any]]]:
+    def _take_answers(self, timeout_s: float) -> list[tuple[_Call, Future[Any]]]:
         """Take what was answered; wait for a first answer if there is none."""
         answers = []
         try:
@@ -321,10 +314,11 @@ class Pool:
     def _poll_later(self, actor: _Actor) -> None:
         actor.poll_at = self.clock() + max(POLL_S, len(self._actors) / POLLS_PER_S)
 
-    def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
-        actor = self._actors.get(call.worker)
-        if actor is None or actor.calls.pop(reference, None) is None:  # forgotten with its worker
+    def _answer(self, call: _Call, future: Future[Any]) -> list[Event]:
+        if (actor := self._actors.get(call.worker)) is None:  # forgotten with its worker
             return []
+        if call.lease is not None:
+            del actor.runs[call.lease.lease_id]
         try:
             value = future.result()
         except RayError as error:
@@ -349,16 +343,11 @@ class Pool:
 
     def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
         """Note that a worker is gone; `_verdicts` reports it."""
-        is_first = actor.dying_since is None
-        if is_first:
+        actor.is_dead |= not isinstance(error, ActorUnavailableError)
+        if actor.dying_since is None:
             actor.dying_since = self.clock()
-            actor.reason = "its process ended"
-        if not isinstance(error, ActorUnavailableError):
-            actor.is_out_of_reach = False
-        elif is_first:
-            actor.is_out_of_reach = True
-            actor.reason = "it is out of reach"
-            self._ask(worker, actor)  # shows if it is dead or far
+            if not actor.is_dead:
+                self._ask(worker, actor)  # shows if it is dead or far
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind == "poll":
@@ -399,9 +388,11 @@ class Pool:
         nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
         events: list[Event] = []
         for name, actor in self._actors.items():
-            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining:
+            if actor.info is None or actor.is_draining or actor.dying_since is not None:
+                continue
+            if actor.info.node_id in nodes:
                 actor.is_draining = True
-                events += [Draining(name)] if actor.dying_since is None else []
+                events.append(Draining(name))
         return events
 
     def _verdicts(self) -> list[Event]:
@@ -422,10 +413,11 @@ class Pool:
             assert actor.dying_since is not None
             node_died = actor.info.node_id not in alive
             # of others Ray may yet report the node
-            is_known = actor.info.node_id == here and not actor.is_out_of_reach
+            is_known = actor.info.node_id == here and actor.is_dead
             if node_died or is_known or actor.dying_since <= long_ago:
                 self.kill(name)
-                events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
+                reason = "its process ended" if actor.is_dead else "it is out of reach"
+                events.append(Died(name, reason, node_died or not actor.is_dead))
         return events
 
     def kill(self, worker: str) -> None:
