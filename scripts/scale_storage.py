@@ -35,19 +35,21 @@ from scripts.simulated_store import SimulatedStore
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.records import rows_per_commit
 from specextend.cluster.workload import make_plan
+from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey
 from specextend.data.check import check_input
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.listing import Listing
-from specextend.data.prompts import Prompt, PromptOptions, Prompts
+from specextend.data.prompts import Prompt, Prompts
 from specextend.data.quality import Quality
 from specextend.data.rows import RowReader
 from specextend.data.schema import decoded_columns
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
 from specextend.data.storage import NUM_THREADS, Location, resolve
+from specextend.document_requests import Task
 from specextend.models import load_tokenizer
 from specextend.report import RunFigures, write_report
 from specextend.stats import DecodingStats
@@ -130,13 +132,13 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
                 (),
             )
         )
-    there, prompts = Location(filesystem, str(output)), prompts_of(options)
+    there, task = Location(filesystem, str(output)), task_of(options)
     with meter.step("resume: commits are read"):
         progress = read_commits(there)
         rows = [file.num_rows for file in source.files]
         keys = RowSet(rows, pending(map(range, rows), progress))
     with meter.step("plan"):
-        make_plan(source, prompts, keys, 128, 0, lambda: None)
+        make_plan(source, [task], keys)
     figures = RunFigures()
     with meter.step("end: summaries and errors"):
         counts = finalize(source, there, observe=figures.add)
@@ -154,9 +156,17 @@ def open_listing(root: Location, names: list[str]) -> Source:
     return Source(reader, root, *check_input(listing, reader))
 
 
-def prompts_of(options: StorageScale) -> Prompts:
-    """Return prompts as a run has them."""
-    return Prompts(load_tokenizer(options.tokenizer), PromptOptions(), 8192)
+def task_of(options: StorageScale) -> Task:
+    """Return the task of a run."""
+    values = {
+        "input": {"path": "in"},
+        "output": {"path": "out"},
+        "target": {"model": options.tokenizer},
+        "draft": {"kind": "ngram"},
+        "decoding": {"max_new_tokens": 128},
+    }
+    config = RunConfig.from_values(values)
+    return Task("", config, Prompts(load_tokenizer(options.tokenizer), config.prompt, 8192))
 
 
 def write_input(options: StorageScale, root: Path) -> list[str]:

@@ -380,11 +380,7 @@ def dry_run(
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
         progress, keys = open_rows(prepared, retry_errors)
     with input_errors():
-        decoding = prepared.config.decoding
-        sizes = decoding.max_new_tokens, decoding.seed
-        plan = make_plan(
-            prepared.source, prepared.prompts, keys, *sizes, lambda: None, prepared.tasks[1:]
-        )
+        plan = make_plan(prepared.source, prepared.tasks, keys)
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)
     rates = None if calibrate is None else calibrate(prepared, plan.estimates)

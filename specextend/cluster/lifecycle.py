@@ -272,17 +272,8 @@ class _LockedRun:
         off.
         """
         prepared = self.prepared
-        decoding = self.prepared.config.decoding
         begin = time.monotonic()
-        plan = make_plan(
-            prepared.source,
-            prepared.prompts,
-            keys,
-            decoding.max_new_tokens,
-            decoding.seed,
-            self.interrupt.check,
-            prepared.tasks[1:],
-        )
+        plan = make_plan(prepared.source, prepared.tasks, keys, self.interrupt.check)
         self.display.note(
             f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in "

@@ -66,30 +66,27 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    source: Source,
-    prompts: Prompts,
-    keys: RowSet,
-    max_new_tokens: int,
-    seed: int,
-    checkpoint: Checkpoint,
-    others: Sequence[Task] = (),
+    source: Source, tasks: Sequence[Task], keys: RowSet, checkpoint: Checkpoint = lambda: None
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 
-    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called
-    for every row; may raise. others: further tasks.
+    tasks: of the run; the first one has the limit of rows without one, and the seed of the sample.
+    checkpoint: called for every row; may raise.
     """
+    prompts = tasks[0].prompts
+    decoding = tasks[0].config.decoding
     lengths = array("q")
     refused = array("q")
     rejected = Counter[str]()
     """Four numbers for each row, as `_estimate` takes them: ten million rows must fit."""
-    sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
+    size = min(len(keys), SAMPLE_SIZE)
+    sample = set(random.Random(decoding.seed).sample(range(len(keys)), size))
     num_rows = num_tokens = num_bytes = 0
     for row in source.scan():
         checkpoint()
         if row.key not in keys:
             continue
-        own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+        own = decoding.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
         error_class = row.error_class or _without_room(prompts, own)
         if error_class is not None:
             rejected[error_class] += 1
@@ -103,15 +100,11 @@ def make_plan(
         num_rows += 1
         lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(
-        np.asarray(lengths).reshape(-1, 4), prompts, per_byte, others
-    )
+    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 4), tasks, per_byte)
     return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
-def _estimate(
-    lengths: Ints, prompts: Prompts, per_byte: float, others: Sequence[Task]
-) -> tuple[Estimates, int]:
+def _estimate(lengths: Ints, tasks: Sequence[Task], per_byte: float) -> tuple[Estimates, int]:
     """Estimate the tokens of all tasks together; of prompts that begin alike the document is read
     once.
 
@@ -120,13 +113,15 @@ def _estimate(
     """
     files, rows, num_bytes, limits = lengths.T
     documents = np.round(num_bytes * per_byte).astype(np.int64)
-    read, outputs, is_long = _request_tokens(documents, limits, prompts)
-    openings = {prompts.opening}
-    for task in others:
+    read = np.zeros_like(documents)
+    outputs = np.zeros_like(documents)
+    is_long = np.zeros(len(documents), np.bool_)
+    openings = set[object]()
+    for task in tasks:
         if not task.config.input.has_limits:
             limits = np.full_like(limits, task.config.decoding.max_new_tokens)
         own, most, is_too_long = _request_tokens(documents, limits, task.prompts)
-        is_long = is_long | is_too_long
+        is_long |= is_too_long
         outputs += most
         if task.prompts.opening in openings:
             own = np.maximum(own - documents, np.minimum(own, task.prompts.num_template_tokens))

@@ -3,12 +3,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.workload import make_plan
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
+from specextend.document_requests import Task
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
+from tests.contract.test_configuration import LEAST
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +26,9 @@ def source(folder, columns, **options):
 
 def planned(source, tokenizer, limit=1000, **options):
     prompts = Prompts(tokenizer, PromptOptions(**options), limit)
-    keys = {DocumentKey(0, row) for row in range(source.num_rows)}
-    return make_plan(source, prompts, keys, 10, 0, lambda: None)
+    config = RunConfig.from_values(LEAST | {"decoding": {"max_new_tokens": 10}})
+    task = Task("", config.model_copy(update={"input": source.options}), prompts)
+    return make_plan(source, [task], {DocumentKey(0, row) for row in range(source.num_rows)})
 
 
 def test_estimates_are_close_to_what_a_document_takes(tmp_path, tokenizer):
