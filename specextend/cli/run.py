@@ -247,8 +247,11 @@ def _dry_run(arguments: Arguments) -> int:
         )
     config = only_new_tasks(config, partial(say, event="tasks", given=asdict(arguments)))
     found = dry_run(
-        prepare(config, retry_truncated=arguments.retry_truncated),
-        retry_errors=arguments.retry_errors or "none",
+        prepare(
+            config,
+            retry_errors=arguments.retry_errors or "none",
+            retry_truncated=arguments.retry_truncated,
+        ),
         by=by,
         calibrate=measure,
     )

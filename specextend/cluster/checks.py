@@ -61,8 +61,17 @@ class Prepared:
     models: Models
     notes: tuple[str, ...]
     """Lines for the user about the models' revisions, and about tasks that read documents again."""
+    retry_errors: Retry = "none"
+    """The error rows that this start does again."""
     retry_truncated: int | None = None
     """The limit of this start, at which it does those texts again that were cut at a lower one."""
+
+    @property
+    def retries(self) -> str:
+        """Return the flag that asks for rows again; empty if none does."""
+        if self.retry_truncated is not None:
+            return "--retry-truncated"
+        return "" if self.retry_errors == "none" else "--retry-errors"
 
     @property
     def prompts(self) -> Prompts:
@@ -71,13 +80,16 @@ class Prepared:
 
 
 def prepare(
-    config: RunConfig, checkpoint: Checkpoint = lambda: None, retry_truncated: int | None = None
+    config: RunConfig,
+    checkpoint: Checkpoint = lambda: None,
+    retry_errors: Retry = "none",
+    retry_truncated: int | None = None,
 ) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError,
     OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine`
-    checks that. checkpoint: called between the steps of long operations; may raise.
+    checks that. checkpoint: called between the steps of long operations; may raise. retry_errors,
     retry_truncated: of the result, whose `config` has this limit; the manifest has the run's own.
     """
     limit = config.decoding.max_new_tokens
@@ -124,7 +136,8 @@ def prepare(
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
     notes = (*notes, *_that_read_again(tasks))
-    return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_truncated)
+    retries = retry_errors, retry_truncated
+    return Prepared(config, output, source, facts, tasks, manifest, models, notes, *retries)
 
 
 def _that_read_again(tasks: list[Task]) -> Iterator[str]:
@@ -401,10 +414,10 @@ def _say_other_input(prepared: Prepared) -> str:
 
 def counts_of_ended(prepared: Prepared) -> Counts | None:
     """Return the counts of a complete run that had chosen its rows, if its input alone has changed
-    since; or None.
+    since and no row is to be done again; or None.
     """
     recorded = read_recorded(prepared.output)
-    if recorded is None or _begun_selection(prepared.config, recorded) is None:
+    if prepared.retries or recorded is None or _begun_selection(prepared.config, recorded) is None:
         return None
     lines = differences(recorded, prepared.manifest)
     is_input = bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
@@ -428,7 +441,7 @@ def input_errors() -> Iterator[None]:
         raise RefusedError(str(error)) from error
 
 
-def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet]:
+def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     with input_errors():
@@ -441,25 +454,33 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
             "--retry-truncated: some rows have no result yet; finish the run without it first"
         )
     wanted = (source.rows(file.number) for file in source.files)
-    keys = pending(wanted, progress, retry_errors=retry_errors)
+    keys = pending(wanted, progress, retry_errors=prepared.retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
 
 
-def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:
-    """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
-    if (retry_errors != "none" or prepared.retry_truncated is not None) and not is_begun:
-        flag = "--retry-errors" if prepared.retry_truncated is None else "--retry-truncated"
+def check_retry(prepared: Prepared) -> None:
+    """Raise RefusedError for a retry where nothing has been tried: it would do every row; and
+    OtherRunError if the output folder holds another run.
+    """
+    if not check_same_run(prepared) and prepared.retries:
         raise RefusedError(
-            f"{flag}: {prepared.output.path} holds no run; leave it out to begin one"
+            f"{prepared.retries}: {prepared.output.path} holds no run; leave it out to begin one"
         )
 
 
-def say_left_out(num_final: int) -> str:
-    """Describe the error rows that `--retry-errors` leaves out."""
-    return (
-        f"not tried again: {counted(num_final, 'error row')} whose `retryable` is false; "
+def num_left_out(prepared: Prepared, progress: Progress) -> int:
+    """Count the error rows that `--retry-errors` leaves out."""
+    return len(progress.final) if prepared.retry_errors == "retryable" else 0
+
+
+def say_left_out(number: int) -> list[str]:
+    """Describe these error rows in lines; none if there are none."""
+    if not number:
+        return []
+    return [
+        f"not tried again: {counted(number, 'error row')} whose `retryable` is false; "
         "--retry-errors=all tries every error row"
-    )
+    ]
 
 
 _OUTCOMES = {

@@ -27,9 +27,9 @@ from specextend.cluster.checks import (
     Prepared,
     check_machine,
     check_retry,
-    check_same_run,
     describe_selection,
     input_errors,
+    num_left_out,
     open_rows,
     say_left_out,
 )
@@ -42,7 +42,6 @@ from specextend.cluster.workers import last_line
 from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, Values, counted
-from specextend.data.commits import Retry
 from specextend.data.listing import describe_skipped
 from specextend.loading import load_engine
 from specextend.report.sections import Section, number, thousandths, to_text
@@ -364,7 +363,6 @@ Calibrate = Callable[[Prepared, Estimates], Rates]
 def dry_run(
     prepared: Prepared,
     *,
-    retry_errors: Retry = "none",
     by: datetime | None = None,
     calibrate: Calibrate | None = None,
 ) -> Values:
@@ -377,8 +375,8 @@ def dry_run(
     what `calibrate` raises.
     """
     with reading(prepared.output):
-        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
-        progress, keys = open_rows(prepared, retry_errors)
+        check_retry(prepared)
+        progress, keys = open_rows(prepared)
     with input_errors():
         plan = make_plan(prepared.source, prepared.tasks, keys)
     config = settle_batch_size(prepared.config, prepared.facts, plan)
@@ -392,7 +390,7 @@ def dry_run(
             "notes": [*describe_selection(prepared.source), *prepared.notes],
         },
         "rows_to_do": len(plan.estimates) + len(plan.refused),
-        "error_rows_left_out": len(progress.final) if retry_errors == "retryable" else 0,
+        "error_rows_left_out": num_left_out(prepared, progress),
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
         "audit": _checks(prepared, plan),
@@ -449,7 +447,7 @@ def describe_dry_run(plan: Values) -> str:
         *plan["selection"]["notes"],
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them "
         "rejected",
-        *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
+        *say_left_out(plan["error_rows_left_out"]),
         Section("", ("input", "rows", "they are"), checks, ("they are",)),
         f"about {prompt_tokens}, {output_tokens} at most",
         Section("", ("prompt tokens", "rows"), lengths),

@@ -19,6 +19,7 @@ from specextend.cluster.checks import (
     counts_of_ended,
     describe_selection,
     input_errors,
+    num_left_out,
     open_rows,
     prepare,
     say_left_out,
@@ -102,22 +103,18 @@ def run_job(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
     )
     check_machine(config)
-    prepared = prepare(config, interrupt.check, retry_truncated)
+    prepared = prepare(config, interrupt.check, retry_errors, retry_truncated)
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
-        if (
-            retry_errors == "none"
-            and retry_truncated is None
-            and (counts := counts_of_ended(prepared)) is not None
-        ):
+        if (counts := counts_of_ended(prepared)) is not None:
             display.note(
                 f"complete already, {_say(counts)}; files from which it chose its rows have "
                 "changed since"
             )
             interrupt.disarm()
             return EXIT_DONE
-        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
+        check_retry(prepared)
     lock = OutputLock(prepared.output, run_id)
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock.check))
@@ -136,7 +133,7 @@ def run_job(
             ray or connected(interrupt),
         )
         interrupt.last = locked.end_by_force
-        return locked.finish(retry_errors)
+        return locked.finish()
 
 
 @dataclass(slots=True)
@@ -155,7 +152,7 @@ class _LockedRun:
     figures: RunFigures = field(default_factory=RunFigures)
     """Of all results, collected while they are put in order."""
 
-    def finish(self, retry_errors: Retry) -> int:
+    def finish(self) -> int:
         """Do what is left to do, and record the beginning and the end. Raises as `input_errors`
         says.
         """
@@ -166,10 +163,10 @@ class _LockedRun:
         with writing(output):
             for folder in run_folders(output):
                 remove_temporary_files(folder)  # of drivers that were killed while they wrote
-        code = self._complete(retry_errors)
+        code = self._complete()
         if code is None:
             with self._recorded(), input_errors():
-                if (work := self._begin(retry_errors)) is not None:
+                if (work := self._begin()) is not None:
                     with self._workers(*work) as driver:
                         driver.drive()
                 with writing(output):
@@ -213,24 +210,21 @@ class _LockedRun:
         self.display.note(message, "run_ended", exit_code=EXIT_INTERRUPTED)
         self.record.end(EXIT_INTERRUPTED, FORCED)
 
-    def _complete(self, retry_errors: Retry) -> int | None:
+    def _complete(self) -> int | None:
         """Say how a run of which nothing is left to do has ended, and return its exit code; None
         for any other.
         """
         output = self.prepared.output
         with reading(output):
             is_done = read_success(output) is not None
-            starts = read_starts(output)
-            has_failed = (
-                not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
-            )
-            if not (is_done or has_failed) or not all(
-                exists(report_file(output, kind)) for kind in ("json", "html")
-            ):
+            last = [start.exit_code for start in read_starts(output)][-1:]
+            if not is_done and last != [EXIT_TOO_MANY_ERRORS]:
                 return None
-            progress, keys = open_rows(self.prepared, retry_errors)
+            if not all(exists(report_file(output, kind)) for kind in ("json", "html")):
+                return None
+            progress, keys = open_rows(self.prepared)
             counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
-            if keys or self._accepts(counts) == has_failed:
+            if keys or self._accepts(counts) != is_done:
                 return None
             if stale := unfinished(self.prepared.source, output):
                 self.display.note(
@@ -238,19 +232,20 @@ class _LockedRun:
                 )
                 return None
         self.display.note(f"complete already, {_say(counts)}")
-        if has_failed:
-            self._say_too_many(counts, progress)
-        return EXIT_TOO_MANY_ERRORS if has_failed else EXIT_DONE
+        if is_done:
+            return EXIT_DONE
+        self._say_too_many(counts, progress)
+        return EXIT_TOO_MANY_ERRORS
 
-    def _begin(self, retry_errors: Retry) -> tuple[Plan, Progress, Ledger] | None:
+    def _begin(self) -> tuple[Plan, Progress, Ledger] | None:
         """Begin the run or go on with it; return what there is to decode, if there is anything."""
         output = self.prepared.output
         source = self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
-            progress, keys = open_rows(self.prepared, retry_errors)
-            if retry_errors == "retryable" and progress.final:
-                self.display.note(say_left_out(len(progress.final)))
+            progress, keys = open_rows(self.prepared)
+            for note in say_left_out(num_left_out(self.prepared, progress)):
+                self.display.note(note)
         plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
@@ -284,17 +279,15 @@ class _LockedRun:
     def _refuse(self, plan: Plan, progress: Progress) -> None:
         """Commit the error rows of the rows that no model has to see."""
         writer = self._commit_writer()
-        rows = list[Values]()
-        for i, (file, row) in enumerate(plan.refused, 1):
-            self.interrupt.check()
-            key = DocumentKey(int(file), int(row))
-            rows.append(
-                give_up(self.display, key, self._refusal(key), progress.attempts.get(key, 0) + 1)
-            )
-            if len(rows) == _REFUSED_ROWS or i == len(plan.refused):
-                with writing(self.prepared.output):
-                    writer.commit(rows)
-                rows = []
+        for begin in range(0, len(plan.refused), _REFUSED_ROWS):
+            rows: list[Values] = []
+            for file, row in plan.refused[begin : begin + _REFUSED_ROWS].tolist():
+                self.interrupt.check()
+                key = DocumentKey(file, row)
+                attempts = progress.attempts.get(key, 0) + 1
+                rows.append(give_up(self.display, key, self._refusal(key), attempts))
+            with writing(self.prepared.output):
+                writer.commit(rows)
 
     def _refusal(self, key: DocumentKey) -> DocumentError:
         """Find out why no model has to see a row. Raises what `Source.read` raises about the
@@ -422,7 +415,7 @@ class _LockedRun:
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
-            self._say_too_many(counts, open_rows(self.prepared, "none")[0])
+            self._say_too_many(counts, open_rows(self.prepared)[0])
         self.lock.confirm()
         self.record.end(code)
         if code == EXIT_DONE:
