@@ -6,24 +6,13 @@ ends in a way that may be its fault; after `job.max_attempts` of these it is giv
 seconds of any monotonic clock that the caller passes in.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specextend.core import DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
 from specextend.stats import DecodingStats
-
-MAX_LOSSES = 10
-"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to
-have started at.
-"""
-LOSSES_ALONE = 2
-"""Such losses after which a document runs alone."""
 
 
 class Place(NamedTuple):
@@ -47,16 +36,6 @@ class Lease(NamedTuple):
     """True if the document may be at fault for a failure, so that nothing else runs beside it."""
 
 
-class GivenUp(NamedTuple):
-    """A document that becomes an error row."""
-
-    key: DocumentKey
-    attempts: int
-    error: DocumentError
-    worker: str
-    """The one that had it last."""
-
-
 class Tried(NamedTuple):
     """The attempts of earlier starts of the run at a document."""
 
@@ -68,76 +47,6 @@ class Tried(NamedTuple):
     """Those of them that ended in an error row which is to be done again: they do not count towards
     `max_attempts`.
     """
-
-
-@dataclass(slots=True)
-class OpenDocument:
-    """A document that is leased, or of which there is something to remember."""
-
-    key: DocumentKey
-    attempts: int = 0
-    forgiven: int = 0
-    """Attempts that do not count towards `max_attempts`."""
-    struck: set[Place] = field(default_factory=set)
-    """The places where it was held when a worker or a batch failed, charged or not."""
-    losses: int = 0
-
-    @property
-    def num_counted(self) -> int:
-        """Count the attempts that count towards `max_attempts`."""
-        return self.attempts - self.forgiven
-
-    @property
-    def runs_alone(self) -> bool:
-        """Return True if its next failure may fail its neighbours, too."""
-        return bool(self.struck) or self.losses >= LOSSES_ALONE
-
-
-@dataclass(slots=True)
-class Holder:
-    """A worker and the leases that it holds."""
-
-    name: str
-    place: Place
-    moved_at: float
-    leases: dict[str, HeldLease] = field(default_factory=dict)
-    num_closing: int = 0
-    """Leases taken back whose call has not returned yet."""
-    num_steps: int = -1
-    rests_until: float = -math.inf
-    is_alone: bool = False
-    """True while it holds one document that runs alone."""
-    is_draining: bool = False
-    """True once its node is about to go."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True if it holds no lease, not even one that is being taken back."""
-        return not self.num_taken
-
-    @property
-    def num_taken(self) -> int:
-        """Count its leases, those being taken back included."""
-        return len(self.leases) + self.num_closing
-
-    @property
-    def holds_struck(self) -> bool:
-        """Return True if every document that it holds was struck elsewhere, too: that explains its
-        death.
-        """
-        return bool(self.leases) and all(
-            held.document.struck - {self.place} for held in self.leases.values()
-        )
-
-
-@dataclass(slots=True)
-class HeldLease:
-    """A lease in force."""
-
-    lease: Lease
-    document: OpenDocument
-    worker: Holder
-    started_at: float | None = None
 
 
 class Done(NamedTuple):

@@ -15,27 +15,26 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
-from specextend.cluster.messages import (
-    MAX_LOSSES,
-    GivenUp,
-    HeldLease,
-    Holder,
-    Lease,
-    OpenDocument,
-    Place,
-    Tried,
-)
+from specextend.cluster.messages import Lease, Place, Tried
 from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import JobOptions
 
+MAX_LOSSES = 10
+"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to
+have started at.
+"""
+LOSSES_ALONE = 2
+"""Such losses after which a document runs alone."""
 MAX_DEATHS = 6
 """Deaths of workers at one place in a row, without a document done between, before it is left
 out.
@@ -48,6 +47,86 @@ IDLE_S = 60.0
 """Seconds without a lease and a step after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
 """Seconds before a worker that could not read a document gets another."""
+
+
+class GivenUp(NamedTuple):
+    """A document that becomes an error row."""
+
+    key: DocumentKey
+    attempts: int
+    error: DocumentError
+    worker: str
+    """The one that had it last."""
+
+
+@dataclass(slots=True)
+class OpenDocument:
+    """A document that is leased, or of which there is something to remember."""
+
+    key: DocumentKey
+    attempts: int = 0
+    forgiven: int = 0
+    """Attempts that do not count towards `max_attempts`."""
+    struck: set[Place] = field(default_factory=set)
+    """The places where it was held when a worker or a batch failed, charged or not."""
+    losses: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Count the attempts that count towards `max_attempts`."""
+        return self.attempts - self.forgiven
+
+    @property
+    def runs_alone(self) -> bool:
+        """Return True if its next failure may fail its neighbours, too."""
+        return bool(self.struck) or self.losses >= LOSSES_ALONE
+
+
+@dataclass(slots=True)
+class Holder:
+    """A worker and the leases that it holds."""
+
+    name: str
+    place: Place
+    moved_at: float
+    leases: dict[str, HeldLease] = field(default_factory=dict)
+    num_closing: int = 0
+    """Leases taken back whose call has not returned yet."""
+    num_steps: int = -1
+    rests_until: float = -math.inf
+    is_alone: bool = False
+    """True while it holds one document that runs alone."""
+    is_draining: bool = False
+    """True once its node is about to go."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if it holds no lease, not even one that is being taken back."""
+        return not self.num_taken
+
+    @property
+    def num_taken(self) -> int:
+        """Count its leases, those being taken back included."""
+        return len(self.leases) + self.num_closing
+
+    @property
+    def holds_struck(self) -> bool:
+        """Return True if every document that it holds was struck elsewhere, too: that explains its
+        death.
+        """
+        return bool(self.leases) and all(
+            held.document.struck - {self.place} for held in self.leases.values()
+        )
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease in force."""
+
+    lease: Lease
+    document: OpenDocument
+    worker: Holder
+    started_at: float | None = None
 
 
 class Scheduler:

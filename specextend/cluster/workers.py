@@ -311,35 +311,26 @@ class Pool:
         actor.poll_at = math.inf
         self._expect(actor.handle.progress.remote(), _Call(worker, "poll"))
 
-    def _poll_later(self, actor: _Actor) -> None:
-        actor.poll_at = self.clock() + max(POLL_S, len(self._actors) / POLLS_PER_S)
-
     def _answer(self, call: _Call, future: Future[Any]) -> list[Event]:
         if (actor := self._actors.get(call.worker)) is None:  # forgotten with its worker
             return []
+        if call.kind in ("ready", "poll"):
+            actor.poll_at = self.clock() + max(POLL_S, len(self._actors) / POLLS_PER_S)
         if call.lease is not None:
             del actor.runs[call.lease.lease_id]
         try:
             value = future.result()
         except RayError as error:
-            if call.kind in ("begun", "ready"):
-                return [self._start_failed(call.worker, last_line(error))]
-            if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
-                self._actor_failed(call.worker, actor, error)
-                return []
             return self._call_failed(call, actor, error)
-        if call.kind == "begun":
-            actor.host, actor.loads_since = value, self.clock()
-            return [Begun(call.worker)]
+        if call.lease is not None:
+            return [Returned(call.worker, call.lease, value)]
+        if call.kind == "poll":
+            return [Polled(call.worker, value)]
         if call.kind == "ready":
             actor.info = value
-            self._poll_later(actor)
             return [Ready(call.worker, value)]
-        if call.kind == "poll":
-            self._poll_later(actor)
-            return [Polled(call.worker, value)]
-        assert call.lease is not None
-        return [Returned(call.worker, call.lease, value)]
+        actor.host, actor.loads_since = value, self.clock()
+        return [Begun(call.worker)]
 
     def _actor_failed(self, worker: str, actor: _Actor, error: RayError) -> None:
         """Note that a worker is gone; `_verdicts` reports it."""
@@ -350,10 +341,13 @@ class Pool:
                 self._ask(worker, actor)  # shows if it is dead or far
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
-        if call.kind == "poll":
-            self._poll_later(actor)
+        if call.kind in ("begun", "ready"):
+            return [self._start_failed(call.worker, last_line(error))]
+        if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
+            self._actor_failed(call.worker, actor, error)
             return []
-        assert call.lease is not None
+        if call.lease is None:
+            return []
         outcome: Outcome = Lost(first_line(error))
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
             cause = error.cause  # of our own code, or of Ray about a result that finds no room

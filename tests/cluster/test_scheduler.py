@@ -1,7 +1,7 @@
 """The scheduler's decisions, without Ray: who gets what, who is charged, and who is let go."""
 
-from specextend.cluster.messages import MAX_LOSSES, Place
-from specextend.cluster.scheduler import ALONE_SHARE, IDLE_S, PAUSE_S, Scheduler
+from specextend.cluster.messages import Place
+from specextend.cluster.scheduler import ALONE_SHARE, IDLE_S, MAX_LOSSES, PAUSE_S, Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
