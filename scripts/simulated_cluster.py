@@ -223,17 +223,20 @@ class SimulatedCluster:
         self._begin(being)
         self.num_done += 1
         stats = DecodingStats(
-            num_prompt_tokens=lease.num_tokens, num_output_tokens=20, prefill_s=1.0, verify_s=1.0
+            num_prompt_tokens=lease.estimate.total,
+            num_output_tokens=20,
+            prefill_s=1.0,
+            verify_s=1.0,
         )
         return [Returned(being.name, lease, Done(self._row(lease), stats, 1.0))]
 
     def _begin(self, being: SimulatedWorker) -> None:
         waiting = sorted(
-            being.leases.keys() - being.running, key=lambda name: -being.leases[name].num_tokens
+            being.leases.keys() - being.running, key=lambda name: -being.leases[name].estimate.total
         )
         for name in waiting[: BATCH - len(being.running)]:
             being.running.add(name)
-            seconds = being.leases[name].num_tokens / being.node.tokens_per_s
+            seconds = being.leases[name].estimate.total / being.node.tokens_per_s
             self._at(seconds, lambda name=name: self._end(being, name))  # type: ignore[misc]
 
     def _read(self, being: SimulatedWorker, group: tuple[int, int]) -> None:

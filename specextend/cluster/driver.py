@@ -128,8 +128,9 @@ class Driver:
             self._errors.check()
         if is_due or self.scheduler.is_done:
             now = self.clock()
-            num_ready = self.roster.num_ready
-            self.display.show(self.ledger.snapshot(now, num_ready, self.roster.num_loading), now)
+            workers = self.roster.num_ready, self.roster.num_loading
+            running = self.scheduler.running()
+            self.display.show(self.ledger.snapshot(now, *workers, running), now)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -149,7 +150,6 @@ class Driver:
         self.pool.kill(worker)
         self.record.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
-        self.ledger.running(worker, {})
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
@@ -231,13 +231,6 @@ class Driver:
             case Polled(worker, report):
                 if self.scheduler.report(worker, report.num_steps, report.outputs, now):
                     self._moved_at = now
-                held = self.scheduler.held
-                outputs = {
-                    held[name].lease.key: num
-                    for name, num in report.outputs.items()
-                    if name in held
-                }
-                self.ledger.running(worker, outputs)
             case Draining(worker):
                 self._drain(worker)
             case Died(worker, reason, with_node):
@@ -305,7 +298,7 @@ class Driver:
         self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
         self._note_memory(worker, outcome.used_gib)
         self.committer.add(outcome.row)
-        self.ledger.finish(lease.key, outcome.stats, worker)
+        self.ledger.finish(lease.key, outcome.stats)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
         """Record the most memory that a worker has used, and say it of the first one, beside what
@@ -361,7 +354,6 @@ class Driver:
 
     def _gone(self, worker: str, reason: str) -> None:
         self.record.worker_gone(worker, reason)
-        self.ledger.running(worker, {})
         is_explained = self.scheduler.workers[worker].holds_struck
         self.roster.died(worker, reason, is_explained=is_explained)
 
@@ -374,7 +366,7 @@ class Driver:
                 error.doc_id = name(key)
             self.committer.add(give_up(self.display, key, error, attempts, worker))
             self._errors.failed(error)
-            self.ledger.finish(key, None, worker)
+            self.ledger.finish(key, None)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:

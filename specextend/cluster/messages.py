@@ -9,6 +9,7 @@ seconds of any monotonic clock that the caller passes in.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specextend.cluster.backlog import TokenEstimate
 from specextend.core import DocumentKey, Values
 from specextend.data.inputs import DocumentError
 from specextend.data.rows import Row
@@ -28,8 +29,7 @@ class Lease(NamedTuple):
 
     lease_id: str
     key: DocumentKey
-    num_tokens: int
-    """Prompt and output, estimated."""
+    estimate: TokenEstimate
     attempt: int
     """1 for the first; what the row's `attempts` becomes."""
     is_alone: bool = False

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -113,19 +113,11 @@ class Ledger:
         self._stats.add(work or DecodingStats())
         self._prompt_done = self._stats.num_prompt_tokens - self._stats.num_cached_tokens
         """Of this start's documents as estimated: what several tasks read once counts once."""
-        self._running: dict[str, dict[DocumentKey, tuple[int, int, int]]] = {}
-        """By worker the documents in its engine. Of those that have begun to decode: the prompt
-        tokens, the most output tokens, and those so far.
-        """
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
-        """Note that a document is done, with its true counts, or has become an error row (None).
-
-        worker: in whose engine it was, if it was in one.
-        """
+    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
+        """Note that a document is done, with its true counts, or has become an error row (None)."""
         estimate = self._estimates[key]
-        self._running.get(worker, {}).pop(key, None)
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
@@ -136,15 +128,6 @@ class Ledger:
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
 
-    def running(self, worker: str, outputs: Mapping[DocumentKey, int]) -> None:
-        """Note the open documents that are in a worker's engine now, with their output tokens so
-        far.
-        """
-        self._running[worker] = {
-            key: (*self._estimates[key], tokens) if tokens else (0, 0, 0)
-            for key, tokens in outputs.items()
-        }
-
     @property
     def output_cost(self) -> float:
         """Return w: seconds of an output token over seconds of a prompt token."""
@@ -153,17 +136,22 @@ class Ledger:
         decode = ratio(stats.step_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
-    def snapshot(self, now: float, num_workers: int, num_loading: int = 0) -> Snapshot:
+    def snapshot(
+        self,
+        now: float,
+        num_workers: int,
+        num_loading: int = 0,
+        running: Sequence[tuple[int, int, int]] = (),
+    ) -> Snapshot:
         """Return the figures at `now`, in seconds of any monotonic clock, and keep them for the
         rate. Once a second is enough.
 
-        num_workers, num_loading: workers that are ready, and those that load their models.
+        num_workers, num_loading: workers that are ready, and those that load their models. running:
+        the documents in engines, as `Scheduler.running` lists them.
         """
         if not num_workers:
             self._history.clear()  # nothing is done while models load: that is no rate
-        running = [each for documents in self._running.values() for each in documents.values()]
-        sums = [sum(each) for each in zip(*running, strict=True)] or [0, 0, 0]
-        read, allowed, written = sums
+        read, allowed, written = np.array([(0, 0, 0), *running]).sum(axis=0).tolist()
         prompt = self._prompt_done + read
         output = self._stats.num_output_tokens + written
         self._history.append((now, prompt, output))

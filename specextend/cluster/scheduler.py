@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -127,6 +127,8 @@ class HeldLease:
     document: OpenDocument
     worker: Holder
     started_at: float | None = None
+    num_outputs: int | None = None
+    """Output tokens so far; None while it is not in the engine."""
 
 
 class Scheduler:
@@ -213,6 +215,16 @@ class Scheduler:
         """List open documents that no worker holds, up to a number, those that run alone first."""
         return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
+    def running(self) -> list[tuple[int, int, int]]:
+        """List the documents in engines: the prompt tokens of each, the most output tokens, and
+        those so far; zeros if it has not begun to decode.
+        """
+        return [
+            (*held.lease.estimate, held.num_outputs) if held.num_outputs else (0, 0, 0)
+            for held in self.held.values()
+            if held.num_outputs is not None
+        ]
+
     def charges(self) -> dict[DocumentKey, Tried] | None:
         """List open documents that may have ended workers; None if there is no new one since the
         last call.
@@ -249,9 +261,9 @@ class Scheduler:
             self._left_out.add(place)
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
-    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> bool:
-        """Note a worker's counter of prefill chunks and steps, and its leases whose prefill has
-        begun; the others wait.
+    def report(self, worker: str, num_steps: int, outputs: Mapping[str, int], now: float) -> bool:
+        """Note a worker's counter of prefill chunks and steps, and the output tokens of its leases
+        whose prefill has begun; the others wait.
 
         Returns True if the counter moved, so that tokens were read or written.
         """
@@ -260,9 +272,9 @@ class Scheduler:
         if num_steps != state.num_steps:
             state.num_steps = num_steps
             state.moved_at = now
-        begun = set(started)
         for lease_id, held in state.leases.items():
-            if held.started_at is None and lease_id in begun:
+            held.num_outputs = outputs.get(lease_id)
+            if held.started_at is None and held.num_outputs is not None:
                 held.started_at = now
         return has_moved
 
@@ -355,8 +367,8 @@ class Scheduler:
         if (document := self._documents.get(key)) is None:
             document = self._documents[key] = OpenDocument(key)
         lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
-        num_tokens = self._estimates[key].total
-        lease = Lease(lease_id, key, num_tokens, document.attempts + 1, document.runs_alone)
+        estimate = self._estimates[key]
+        lease = Lease(lease_id, key, estimate, document.attempts + 1, document.runs_alone)
         if state.is_empty:
             state.moved_at = now
         self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, state)
@@ -380,7 +392,7 @@ class Scheduler:
 
     def seconds_for(self, lease: Lease) -> float:
         """Return the seconds that a document may take from the start of its prefill."""
-        return self._job.document_deadline_s * (1 + lease.num_tokens / 1000)
+        return self._job.document_deadline_s * (1 + lease.estimate.total / 1000)
 
     def overdue(self, now: float) -> list[HeldLease]:
         """List the leases past their document's deadline."""

@@ -54,9 +54,7 @@ def test_running_documents_count_for_what_they_have_done():
     """With few long documents the bar would stand still for an hour otherwise."""
     book = ledger((1000, 100))
     book.snapshot(0.0, 1)
-    for _ in range(2):  # a poll replaces the one before
-        book.running("w", {key(0): 50})
-    now = book.snapshot(10.0, 1)
+    now = book.snapshot(10.0, 1, running=[(1000, 100, 50)])
     done = 1000 + 50 * DEFAULT_OUTPUT_COST
     left = 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))
@@ -69,9 +67,10 @@ def test_loading_models_is_no_pace():
     for second in range(101):
         assert book.snapshot(float(second), 0).eta_s is None
     book.snapshot(100.0, 1)
-    book.running("w", {key(0): 50})
-    assert book.snapshot(105.0, 1).eta_s is None, "what an output token costs is not known yet"
-    book.finish(key(0), stats(1000, 100), "w")
+    assert book.snapshot(105.0, 1, running=[(1000, 100, 50)]).eta_s is None, (
+        "what an output token costs is not known yet"
+    )
+    book.finish(key(0), stats(1000, 100))
     assert book.snapshot(110.0, 1).eta_s == pytest.approx(90.0)
 
 
@@ -102,7 +101,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     plan = Scheduler(rows_of_length([5]), JobOptions(stall_s=60.0, document_deadline_s=60.0), leases_per_worker=1)
     plan.join("a", Place("host", "GPU 0"), clock())
     [(_, lease)] = plan.assign(clock())
-    plan.report("a", 1, [lease.lease_id], clock())
+    plan.report("a", 1, {lease.lease_id: 1}, clock())
     seconds[0] += 3600.0
     assert plan.stalled(clock()) == []
     assert plan.overdue(clock()) == []

@@ -52,7 +52,7 @@ def test_a_deadline_counts_from_the_start_of_prefill():
     """Time in the queue is not the document's."""
     plan = scheduler([5, 4], "a")
     lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 100)
+    plan.report("a", 1, {lease[0]: 1}, 100)
     assert plan.overdue(110) == []
     assert [late.lease.key.row for late in plan.overdue(110.1)] == [0]
 
@@ -93,7 +93,7 @@ def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywh
     for number in range(4):
         [(worker, lease)] = plan.assign(number)
         was_at.append(worker[0])
-        plan.report(worker, 1, [lease.lease_id], number)
+        plan.report(worker, 1, {lease.lease_id: 1}, number)
         plan.leave(worker, "WorkerDied", "gone")
         plan.expect(1)
         plan.join(worker + "+", Place(*spots[worker[0]]), number)
@@ -108,7 +108,7 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
     plan = scheduler([100 - row for row in range(60)], "abcdefgh", leases_per_worker=2)
     for number, worker in enumerate("abc"):
         plan.assign(number)
-        plan.report(worker, 1, list(plan.held), number)
+        plan.report(worker, 1, dict.fromkeys(plan.held, 1), number)
         plan.leave(worker, "WorkerDied", "gone")
     for lease_id in list(plan.held):
         plan.finish(lease_id)
@@ -121,7 +121,7 @@ def test_idle_workers_are_let_go_while_the_last_documents_run():
     """They held their GPUs until the longest document of the night was done."""
     plan = scheduler([9, 8], "abcd")
     for worker, lease in plan.assign(0):
-        plan.report(worker, 1, [lease.lease_id], 0)
+        plan.report(worker, 1, {lease.lease_id: 1}, 0)
     assert plan.num_wanted == 2
     assert plan.spare(0) == []
     assert plan.spare(IDLE_S - 1) == [], "a worker that dies may need one at once"
