@@ -105,7 +105,6 @@ def run_job(
     check_machine(config)
     prepared = prepare(config, interrupt.check, retry_errors, retry_truncated)
     interrupt.check()
-    run_id = secrets.token_hex(4)
     with reading(prepared.output):
         if (counts := counts_of_ended(prepared)) is not None:
             display.note(
@@ -115,16 +114,15 @@ def run_job(
             interrupt.disarm()
             return EXIT_DONE
         check_retry(prepared)
-    lock = OutputLock(prepared.output, run_id)
+    lock = OutputLock(prepared.output, secrets.token_hex(4))
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock.check))
         record = StartRecord(
-            prepared.output, run_id, config, prepared.models, took_over=lock.predecessor
+            prepared.output, lock.run_id, config, prepared.models, took_over=lock.predecessor
         )
         locked = _LockedRun(
             prepared,
             lock,
-            run_id,
             record,
             display,
             interrupt,
@@ -142,7 +140,6 @@ class _LockedRun:
 
     prepared: Prepared
     lock: OutputLock
-    run_id: str
     record: StartRecord
     display: Display
     interrupt: Interrupt
@@ -158,7 +155,7 @@ class _LockedRun:
         """
         output = self.prepared.output
         display = self.display
-        display.begin(self.run_id)
+        display.begin(self.lock.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         with writing(output):
             for folder in run_folders(output):
@@ -307,8 +304,8 @@ class _LockedRun:
         output = self.prepared.output
         manifest = self.prepared.manifest
         with writing(output):
-            origin = provenance(manifest, [self.record.start], [self.run_id])
-            return CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
+            origin = provenance(manifest, [self.record.start], [self.lock.run_id])
+            return CommitWriter(output, self.lock.run_id, manifest["fingerprint"], origin)
 
     @contextmanager
     def _workers(self, plan: Plan, progress: Progress, ledger: Ledger) -> Iterator[Driver]:
@@ -366,7 +363,7 @@ class _LockedRun:
                 plan.estimates,
                 job,
                 num_leases,
-                f"{self.run_id}-",
+                f"{self.lock.run_id}-",
                 tried,
                 group_rows,
                 num_extra=EXTRA_LEASES,

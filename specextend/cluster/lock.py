@@ -118,7 +118,7 @@ class OutputLock:
         monotonic: Callable[[], float] = time.monotonic,
         host: str = "",
     ):
-        self.output, self._run_id, self._host = output, run_id, host or socket.gethostname()
+        self.output, self.run_id, self._host = output, run_id, host or socket.gethostname()
         self._clock = clock
         self._monotonic = monotonic
         self._seen: bytes | None = None
@@ -251,14 +251,14 @@ class OutputLock:
         return True
 
     def _is_ours(self, holder: LockHolder | None) -> bool:
-        return holder is not None and holder.run_id == self._run_id
+        return holder is not None and holder.run_id == self.run_id
 
     def _write(self) -> None:
         """Write our lock, so that it differs from the last one whatever the clock says."""
         steady = self._monotonic()
         wall = self._clock()
         self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
-        holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
+        holder = LockHolder(self.run_id, self._host, os.getpid(), self._written, _pid_namespace())
         write_bytes(lock_file(self.output), json.dumps(asdict(holder)).encode())
         self._beat_at = (steady, wall)
 

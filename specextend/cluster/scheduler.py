@@ -82,7 +82,7 @@ class OpenDocument:
         return bool(self.struck) or self.losses >= LOSSES_ALONE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Holder:
     """A worker and the leases that it holds."""
 
@@ -286,7 +286,7 @@ class Scheduler:
         """
         if not self.num_waiting:
             return []
-        takers = {name: worker for name, worker in self.workers.items() if self._takes(worker, now)}
+        takers = [worker for worker in self.workers.values() if self._takes(worker, now)]
         return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
     def _takes(self, worker: Holder, now: float) -> bool:
@@ -294,7 +294,7 @@ class Scheduler:
         is_ready = not (worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
-    def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
+    def _assign_alone(self, takers: list[Holder], now: float) -> list[tuple[str, Lease]]:
         """Grant documents to empty workers; if one finds none, keep the worker nearest to that from
         filling up.
 
@@ -303,9 +303,7 @@ class Scheduler:
         granted: list[tuple[str, Lease]] = []
         room = max(1, len(self.workers) // ALONE_SHARE) if len(self._backlog) else len(self.workers)
         room -= sum(worker.is_alone for worker in self.workers.values())
-        nearest = sorted(
-            takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken)
-        )
+        takers.sort(key=lambda worker: worker.num_taken)
         allowed: dict[frozenset[Place], set[Place]] = {}
         for entry in list(self._alone):
             if room <= 0:
@@ -314,16 +312,15 @@ class Scheduler:
             struck = frozenset(document.struck)
             if struck not in allowed:
                 allowed[struck] = self._places_for(struck)
-            found = (
-                name for name in nearest if name in takers and takers[name].place in allowed[struck]
-            )
-            if (name := next(found, None)) is None:
+            places = allowed[struck]
+            worker = next((each for each in takers if each.place in places), None)
+            if worker is None:
                 continue
             room -= 1
-            worker = takers.pop(name)
+            takers.remove(worker)
             if worker.is_empty:
                 self._alone.remove(entry)
-                granted.append((name, self._grant(name, document.key, now)))
+                granted.append((worker.name, self._grant(worker, document.key, now)))
                 worker.is_alone = True
         return granted
 
@@ -343,35 +340,34 @@ class Scheduler:
         fewest = min((self._deaths[place] for place in allowed), default=0)
         return {place for place in allowed if self._deaths[place] == fewest}
 
-    def _assign_fresh(self, takers: Mapping[str, Holder], now: float) -> list[tuple[str, Lease]]:
+    def _assign_fresh(self, takers: Sequence[Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
         is_near_end = len(self._backlog) < self._num_extra * len(self.workers)
         most = self._leases_per_worker - self._num_extra * is_near_end
-        room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
+        room = {worker.name: 1 if self._deaths[worker.place] else most for worker in takers}
         free = [
-            (worker.num_taken, name)
-            for name, worker in takers.items()
-            if worker.num_taken < room[name]
+            (worker.num_taken, worker.name)
+            for worker in takers
+            if worker.num_taken < room[worker.name]
         ]
         heapq.heapify(free)
         granted = []
         while free and (key := self._backlog.take(free[0][1])) is not None:
             num_taken, name = heapq.heappop(free)
-            granted.append((name, self._grant(name, key, now)))
+            granted.append((name, self._grant(self.workers[name], key, now)))
             if num_taken + 1 < room[name]:
                 heapq.heappush(free, (num_taken + 1, name))
         return granted
 
-    def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
-        state = self.workers[worker]
+    def _grant(self, worker: Holder, key: DocumentKey, now: float) -> Lease:
         if (document := self._documents.get(key)) is None:
             document = self._documents[key] = OpenDocument(key)
         lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
         estimate = self._estimates[key]
         lease = Lease(lease_id, key, estimate, document.attempts + 1, document.runs_alone)
-        if state.is_empty:
-            state.moved_at = now
-        self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, state)
+        if worker.is_empty:
+            worker.moved_at = now
+        self.held[lease_id] = worker.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
 
     # Documents end
