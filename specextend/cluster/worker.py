@@ -73,7 +73,6 @@ class Worker:
 
     _engine: Engine
     _tasks: list[Task]
-    _limits: dict[str, float] | None
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory):
         """Load nothing yet: the driver has to know when loading begins."""
@@ -95,7 +94,7 @@ class Worker:
 
     async def ready(self) -> WorkerInfo:
         """Load the models. Raises whatever keeps them from loading."""
-        device = await asyncio.get_running_loop().run_in_executor(None, self.load)
+        device, limits = await asyncio.get_running_loop().run_in_executor(None, self.load)
         context = ray.get_runtime_context()
         given = context.get_accelerator_ids() if self._config.job.gpus_per_worker else {}
         accelerators = tuple(
@@ -108,19 +107,21 @@ class Worker:
             for each in self._engine.target.trials
         ]
         place = context.get_node_id(), os.uname().nodename, os.getpid()
-        return WorkerInfo(*place, device, accelerators, self._limits, kernels)
+        return WorkerInfo(*place, device, accelerators, limits, kernels)
 
-    def load(self) -> str:
-        """Load the models and start the engine. Returns the name of their device."""
+    def load(self) -> tuple[str, dict[str, float] | None]:
+        """Load the models and start the engine. Returns the name of their device, and its limits
+        (`WorkerInfo`).
+        """
         gc.freeze()  # what was imported is no garbage, and each search for some takes half a second
-        if not self._config.job.gpus_per_worker:
-            torch.set_num_threads(self._config.job.num_cores)
-        self._engine = self._factory(self._config)
         config = self._config
-        self._tasks = tasks_of(config, self._engine.tokenizer, self._engine.max_tokens)
-        self._limits = self._engine.limits()
+        if not config.job.gpus_per_worker:
+            torch.set_num_threads(config.job.num_cores)
+        self._engine = engine = self._factory(config)
+        self._tasks = tasks_of(config, engine.tokenizer, engine.max_tokens)
+        limits = engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
-        return device_name(torch.device(self._config.job.device))
+        return device_name(torch.device(config.job.device)), limits
 
     async def run(
         self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False

@@ -39,17 +39,17 @@ def test_estimates_are_close_to_what_a_document_takes(tmp_path, tokenizer):
     corpus = source(tmp_path, {"text": texts, "length": pa.array([None, None, 99])}, options_column="length")
     estimates = planned(corpus, tokenizer).estimates
     prompts = Prompts(tokenizer, PromptOptions(), 1000)
-    for row, (text, max_new_tokens) in enumerate(zip(texts, (10, 10, 99), strict=True)):
+    for estimate, text, max_new_tokens in zip(estimates.values(), texts, (10, 10, 99), strict=True):
         true = len(prompts.render(text, 10).token_ids)
-        assert estimates[DocumentKey(0, row)] == (pytest.approx(true, rel=0.1), max_new_tokens)
+        assert estimate == (pytest.approx(true, rel=0.1), max_new_tokens)
 
 
 def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path, tokenizer):
     """Its parts, their summaries and the merge: deadlines follow from it, and the longest documents begin first."""
     corpus = source(tmp_path, {"text": ["word " * 2_000, "word"]})
     plan = planned(corpus, tokenizer, limit=210, length_policy="parts")
-    num_tokens = len(Prompts(tokenizer, PromptOptions(), 1 << 20).render("word " * 2_000, 10).token_ids)
-    long, short = (plan.estimates[DocumentKey(0, row)] for row in (0, 1))
+    num_tokens = num_tokens_of("word " * 2_000, tokenizer)
+    long, short = plan.estimates.values()
     assert plan.num_over_length == 1
     assert short.max_new_tokens == 10
     assert long.max_new_tokens > 10 * num_tokens / 200
@@ -59,6 +59,6 @@ def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp
 def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path, tokenizer):
     """A gigabyte of text is cut to the context: it must not stand for a day of work."""
     corpus = source(tmp_path, {"text": ["word " * 10_000] * 2})
-    assert planned(corpus, tokenizer, limit=100).estimates[DocumentKey(0, 0)].num_prompt_tokens == 90
+    assert planned(corpus, tokenizer, limit=100).estimates.num_prompt_tokens[0] == 90
     shorter = planned(corpus, tokenizer, limit=100, max_prompt_tokens=50)
-    assert shorter.estimates[DocumentKey(0, 0)].num_prompt_tokens == 50
+    assert shorter.estimates.num_prompt_tokens[0] == 50

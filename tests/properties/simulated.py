@@ -183,8 +183,7 @@ class SimulatedPool:
         batch = live(being)
         for lease_id in batch:
             del being.leases[lease_id]
-        told = ("ValueError", "a batch failed", "decode", True)
-        return [Returned(worker, lease, SuspectedError(*told)) for lease in batch.values()]
+        return [Returned(worker, lease, SuspectedError("ValueError", "a batch", "decode")) for lease in batch.values()]
 
     def _cannot_read(self, worker, being):
         """What it was just given; the file is there for others."""
