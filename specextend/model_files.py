@@ -115,6 +115,9 @@ class HubUnreachableError(ModelError):
 class TensorInfo(NamedTuple):
     """One tensor of a safetensors file."""
 
+    file: Path
+    name: str
+    """In the file."""
     dtype: str
     """As the file spells it: `BF16`, `F16`, `F32`, ..."""
     shape: tuple[int, ...]
@@ -293,7 +296,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
             return {
-                name: TensorInfo(each.get_dtype(), tuple(each.get_shape()))
+                name: TensorInfo(path, name, each.get_dtype(), tuple(each.get_shape()))
                 for name, each in slices.items()
             }
     except SafetensorError as error:
@@ -305,7 +308,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 def check_tensors(
     where: str,
-    found: Mapping[str, tuple[str, TensorInfo]],
+    found: Mapping[str, TensorInfo],
     required: Mapping[str, tuple[int, ...]],
     optional: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, tuple[str, ...]],
@@ -313,13 +316,13 @@ def check_tensors(
     """Raise ModelError unless the tensors found are the required ones, and optional ones, with
     their shapes, as floats.
 
-    found: the name in a file, and what it is, by the name in the other arguments. dtypes: of those
-    that are no floats.
+    found: by the names in the other arguments. dtypes: of those that are no floats.
     """
     if missing := sorted(required.keys() - found.keys()):
         raise ModelError(f"{where} lacks the tensor {missing[0]}")
     shapes = {**optional, **required}
-    for known, (name, info) in sorted(found.items()):
+    for known, info in sorted(found.items()):
+        name = info.name
         if known not in shapes:
             raise ModelError(f"{where} has the tensor {name}, which config.json does not describe")
         if info.shape != shapes[known]:

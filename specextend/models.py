@@ -416,7 +416,7 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, Tensor
     for name, info in found.items():
         is_whole = name in state or f"model.{name}" in found
         if ".rotary_emb." not in f".{name}":
-            named[name if is_whole else f"model.{name}"] = name, info
+            named[name if is_whole else f"model.{name}"] = info
     check_tensors(model, named, required, optional, {})
 
 

@@ -241,9 +241,7 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
     head = read_head(draft.model)
-    count = sum(
-        math.prod(info.shape) for _, _, info in head.sources.values() if info.dtype in FLOATS
-    )
+    count = sum(math.prod(info.shape) for info in head.sources.values() if info.dtype in FLOATS)
     # it copies rows of the target's LM head
     if head.is_ours and head.draft_vocab_size < head.vocab_size:
         count += head.draft_vocab_size * head.hidden_size

@@ -18,19 +18,23 @@ from torch.nn.functional import pad, rms_norm, silu
 from specextend.attention.plan import AttentionPlan, attend_plan
 from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
-from specextend.decoding.layers import are_compiled, joined_in_one_call, linear, pack
+from specextend.decoding.layers import PRODUCTS, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, last_tokens
-from specextend.model_files import TensorInfo
+from specextend.model_files import VOCABULARY, TensorInfo
 
-Found = dict[str, tuple[Path, str, TensorInfo]]
-"""Our name of a tensor -> its file, its name there, its type and shape."""
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first
 and end.
 """
-_COPIES = f"copy.{'+'.join(_COPY_READS)}"
-"""All of them in one, which reads all four tokens."""
+_JOINED = {
+    "fuse": ["fc"],
+    "qkv": [f"layer.self_attn.{name}" for name in _COPY_READS],
+    "o_proj": ["layer.self_attn.o_proj"],
+    "gate_up": ["layer.mlp.gate_proj", "layer.mlp.up_proj"],
+    "down_proj": ["layer.mlp.down_proj"],
+}
+"""Projections that read the same input, and are one product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,8 @@ class HeadShape:
     """The RoPE keys of a Llama config."""
     draft_vocab_size: int
     """Tokens that the head can propose."""
-    layers: tuple[int, ...] | None = None
-    """EAGLE-3: target layers whose outputs the head reads, counted from 0; None: the usual
+    layers: tuple[int, ...] = ()
+    """EAGLE-3: target layers whose outputs the head reads, counted from 0; empty: the usual
     three.
     """
     norm_before_residual: bool = False
@@ -80,12 +84,13 @@ class HeadShape:
     copy_heads: int = 0
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
-    sources: Found = field(default_factory=dict)
+    sources: dict[str, TensorInfo] = field(default_factory=dict)
+    """The tensors of its files, by our names."""
 
     @property
     def num_layers_read(self) -> int:
         """Return the number of layers of the target whose outputs the head takes."""
-        return (3 if self.layers is None else len(self.layers)) if self.fused else 1
+        return len(self.layers or range(3)) if self.fused else 1
 
     def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the target layers whose outputs the head takes; none if it takes the last hidden
@@ -97,7 +102,7 @@ class HeadShape:
             return ()
         # what enters layers 2, n / 2 and n - 3
         usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
-        layers = usual if self.layers is None else self.layers
+        layers = self.layers or usual
         if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
             raise ValueError(
                 f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from "
@@ -111,7 +116,29 @@ class HeadShape:
         return self.num_layers_read * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """List the required tensors of a head by our names, but for a list of tokens."""
+        """List the required tensors of a head by our names."""
+        hidden = self.hidden_size
+        has_norms = self.is_ours or self.fused or self.layer_norms
+        is_narrow = hidden != self.target_hidden_size
+        wanted = {
+            "embedding_norm.weight": (self.is_ours or self.layer_norms, (hidden,)),
+            "feature_norm.weight": (self.is_ours, (hidden,)),
+            "norm.weight": (has_norms, (hidden,)),
+            "layer.input_layernorm.weight": (has_norms, (hidden,)),
+            "layer.hidden_norm.weight": (self.fused, (hidden,)),
+            "input_norm.weight": (self.norm_before_fc, (self.num_features,)),
+            "fc.bias": (self.fusion_bias, (hidden,)),
+            "lm_head.weight": (self.fused, (self.draft_vocab_size, hidden)),
+            "embed_tokens.weight": (self.fused and is_narrow, (self.vocab_size, hidden)),
+        }
+        shapes = {name: shape for name, (is_wanted, shape) in wanted.items() if is_wanted}
+        shapes |= self._products()
+        if self.draft_vocab_size != self.vocab_size:
+            shapes["d2t" if self.fused else VOCABULARY] = (self.draft_vocab_size,)
+        return shapes
+
+    def _products(self) -> dict[str, tuple[int, ...]]:
+        """List the matrices that every head has, and the norm between attention and MLP."""
         hidden = self.hidden_size
         mlp = self.intermediate_size
         queries = self.num_heads * self.head_dim
@@ -134,50 +161,24 @@ class HeadShape:
             shapes["copy.q_proj.weight"] = (copied * group, 3 * hidden)
             shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
             shapes["copy.v_proj.weight"] = (copied, hidden)
-        if self.is_ours:
-            norms = (
-                "embedding_norm.weight",
-                "feature_norm.weight",
-                "norm.weight",
-                "layer.input_layernorm.weight",
-            )
-            return dict.fromkeys(norms, (hidden,)) | shapes
-        return shapes | (self._fused_only() if self.fused else self._plain_only())
+        return shapes
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """List the optional tensors of a published head by our names."""
-        shapes = self.required()
-        biased = [name for name in shapes if name.endswith("_proj.weight")]
+        """List the optional tensors of a head by our names."""
+        vocabulary = (self.draft_vocab_size,)
+        if self.is_ours:
+            return {VOCABULARY: vocabulary}
+        products = self._products()
+        biased = [name for name in products if name.endswith("_proj.weight")]
         return {
             "embed_tokens.weight": (self.vocab_size, self.hidden_size),
             "lm_head.weight": (self.vocab_size, self.hidden_size),
             "fc.bias": (self.hidden_size,),
             "layer.self_attn.q_norm.weight": (self.head_dim,),
             "layer.self_attn.k_norm.weight": (self.head_dim,),
-            **{f"{name.removesuffix('weight')}bias": shapes[name][:1] for name in biased},
-            **({"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)} if self.fused else {}),
+            **{f"{name.removesuffix('weight')}bias": products[name][:1] for name in biased},
+            **({"d2t": vocabulary, "t2d": (self.vocab_size,)} if self.fused else {}),
         }
-
-    def _fused_only(self) -> dict[str, tuple[int, ...]]:
-        norms = ("layer.input_layernorm.weight", "layer.hidden_norm.weight", "norm.weight")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (self.hidden_size,))
-        shapes["lm_head.weight"] = (self.draft_vocab_size, self.hidden_size)
-        if self.draft_vocab_size != self.vocab_size:
-            shapes["d2t"] = (self.draft_vocab_size,)
-        if self.hidden_size != self.target_hidden_size:
-            shapes["embed_tokens.weight"] = (self.vocab_size, self.hidden_size)
-        if self.norm_before_fc:
-            shapes["input_norm.weight"] = (self.num_features,)
-        return shapes
-
-    def _plain_only(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = (
-            {"fc.bias": (self.hidden_size,)} if self.fusion_bias else {}
-        )
-        if self.layer_norms:
-            norms = ("embedding_norm.weight", "layer.input_layernorm.weight", "norm.weight")
-            shapes |= dict.fromkeys(norms, (self.hidden_size,))
-        return shapes
 
 
 class EagleNetwork:
@@ -257,21 +258,22 @@ class EagleNetwork:
     ) -> None:
         """Join and pack the head's weights, and take from the target what the head has not."""
         self._embedding = _own_or(
-            weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight
+            weights.get("embed_tokens.weight"), target.model.get_input_embeddings().weight
         )
         rows = None if self.vocabulary is None else lm_head[self.vocabulary]
-        own_head = _own_or(weights.pop("lm_head.weight", rows), lm_head)
+        own_head = _own_or(weights.get("lm_head.weight", rows), lm_head)
         self._norms = {
-            name: weight for name, weight in weights.items() if name.endswith("norm.weight")
+            name.removesuffix(".weight"): weight
+            for name, weight in weights.items()
+            if name.endswith("norm.weight")
         }
-        weights = {name: weight for name, weight in weights.items() if name not in self._norms}
-        _join(weights, "layer.self_attn", ("q_proj", "k_proj", "v_proj"))
-        _join(weights, "layer.mlp", ("gate_proj", "up_proj"))
+        products = {name: _join(weights, joined) for name, joined in _JOINED.items()}
         if self.reads_history:
-            weights[f"{_COPIES}.weight"] = _joined_copies(weights)
-        self._linears = linears(weights)
+            products |= {name: linear(weights[f"copy.{name}.weight"]) for name in _COPY_READS}
+            products["copy"] = linear(_joined_copies(weights))
         if own_head is not lm_head:
-            self._linears["lm_head"] = linear(own_head)
+            products["lm_head"] = linear(own_head)
+        self._linears = nn.ModuleDict(products)
         pack(self._linears)
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
 
@@ -328,10 +330,10 @@ class EagleNetwork:
         for held, new in zip(stored, (keys, values), strict=True):
             held.index_copy_(1, rows, new.flatten(0, 1).transpose(0, 1))
         mixed = attend_plan(self._attend, query, *stored, plan, self._scale)
-        residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
-        gate_up = self._linears["layer/mlp/gate_proj+up_proj"]
-        gate, up = gate_up(self._norm("layer.post_attention_layernorm", residual)).chunk(2, -1)
-        output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
+        residual = residual + self._linears["o_proj"](mixed.flatten(2))
+        normed = self._norm("layer.post_attention_layernorm", residual)
+        gate, up = self._linears["gate_up"](normed).chunk(2, -1)
+        output = residual + self._linears["down_proj"](silu(gate).mul_(up))
         return self._norm("norm", output) if self._head.is_ours else output
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -350,10 +352,10 @@ class EagleNetwork:
         own = embedded[..., : self._head.hidden_size]
         if not self._head.fused:
             before = self._norm("feature_norm", hidden)
-            fused = self._linears["fc"](torch.cat([own, before], -1))
+            fused = self._linears["fuse"](torch.cat([own, before], -1))
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
-            hidden = self._linears["fc"](self._norm("input_norm", hidden))
+            hidden = self._linears["fuse"](self._norm("input_norm", hidden))
         normed = self._norm("layer.hidden_norm", hidden)
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
         return normed if self._head.norm_before_residual else hidden, inputs
@@ -362,11 +364,10 @@ class EagleNetwork:
         """Return what runs the head in one call, or None where it cannot be."""
         eps = self._head.layer_eps
         own = self._linears
-        names = {"fuse": "fc", "lm_head": "lm_head", "copy": _COPIES.replace(".", "/")}
-        found = {name: own[place] for name, place in names.items() if place in own}
+        found = {name: own[name] for name in ("fuse", "lm_head", "copy") if name in own}
         linears = {"lm_head": target.model.lm_head} | found
         norms = [
-            SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm.weight"], eps=eps)
+            SimpleNamespace(weight=self._norms[f"layer.{name}_layernorm"], eps=eps)
             for name in ("input", "post_attention")
         ]
         layer = SimpleNamespace(
@@ -374,10 +375,7 @@ class EagleNetwork:
             head_norms=None,
             input_norm=norms[0],
             post_norm=norms[1],
-            qkv=own["layer/self_attn/q_proj+k_proj+v_proj"],
-            o_proj=own["layer/self_attn/o_proj"],
-            gate_up=own["layer/mlp/gate_proj+up_proj"],
-            down_proj=own["layer/mlp/down_proj"],
+            **{name: own[name] for name in PRODUCTS},
         )
         joined = joined_in_one_call([layer], self._scale)
         if joined is None or not are_compiled(linears.values()):
@@ -389,10 +387,7 @@ class EagleNetwork:
         return Head(
             joined,
             linears,
-            {
-                name: self._norms[f"{name}.weight"]
-                for name in ("embedding_norm", "feature_norm", "norm")
-            },
+            {name: self._norms[name] for name in ("embedding_norm", "feature_norm", "norm")},
             self._embedding.detach(),
             torch.arange(self._head.vocab_size) if self.vocabulary is None else self.vocabulary,
             both.to(target.dtype),
@@ -403,11 +398,9 @@ class EagleNetwork:
     def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""
         head = self._head
-        projected = self._linears["layer/self_attn/q_proj+k_proj+v_proj"](inputs).unflatten(
-            -1, (-1, head.head_dim)
-        )
+        projected = self._linears["qkv"](inputs).unflatten(-1, (-1, head.head_dim))
         turning, values = projected.tensor_split([head.num_heads + head.num_kv_heads], -2)
-        if "layer.self_attn.k_norm.weight" in self._norms:
+        if "layer.self_attn.k_norm" in self._norms:
             query, keys = turning.tensor_split([head.num_heads], -2)
             turning = torch.cat(
                 [
@@ -428,13 +421,13 @@ class EagleNetwork:
         joined = []
         for name, own in projected.items():
             read = tokens[..., slice(*_COPY_READS[name]), :].flatten(-2)
-            copies = self._linears[f"copy/{name}"](read).unflatten(-1, (-1, self._head.head_dim))
+            copies = self._linears[name](read).unflatten(-1, (-1, self._head.head_dim))
             joined.append(torch.cat([own, copies], -2))
         return joined
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         """Apply a norm, in fp32 inside, if the head has it."""
-        if (weight := self._norms.get(f"{name}.weight")) is None:
+        if (weight := self._norms.get(name)) is None:
             return x
         eps = self._head.layer_eps if name.startswith("layer.") else self._head.head_eps
         return rms_norm(x, weight.shape, weight, eps)
@@ -447,19 +440,16 @@ def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
     return target if own is None or torch.equal(own, target) else own
 
 
-def _join(weights: dict[str, Tensor], prefix: str, names: Sequence[str]) -> None:
-    """Replace the layers `<prefix>.<name>`, which read the same input, by one called
-    `<prefix>.<name>+<name>...`.
+def _join(weights: Mapping[str, Tensor], names: Sequence[str]) -> nn.Linear:
+    """Make one layer of some that read the same input. If any has a bias, that of the others is
+    zero.
     """
-    each = [weights.pop(f"{prefix}.{name}.weight") for name in names]
-    biases = [weights.pop(f"{prefix}.{name}.bias", None) for name in names]
-    joined = f"{prefix}.{'+'.join(names)}"
-    weights[f"{joined}.weight"] = torch.cat(each)
-    if any(bias is not None for bias in biases):
-        pairs = zip(each, biases, strict=True)
-        weights[f"{joined}.bias"] = torch.cat(
-            [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
-        )
+    each = {name: weights[f"{name}.weight"] for name in names}
+    weight = torch.cat([*each.values()])
+    if not any(f"{name}.bias" in weights for name in names):
+        return linear(weight)
+    biases = [weights.get(f"{name}.bias", own.new_zeros(len(own))) for name, own in each.items()]
+    return linear(weight, torch.cat(biases))
 
 
 def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
@@ -470,19 +460,4 @@ def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
     parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in _COPY_READS.items())
     return torch.cat(
         [pad(weight, (first * size, (4 - end) * size)) for weight, (first, end) in parts]
-    )
-
-
-def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """Make a layer for every `<name>.weight` [out, in], with its `<name>.bias` [out] if there is
-    one.
-
-    Dots of a name become slashes, which nn.ModuleDict takes.
-    """
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    return nn.ModuleDict(
-        {
-            name.replace(".", "/"): linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-            for name in names
-        }
     )

@@ -30,10 +30,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specextend.core import Values
-from specextend.drafters.eagle_network import Found, HeadShape
+from specextend.drafters.eagle_network import HeadShape
 from specextend.model_files import (
     VOCABULARY,
     ModelError,
+    TensorInfo,
     check_tensors,
     copy_weights,
     find_folder,
@@ -47,16 +48,17 @@ from specextend.model_files import (
 WEIGHTS_FILE = "model.safetensors"
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
 _OURS = {"en.": "embedding_norm.", "hn.": "feature_norm."}
-_LAYERS = ("midlayer.", "layers.0.", "transformer.")
-_RENAMED = {
+_RENAMED = _OURS | {
+    "midlayer.": "layer.",
+    "layers.0.": "layer.",
+    "transformer.": "layer.",
     "fusion_fc.": "fc.",
     "embedding_layernorm.": "embedding_norm.",
     "pre_lm_head_layernorm.": "norm.",
 }
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
-_MAPS = ("d2t", "t2d", VOCABULARY)
-"""Tensors that are not weights."""
-_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
+_MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
+"""Tensors that are not weights, and their types."""
 _ROPE = (
     "rope_theta",
     "rope_scaling",
@@ -116,7 +118,7 @@ class EagleConfig(BaseModel):
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         return self
 
-    def head(self, folder: Path, sources: Found) -> HeadShape:
+    def head(self, folder: Path, sources: dict[str, TensorInfo]) -> HeadShape:
         """Describe a head in a folder."""
         same = (
             "vocab_size",
@@ -144,15 +146,9 @@ class EagleConfig(BaseModel):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """List every tensor of the file by name."""
-        own = {ours: name for name, ours in _OURS.items()}
-        shapes = {
-            _renamed(name, own): shape for name, shape in self.head(Path(), {}).required().items()
-        }
-        return (
-            shapes
-            if self.draft_vocab_size is None
-            else shapes | {VOCABULARY: (self.draft_vocab_size,)}
-        )
+        names = {ours: name for name, ours in _OURS.items()}
+        required = self.head(Path(), {}).required()
+        return {_renamed(name, names): shape for name, shape in required.items()}
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
@@ -199,22 +195,21 @@ class PublishedConfig(_Published):
     transformer_layer_config: Values | None = None
     target_hidden_size: PositiveInt | None = None
     draft_vocab_size: PositiveInt | None = None
-    norm_before_residual: bool | None = None
-    norm_before_fc: bool | None = None
-    layernorms: bool | None = None
-    fusion_bias: bool | None = None
-    eagle_config: TakenLayers | None = None
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    layernorms: bool = False
+    fusion_bias: bool = False
+    eagle_config: TakenLayers = TakenLayers()
+    eagle_aux_hidden_state_layer_ids: list[int] = []
     """As vLLM and `speculators` read it: j stands for the input of layer j, which is the output of
     layer j - 1.
     """
 
-    def layers(self) -> tuple[int, ...] | None:
-        """Return the target layers whose outputs the head takes; None if it names none."""
-        if ids := self.eagle_aux_hidden_state_layer_ids:
-            return tuple(each - 1 for each in ids)
-        nested = self.eagle_config.eagle_aux_hidden_state_layer_ids if self.eagle_config else None
-        return tuple(nested) if nested else None
+    def layers(self) -> tuple[int, ...]:
+        """Return the target layers whose outputs the head takes; none if it names none."""
+        entered = self.eagle_aux_hidden_state_layer_ids
+        left = self.eagle_config.eagle_aux_hidden_state_layer_ids
+        return tuple(each - 1 for each in entered) or tuple(left or ())
 
 
 def read_head(model: str | Path) -> HeadShape:
@@ -233,7 +228,15 @@ def read_head(model: str | Path) -> HeadShape:
             f"{command}"
         )
     raw = read_json(folder / "config.json")
-    return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
+    found = _find_tensors(folder)
+    head = (
+        _parse_config(EagleConfig, raw, folder).head(folder, found)
+        if "format" in raw
+        else _describe(folder, raw, found)
+    )
+    where = f"EAGLE draft {folder} ({head.format})"
+    check_tensors(where, found, head.required(), head.optional(), _MAPS)
+    return head
 
 
 def convert_head(model: str, folder: Path) -> str:
@@ -269,9 +272,9 @@ def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
-    file, spelled, _ = head.sources[name]
-    with safe_open(file, framework="pt", device=device) as opened:
-        tensor: Tensor = opened.get_tensor(spelled)
+    source = head.sources[name]
+    with safe_open(source.file, framework="pt", device=device) as opened:
+        tensor: Tensor = opened.get_tensor(source.name)
     return tensor
 
 
@@ -283,7 +286,7 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     ModelError if an id is not one of the target's or appears twice.
     """
     if VOCABULARY in head.sources:
-        return read_token_ids(head.sources[VOCABULARY][0], head.vocab_size)
+        return read_token_ids(head.sources[VOCABULARY].file, head.vocab_size)
     if "d2t" not in head.sources:
         return None
     differences = _read_tensor(head, "d2t").long()
@@ -301,45 +304,21 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     return token_ids
 
 
-def _read_own(folder: Path, raw: Values) -> HeadShape:
-    config = _parse_config(EagleConfig, raw, folder)
-    found = _find_tensors(folder, _OURS)
-    head = config.head(folder, found)
-    return _checked(
-        head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {}
-    )
-
-
-def _read_published(folder: Path, raw: Values) -> HeadShape:
-    found = _find_tensors(folder, dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
-    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, found)
-    return _checked(head, head.required(), head.optional())
-
-
-def _checked(
-    head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
-) -> HeadShape:
-    found = {known: (name, info) for known, (_, name, info) in head.sources.items()}
-    where = f"EAGLE draft {head.folder} ({head.format})"
-    check_tensors(where, found, required, optional, _DTYPES)
-    return head
-
-
-def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
+def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file
     not whole.
     """
-    found: Found = {}
+    found: dict[str, TensorInfo] = {}
     for file in weight_files(folder, f"EAGLE draft {folder}"):
         for name, info in read_safetensors_header(file).items():
             if name.endswith(_LEFT_OVER):
                 continue
-            known = _renamed(name.removeprefix("model."), prefixes)
+            known = _renamed(name.removeprefix("model."), _RENAMED)
             if known in found:
                 raise ModelError(
-                    f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}"
+                    f"EAGLE draft {folder} has {name} twice, also as {found[known].name}"
                 )
-            found[known] = (file, name, info)
+            found[known] = info
     return found
 
 
@@ -353,12 +332,12 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
-def _describe(folder: Path, raw: Values, sources: Found) -> HeadShape:
+def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> HeadShape:
+    """Describe a published head. A key without a value counts as one that is not there."""
+    raw = {key: value for key, value in raw.items() if value is not None}
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
-    layer = _parse_config(
-        LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder
-    )
+    layer = _parse_config(LayerConfig, config.transformer_layer_config or raw, folder)
     rope = (layer.model_extra or {}).items()
     qwen3_size = 128 if layer.model_type == "qwen3" else None
     return HeadShape(
@@ -378,11 +357,11 @@ def _describe(folder: Path, raw: Values, sources: Found) -> HeadShape:
         head_eps=layer.rms_norm_eps,
         rope={key: value for key, value in rope if key in _ROPE and value is not None},
         draft_vocab_size=(config.draft_vocab_size if fused else None) or layer.vocab_size,
-        layers=config.layers() if fused else None,
-        norm_before_residual=bool(config.norm_before_residual),
-        norm_before_fc=bool(config.norm_before_fc),
-        layer_norms=bool(config.layernorms),
-        fusion_bias=bool(config.fusion_bias),
+        layers=config.layers(),
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        layer_norms=config.layernorms,
+        fusion_bias=config.fusion_bias,
         sources=sources,
     )
 

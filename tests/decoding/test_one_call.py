@@ -141,7 +141,7 @@ def head_of(dtype, in_one_call, without=()):
     if "copies" in without:
         shape = replace(shape, copy_heads=0)
         weights = {name: weights[name][:, : shape.hidden_size] if "o_proj" in name else weights[name]
-                   for name in shape.required()}  # fmt: skip
+                   for name in weights if "copy" not in name}  # fmt: skip
     if "list of tokens" in without:
         vocabulary = None
     generator = torch.Generator().manual_seed(5)
