@@ -21,7 +21,7 @@ from specextend.decoding.decoding_options import CacheOptions, DraftOptions
 from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
-from specextend.drafters.causal import CausalDrafter, DraftNetwork
+from specextend.drafters.causal import CausalDrafter, DraftNetwork, stands_still
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
@@ -149,7 +149,7 @@ def load_drafter(
             "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
         )
     # with trees of one size counts repeat
-    clock = perf_counter if config.tree.nodes == "auto" else None
+    clock = perf_counter if config.tree.nodes == "auto" else stands_still
     drafter = CausalDrafter(
         network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock
     )

@@ -22,6 +22,13 @@ _MEMORY = 0.9
 """Weight of a running mean after one more step."""
 HISTORY = 3
 """Number of tokens before a token that a network may read."""
+Clock = Callable[[], float]
+"""In seconds."""
+
+
+def stands_still() -> float:
+    """Tell no time: what is learned from a clock stays what it was at first."""
+    return 0.0
 
 
 def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
@@ -102,8 +109,7 @@ class LevelGain:
     time of a level.
     """
 
-    clock: Callable[[], float] | None
-    """In seconds; None: it stays what it was at first."""
+    clock: Clock
     least: float
     """Accepted tokens of a sequence."""
     _begun_at: float | None = None
@@ -118,17 +124,16 @@ class LevelGain:
 
     def begin(self) -> None:
         """Record that a tree is begun."""
-        if self.clock is not None:
-            now = self.clock()
-            if self._begun_at is not None and self._num_read == 1 and now > self._begun_at:
-                self._step_s = moved(self._step_s, now - self._begun_at)
-                self.least = self._level_s * self._num_tokens / self._step_s
-            self._begun_at = now
-            self._num_read = 0
+        now = self.clock()
+        if self._begun_at is not None and self._num_read == 1 and now > self._begun_at:
+            self._step_s = moved(self._step_s, now - self._begun_at)
+            self.least = self._level_s * self._num_tokens / self._step_s
+        self._begun_at = now
+        self._num_read = 0
 
     def end(self, num_levels: int) -> None:
         """Record that it has so many levels."""
-        if self.clock is not None and self._begun_at is not None:
+        if self._begun_at is not None:
             self._level_s = moved(self._level_s, (self.clock() - self._begun_at) / num_levels)
 
     def read(self, num_tokens: Sequence[int]) -> None:
@@ -155,13 +160,13 @@ class CausalDrafter(Drafter):
         num_visible_rows: int | None,
         num_slots: int,
         graphs: Graphs | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Clock = stands_still,
     ):
         """Take the network, and the number of slots.
 
         `num_visible_rows` is the largest number that `select` is called with, None for all. With
         `graphs` every level of a tree runs at full width, so that nothing is asked of the device.
-        With a clock, in seconds, a tree ends at the level that does not pay, without one at
+        A tree ends at the level that does not pay, by a clock that stands still at
         `tree.threshold`.
         """
         self.network = network

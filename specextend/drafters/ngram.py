@@ -8,7 +8,7 @@ alone, or of candidates and a draft's tree under one node budget.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from math import exp, log
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, TreeNode
-from specextend.drafters.causal import moved
+from specextend.drafters.causal import Clock, moved, stands_still
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""
@@ -174,17 +174,20 @@ def _rate(length: int, count: int, of: int, is_own: bool) -> float:
     return rate + (1 - rate) * _OWN if is_own else rate
 
 
-def children_of(tree: DraftTrees) -> dict[int, list[Candidate]]:
-    """Group the nodes of a draft's tree by their parents, on the host."""
-    token_ids, parents = torch.stack([tree.token_ids, tree.parents]).tolist()
-    log_probs = tree.log_probs.tolist()
+def children_of(tree: Sequence[TreeNode]) -> dict[int, list[Candidate]]:
+    """Group the nodes of a draft's tree by their parents."""
     children: dict[int, list[Candidate]] = {}
-    for node in range(1, len(token_ids)):
-        probability = exp(min(0.0, log_probs[node] - log_probs[parents[node]]))
-        children.setdefault(parents[node], []).append(
-            Candidate(token_ids[node], probability, draft_node=node)
+    for number, node in enumerate(tree[1:], start=1):
+        probability = exp(min(0.0, node.log_prob - tree[node.parent].log_prob))
+        children.setdefault(node.parent, []).append(
+            Candidate(node.token_id, probability, draft_node=number)
         )
     return children
+
+
+def promised(tree: Sequence[TreeNode]) -> float:
+    """Return the accepted tokens that a tree promises."""
+    return sum(exp(node.log_prob) for node in tree[1:])
 
 
 class NgramState:
@@ -289,14 +292,14 @@ class NgramDrafter(Drafter):
         tree: TreeOptions,
         device: torch.device,
         draft: Drafter | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Clock = stands_still,
     ):
         """Take the tree's options, the device on which trees are wanted, and the draft to merge
         into.
 
-        With a clock, in seconds, the draft is skipped where n-grams alone bring more tokens per
-        second, by its share of a step's time. Without one it always proposes, so that equal
-        requests give equal counts.
+        The draft is skipped where n-grams alone bring more tokens per second, by its share of a
+        step's time. By a clock that stands still it always proposes, so that equal requests give
+        equal counts.
         """
         self._options = tree
         self._device = device
@@ -367,17 +370,15 @@ class NgramDrafter(Drafter):
         """
         states = [self._slots[slot] for slot in slots]
         limits = self._options.most_nodes if num_nodes is None else num_nodes, self.num_levels
-        begin = 0.0 if self._clock is None else self._clock()
         if self._ended_at is not None:
-            self._rest_s = moved(self._rest_s, begin - self._ended_at)
+            self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
         trees = {
             slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)
         }
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
         self._has_proposed = True
-        if self._clock is not None:
-            self._ended_at = self._clock()
+        self._ended_at = self._clock()
         return DraftTrees.pad([trees[slot] for slot in slots], self._device)
 
     def release(self, slot: int) -> None:
@@ -395,15 +396,13 @@ class NgramDrafter(Drafter):
         ]
         if not lacking:
             return
-        begin = 0.0 if self._clock is None else self._clock()
-        # waits for the device
-        drafted = [(tree, children_of(tree)) for tree in draft.propose(lacking, limits[0])]
-        if self._clock is not None:
-            self._proposal_s = moved(self._proposal_s, self._clock() - begin)
-        for slot, (tree, children) in zip(lacking, drafted, strict=True):
+        begin = self._clock()
+        drafted = draft.propose(lacking, limits[0]).nodes()  # waits for the device
+        self._proposal_s = moved(self._proposal_s, self._clock() - begin)
+        for slot, tree in zip(lacking, drafted, strict=True):
             state = self._slots[slot]
-            state.draft_gain = moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
-            trees[slot] = state.propose(*limits, children)
+            state.draft_gain = moved(state.draft_gain, promised(tree))
+            trees[slot] = state.propose(*limits, children_of(tree))
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.
@@ -414,6 +413,6 @@ class NgramDrafter(Drafter):
         if state.most_levels <= 0:
             return False
         share = self._proposal_s / (self._proposal_s + self._rest_s) if self._rest_s else 0.0
-        expected = sum(exp(node.log_prob) for node in nodes)
-        missed = max(0.0, 1 - sum(exp(node.log_prob) for node in nodes if node.depth == 1))
-        return self._clock is None or expected + missed * state.draft_gain > expected / (1 - share)
+        expected = 1 + promised(nodes)
+        missed = 1 - promised([node for node in nodes if node.depth < 2])
+        return expected + missed * state.draft_gain > expected / (1 - share)

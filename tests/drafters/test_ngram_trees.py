@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import DraftTrees, TreeNode
 from specextend.drafters.ngram import NgramState, children_of
 
 CPU = torch.device("cpu")
@@ -30,17 +30,11 @@ def paths(nodes):
 
 def draft_tree(*nodes):
     """Node 0 is the root; others as (token, parent, probability after it)."""
-    token_ids = [0]
-    parents = [-1]
-    depths = [0]
-    log_probs = [0.0]
-    for token_id, parent, probability in nodes:
-        token_ids.append(token_id)
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-        log_probs.append(log_probs[parent] + math.log(probability))
-    columns = (torch.tensor(column) for column in (token_ids, parents, depths, log_probs))
-    return DraftTrees(*columns, [len(token_ids)])
+    tree = [TreeNode(-1, 0, 0, 0.0)]
+    for token_id, number, probability in nodes:
+        parent = tree[number]
+        tree.append(TreeNode(number, token_id, parent.depth + 1, parent.log_prob + math.log(probability)))
+    return tree
 
 
 @st.composite
