@@ -176,6 +176,13 @@ class RunConfig(BaseModel):
         return None if self.decoding.mode == "autoregressive" else self.draft
 
     @property
+    def active_cache(self) -> CacheOptions:
+        """Return what the draft sees: everything in mode `tree`, and if it is n-grams alone."""
+        is_ngram = self.draft is not None and self.draft.kind == "ngram"
+        sees_all = self.decoding.mode == "tree" or is_ngram
+        return CacheOptions(policy="full") if sees_all else self.cache
+
+    @property
     def num_tree_levels(self) -> int:
         """Return the levels of the deepest tree that the draft may propose."""
         has_ngrams = self.draft is not None and self.draft.has_ngrams

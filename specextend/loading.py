@@ -12,7 +12,6 @@ from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
 from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import ALIGNMENT, aligned
-from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.device import (
     GRAPH_BYTES,
     MOST_GRAPHS,
@@ -91,14 +90,9 @@ def load_engine(config: Configs) -> Engine:
             update={"attention": replace(config.attention, backend="triton")}
         )
     tree_attention = _tree_attention(config, target)
-    cache = config.cache
     drafter = None
-    if config.decoding.mode == "tree" or (
-        config.draft is not None and config.draft.kind == "ngram"
-    ):
-        cache = CacheOptions(policy="full")
     if config.active_draft is not None:
-        drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
+        drafter = load_drafter(config, target, lm_head, num_rows, graphs)
     adaptive = None
     if config.decoding.mode == "specextend":
         costs = load_step_costs(
@@ -119,7 +113,7 @@ def load_engine(config: Configs) -> Engine:
         max_batch_size=config.decoding.batch_size,
         tree=config.tree,
         tree_attention=tree_attention,
-        cache=cache,
+        cache=config.active_cache,
         adaptive=adaptive,
         graphs=graphs,
     )
@@ -313,17 +307,13 @@ def _rows_within(config: RunConfig, facts: ModelFacts, budget: int | None) -> in
     if budget is None:
         return rows
     excess = sum(memory_bytes(config, facts).values()) - int(_PLANNED * budget)
-    of_draft = [sum(_draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
+    of_draft = [sum(draft_rows(config, each)) for each in (rows, rows + ALIGNMENT)]
     drafts = draft_size(config.active_draft).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
     per_row = (
         facts.kv_bytes_per_token(config.target.dtype)
         + drafts * DTYPES[config.target.dtype].itemsize
     )
     return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
-
-
-def _draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
-    return draft_rows(config, config.cache, num_rows, torch.device(config.job.device))
 
 
 def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
@@ -343,7 +333,7 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
         "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
-        "draft_caches": sum(map(aligned, _draft_rows(config, num_rows))) * size * draft.num_cached,
+        "draft_caches": sum(map(aligned, draft_rows(config, num_rows))) * size * draft.num_cached,
         "activations": _forward_bytes(config, facts) + features,
         "workspace": _traits(config).workspace_bytes + _graph_bytes(config, facts),
     }

@@ -40,8 +40,6 @@ from specextend.models import (
     tokens_sha256,
 )
 
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
-
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     """Return the target's facts if both models can be served and have the same tokens.
@@ -110,7 +108,6 @@ def check_files(
 
 def load_drafter(
     config: RunConfig,
-    cache: CacheOptions,
     target: CachedModel,
     lm_head: Tensor,
     num_rows: int,
@@ -127,7 +124,8 @@ def load_drafter(
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
     network: DraftNetwork
-    rows = draft_rows(config, cache, num_rows, target.device)
+    cache = config.active_cache
+    rows = draft_rows(config, num_rows)
     if draft.kind == "eagle":
         head = read_head(draft.model)
         network = EagleNetwork(
@@ -141,7 +139,7 @@ def load_drafter(
             head.hidden_layers(target.config.num_hidden_layers),
         )
     else:
-        network = _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
+        network = _load_model(draft, config.target, target, rows)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
@@ -156,26 +154,25 @@ def load_drafter(
     return NgramDrafter(config.tree, target.device, drafter, clock) if draft.ngram else drafter
 
 
-def draft_rows(
-    config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device
-) -> tuple[int, int]:
+def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
     """Return the rows of a draft's full and working cache, from those of the target's.
 
     The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of
     each.
     """
     levels = config.num_tree_levels
-    options = config.decoding
+    cache = config.active_cache
+    batch_size = config.decoding.batch_size
     trees = config.tree.most_nodes * levels
     window = cache.draft_prefill_window
     # whole pieces of a prompt, and one before them
-    staged = window * (1 - -traits_of(device).prefill_chunk // window)
-    num_full = num_rows + options.batch_size * aligned(2 * levels + 1)
+    staged = window * (1 - -traits_of(torch.device(config.job.device)).prefill_chunk // window)
+    num_full = num_rows + batch_size * aligned(2 * levels + 1)
     # each may need any number
-    if cache.policy == "full" or options.mode == "tree" or config.input.has_limits:
-        return num_full, num_full + options.batch_size * aligned(trees + staged)
+    if cache.policy == "full" or config.input.has_limits:
+        return num_full, num_full + batch_size * aligned(trees + staged)
     seen = cache.top_k_chunks * cache.chunk_size + config.most_new_tokens + 2 * levels + 1
-    return num_full, options.batch_size * aligned(max(staged, seen + trees))
+    return num_full, batch_size * aligned(max(staged, seen + trees))
 
 
 def draft_size(draft: DraftOptions | None) -> DraftSize:
@@ -205,8 +202,8 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
         head.hidden_layers(facts.num_layers)
     except ValueError as error:
         raise ModelError(f"draft {draft.model} does not fit target {facts.name}: {error}") from None
-    _check_equal("hidden_size", draft.model, head.target_hidden_size, facts.name, facts.hidden_size)
-    _check_equal("vocab_size", draft.model, head.vocab_size, facts.name, facts.vocab_size)
+    _check_equal(draft, facts, "hidden_size", head.target_hidden_size, facts.hidden_size)
+    _check_equal(draft, facts, "vocab_size", head.vocab_size, facts.vocab_size)
     # a head has no tokenizer
     if head.tokens_sha256 is not None and head.tokens_sha256 != tokens_sha256(tokenizer):
         raise ModelError(
@@ -218,24 +215,24 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
 def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     num_rows = min(check_model(draft.model).vocab_size, facts.vocab_size)
     theirs = load_tokenizer(draft.model)
-    for name in _SPECIAL_TOKENS:
-        _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
+    _check_equal(draft, facts, "bos_token_id", theirs.bos_token_id, ours.bos_token_id)
+    _check_equal(draft, facts, "eos_token_id", theirs.eos_token_id, ours.eos_token_id)
     # each id that both vocabularies use has to be the same token in both
     their_tokens, our_tokens = (
         {token_id: token for token, token_id in each.get_vocab().items()} for each in (theirs, ours)
     )
-    for token_id in sorted(their_tokens.keys() & our_tokens.keys()):
-        if token_id < num_rows:
-            name = f"token {token_id}"
-            both = their_tokens[token_id], our_tokens[token_id]
-            _check_equal(name, draft.model, both[0], facts.name, both[1])
+    for token_id in sorted({*range(num_rows)} & their_tokens.keys() & our_tokens.keys()):
+        both = their_tokens[token_id], our_tokens[token_id]
+        _check_equal(draft, facts, f"token {token_id}", *both)
 
 
-def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:
+def _check_equal(
+    draft: DraftOptions, facts: ModelFacts, what: str, theirs: object, ours: object
+) -> None:
     if theirs != ours:
         raise ModelError(
-            f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is "
-            f"{ours!r}"
+            f"draft {draft.model} does not fit target {facts.name}: {what} is {theirs!r}, the "
+            f"target's is {ours!r}"
         )
 
 
@@ -255,17 +252,17 @@ def _load_model(
     options: TargetOptions,
     target: CachedModel,
     rows: tuple[int, int],
-    prefill_window: int,
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, rows[1], target.kernels)
     facts = read_facts(draft.model)
-    chunk = traits_of(target.device).prefill_chunk
-    if facts.vocab_size == target.config.vocab_size:
-        return ModelNetwork(cached, rows[0], prefill_window, chunk)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
-    num_shared = min(facts.vocab_size, target.config.vocab_size)
-    other_id = next(
-        (token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0
+    sizes = facts.vocab_size, target.config.vocab_size
+    return ModelNetwork(
+        cached,
+        rows[0],
+        CacheOptions.draft_prefill_window,
+        traits_of(target.device).prefill_chunk,
+        None if sizes[0] == sizes[1] else min(sizes),
+        next(iter(facts.eos_token_ids), 0),
     )
-    return ModelNetwork(cached, rows[0], prefill_window, chunk, num_shared, other_id)

@@ -287,7 +287,7 @@ def engine_with(config, wrap=None, graphs=None, kernels=None, **parts):
         "cache": config.cache,
         "graphs": graphs,
     }
-    drafter = load_drafter(config, config.cache, target, lm_head, num_rows, graphs)
+    drafter = load_drafter(config, target, lm_head, num_rows, graphs)
     return Engine(load_tokenizer(config.target.model), target, wrap(drafter) if wrap else drafter, **(usual | parts))
 
 
