@@ -151,10 +151,8 @@ class DraftRows:
     """Tokens in the full cache."""
     visible: int = 0
     """Rows in the working cache that the draft sees now; the next token has this position."""
-    pending: tuple[Tensor, Tensor] | None = None
-    """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for
-    the next token.
-    """
+    pending: Tensor | None = None
+    """What prefill keeps for its next chunk: features [1, F] that wait for the next token."""
 
     @property
     def full_end(self) -> int:

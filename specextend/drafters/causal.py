@@ -31,13 +31,6 @@ def stands_still() -> float:
     return 0.0
 
 
-def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
-    """Return token_ids [T] behind the three tokens `before` them; at a text's start the first one
-    stands for them.
-    """
-    return torch.cat([token_ids[:1].expand(HISTORY) if before is None else before, token_ids])
-
-
 class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
@@ -59,9 +52,9 @@ class DraftNetwork(Protocol):
     None: `forward` and `logits` do.
     """
 
-    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the
-        target.
+    def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
+        """Put the next chunk of a prompt into the full cache: tokens [3 + T], the first ones those
+        before it, and features [T, F] of the target.
         """
 
     def forward(
@@ -185,7 +178,9 @@ class CausalDrafter(Drafter):
         self._root_hidden = self._cache.working.stored.new_zeros(num_slots, network.hidden_size)
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
-        """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
+        """[slots, 3], the last tokens: of the prompt, and of all if the network reads them; -1
+        before the first.
+        """
         self._unread: dict[int, tuple[list[int], Tensor]] = {}
         """The decided tokens of slots, and features, that `absorb` has left to `propose`."""
         self._located: tuple[list[list[int]], Tensor] | None = None
@@ -208,12 +203,11 @@ class CausalDrafter(Drafter):
         them.
         """
         self._gain.interrupt()
-        if self.network.reads_history:
-            before = self._texts[slot]
-            # nothing was read yet: the text begins here
-            before = before.where(before >= 0, token_ids[:1])
-            self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
-        self.network.prefill(slot, token_ids, hidden)
+        before = self._texts[slot]
+        # at a text's start the first token stands for those before it
+        text = torch.cat([before.where(before >= 0, token_ids[:1]), token_ids])
+        self._texts[slot] = text[-HISTORY:]
+        self.network.prefill(slot, text, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending and on the host, and what

@@ -20,7 +20,7 @@ from specextend.core import Values, counted
 from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import PRODUCTS, are_compiled, joined_in_one_call, linear, pack
 from specextend.decoding.model import CachedModel
-from specextend.drafters.causal import HISTORY, last_tokens
+from specextend.drafters.causal import HISTORY
 from specextend.model_files import VOCABULARY, TensorInfo
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
@@ -277,19 +277,17 @@ class EagleNetwork:
         pack(self._linears)
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
 
-    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+    def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
         """Store keys and values of every position whose next token is known; the last one waits for
         the next chunk.
         """
         held = self.cache.of[slot]
         if held.pending is None:
-            text = last_tokens(None, token_ids)[1:]
-            token_ids = token_ids[1:]
+            text = text[1:]
         else:
-            text = last_tokens(held.pending[0], token_ids)
-            hidden = torch.cat([held.pending[1], hidden])
-        held.pending = text[-HISTORY:], hidden[-1:].clone()
-        if len(token_ids):
+            hidden = torch.cat([held.pending, hidden])
+        held.pending = hidden[-1:].clone()
+        if len(hidden) > 1:
             # each token is looked up and normalised once
             each = self._embedded(text, None)
             embedded = torch.cat(

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import DraftCache
 from specextend.decoding.model import CachedModel
+from specextend.drafters.causal import HISTORY
 
 
 class ModelNetwork:
@@ -43,13 +44,14 @@ class ModelNetwork:
         self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 
-    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+    def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
         """Run a chunk at its original positions, and store its rows in the full cache.
 
         It is cut into pieces as long as the window, the sequences of a batch, so that no kernel
         needs a mask: a token sees its own piece, and a window before it. What pads the last one is
         read by nobody.
         """
+        token_ids = text[HISTORY:]
         num_new = len(token_ids)
         held = self.cache.of[slot]
         position = held.length
@@ -65,7 +67,7 @@ class ModelNetwork:
         positions = torch.arange(position, position + padded, device=token_ids.device)
         pieces = pad(token_ids, (0, padded - num_new)).view(-1, size)
         plan = AttentionPlan(starts, lengths, size, ends_only=True)
-        self._run(pieces, positions.view(-1, size), plan)
+        self.forward(pieces, hidden, positions.view(-1, size), plan, None)
         self.cache.store_working(slot, kept, num_new, position)
         keep_next = min(position + num_new, self._window - 1)
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
@@ -79,13 +81,10 @@ class ModelNetwork:
         history: Tensor | None,
     ) -> Tensor:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
-        return self._run(token_ids, positions, plan)
+        if self._num_shared is not None:
+            token_ids = token_ids.where(token_ids < self._num_shared, self._other_id)
+        return self._model.forward(token_ids, positions, plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
         return self._model.logits(hidden)[..., : self._num_shared]
-
-    def _run(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        if self._num_shared is not None:
-            token_ids = token_ids.where(token_ids < self._num_shared, self._other_id)
-        return self._model.forward(token_ids, positions, plan)

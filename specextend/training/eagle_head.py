@@ -33,7 +33,7 @@ from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.cache import rotate
 from specextend.decoding.device import multiplies_bf16
 from specextend.decoding.measurements import head_size
-from specextend.drafters.causal import HISTORY, last_tokens
+from specextend.drafters.causal import HISTORY
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
@@ -272,7 +272,8 @@ def lay_out(recording: Recording) -> Slots:
     tokens = recording.token_ids
     hidden = recording.hidden
     # the tokens before each, nearest first
-    history = last_tokens(None, tokens)[1:-1].unfold(0, HISTORY, 1).flip(1)
+    text = torch.cat([tokens[:1].expand(HISTORY - 1), tokens[:-1]])
+    history = text.unfold(0, HISTORY, 1).flip(1)
     rest = recording.shares[1:], recording.is_answer[1:]
     return Slots(tokens[1:], history, torch.arange(len(tokens) - 1), hidden[:-1], hidden[1:], *rest)
 

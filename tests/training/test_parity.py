@@ -30,8 +30,8 @@ def drafted(network, slots):
     own = slots.is_answer.nonzero()[:, 0]
     num_read = len(prompt) + 1
     assert network.cache.admit(0, 64, 64)
-    token_ids = torch.cat([slots.history[:1, 0], slots.token_ids[prompt]])
-    network.prefill(0, token_ids, slots.hidden[torch.cat([prompt, own[:1]])])
+    text = torch.cat([slots.history[:1, 0].expand(4), slots.token_ids[prompt]])
+    network.prefill(0, text, slots.hidden[torch.cat([prompt, own[:1]])])
     network.cache.select(0, torch.arange(num_read - 1))
 
     def run(which, hidden):
