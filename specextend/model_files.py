@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -36,9 +36,6 @@ from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
 from specextend.shipped import DEFAULT_TARGET, models_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]
@@ -482,19 +479,3 @@ def _may_pass(error: BaseException | None) -> bool:
     return isinstance(error, HTTPError | ConnectionError | TimeoutError) and not isinstance(
         error, OfflineModeIsEnabled
     )
-
-
-def read_token_ids(file: Path, vocab_size: int) -> Tensor:
-    """Read the tensor `draft_token_ids` [R]. Raises ModelError unless it is ascending ids below
-    `vocab_size`.
-    """
-    with safe_open(file, framework="pt") as opened:
-        token_ids: Tensor = opened.get_tensor(VOCABULARY)
-    if (
-        not len(token_ids)
-        or int(token_ids[0]) < 0
-        or int(token_ids[-1]) >= vocab_size
-        or bool((token_ids.diff() < 1).any())
-    ):
-        raise ModelError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
-    return token_ids

@@ -41,7 +41,6 @@ from specextend.model_files import (
     new_folder,
     read_json,
     read_safetensors_header,
-    read_token_ids,
     weight_files,
 )
 
@@ -286,22 +285,29 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     ModelError if an id is not one of the target's or appears twice.
     """
     if VOCABULARY in head.sources:
-        return read_token_ids(head.sources[VOCABULARY].file, head.vocab_size)
+        listed = _read_tensor(head, VOCABULARY)
+        if not torch.equal(listed, _different(listed, head)):
+            raise ModelError(
+                f"{head.sources[VOCABULARY].file}: {VOCABULARY} must be ascending ids from 0 to "
+                f"{head.vocab_size - 1}"
+            )
+        return listed
     if "d2t" not in head.sources:
         return None
     differences = _read_tensor(head, "d2t").long()
     token_ids = torch.arange(len(differences)) + differences
-    if (
-        int(token_ids.min()) < 0
-        or int(token_ids.max()) >= head.vocab_size
-        or len(token_ids.unique()) < len(token_ids)
-    ):
+    if not torch.equal(token_ids.sort().values, _different(token_ids, head)):
         raise ModelError(
             f"EAGLE draft {head.folder} ({head.format}): d2t must lead to {len(token_ids)} "
             f"different token ids below {head.vocab_size}; it leads to {len(token_ids.unique())}, "
             f"from {token_ids.min()} to {token_ids.max()}"
         )
     return token_ids
+
+
+def _different(token_ids: Tensor, head: HeadShape) -> Tensor:
+    """Return the different ids that the target can have, ascending."""
+    return token_ids.clamp(0, head.vocab_size - 1).unique()
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
