@@ -368,18 +368,15 @@ class NgramDrafter(Drafter):
         """Propose a tree behind each slot's root: the likeliest nodes of both, or the root
         alone.
         """
-        states = [self._slots[slot] for slot in slots]
         limits = self._options.most_nodes if num_nodes is None else num_nodes, self.num_levels
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
-        trees = {
-            slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)
-        }
+        trees = {slot: self._slots[slot].propose(*limits, {}) for slot in slots}
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
         self._has_proposed = True
         self._ended_at = self._clock()
-        return DraftTrees.pad([trees[slot] for slot in slots], self._device)
+        return DraftTrees.pad([*trees.values()], self._device)
 
     def release(self, slot: int) -> None:
         """Free the slot."""
