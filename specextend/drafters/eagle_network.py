@@ -23,13 +23,13 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY
 from specextend.model_files import VOCABULARY, TensorInfo
 
-_COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
+COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first
 and end.
 """
 _JOINED = {
     "fuse": ["fc"],
-    "qkv": [f"layer.self_attn.{name}" for name in _COPY_READS],
+    "qkv": [f"layer.self_attn.{name}" for name in COPY_READS],
     "o_proj": ["layer.self_attn.o_proj"],
     "gate_up": ["layer.mlp.gate_proj", "layer.mlp.up_proj"],
     "down_proj": ["layer.mlp.down_proj"],
@@ -269,7 +269,7 @@ class EagleNetwork:
         }
         products = {name: _join(weights, joined) for name, joined in _JOINED.items()}
         if self.reads_history:
-            products |= {name: linear(weights[f"copy.{name}.weight"]) for name in _COPY_READS}
+            products |= {name: linear(weights[f"copy.{name}.weight"]) for name in COPY_READS}
             products["copy"] = linear(_joined_copies(weights))
         if own_head is not lm_head:
             products["lm_head"] = linear(own_head)
@@ -418,7 +418,7 @@ class EagleNetwork:
         tokens = embedded.unflatten(-1, (-1, self._head.hidden_size))
         joined = []
         for name, own in projected.items():
-            read = tokens[..., slice(*_COPY_READS[name]), :].flatten(-2)
+            read = tokens[..., slice(*COPY_READS[name]), :].flatten(-2)
             copies = self._linears[name](read).unflatten(-1, (-1, self._head.head_dim))
             joined.append(torch.cat([own, copies], -2))
         return joined
@@ -455,7 +455,7 @@ def _joined_copies(weights: Mapping[str, Tensor]) -> Tensor:
     of them skips.
     """
     size = weights["copy.v_proj.weight"].shape[1]
-    parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in _COPY_READS.items())
+    parts = ((weights[f"copy.{name}.weight"], reads) for name, reads in COPY_READS.items())
     return torch.cat(
         [pad(weight, (first * size, (4 - end) * size)) for weight, (first, end) in parts]
     )

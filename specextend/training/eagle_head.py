@@ -34,6 +34,7 @@ from specextend.decoding.cache import rotate
 from specextend.decoding.device import multiplies_bf16
 from specextend.decoding.measurements import head_size
 from specextend.drafters.causal import HISTORY
+from specextend.drafters.eagle_network import COPY_READS
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY, read_json
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
@@ -116,17 +117,7 @@ class EagleHead:
     def keys_values(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Compute the keys and values [n, K, D] of slots; the copy heads come last."""
         normed = self._norm("layer.input_layernorm", self._inputs(slots))
-        keys = rotate(
-            self._heads("layer.self_attn.k_proj", normed), slots.positions, self._inv_freq
-        )
-        values = self._heads("layer.self_attn.v_proj", normed)
-        if self.config.copy_heads:
-            copied = self._heads("copy.k_proj", self._embed(slots.history).flatten(-2))
-            keys = torch.cat([keys, copied], -2)
-            values = torch.cat(
-                [values, self._heads("copy.v_proj", self._embed(slots.token_ids))], -2
-            )
-        return keys, values
+        return self._project("k_proj", normed, slots), self._project("v_proj", normed, slots)
 
     def layer(self, slots: Slots, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n,
@@ -134,14 +125,7 @@ class EagleHead:
         """
         residual = self._inputs(slots)
         normed = self._norm("layer.input_layernorm", residual)
-        query = rotate(
-            self._heads("layer.self_attn.q_proj", normed), slots.positions, self._inv_freq
-        )
-        if self.config.copy_heads:
-            latest = torch.cat([slots.token_ids[:, None], slots.history[:, :-1]], 1)
-            query = torch.cat(
-                [query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2
-            )
+        query = self._project("q_proj", normed, slots)
         q, k, v = (x.transpose(0, 1)[None].to(residual.dtype) for x in (query, keys, values))
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=visible[None, None], enable_gqa=True
@@ -170,6 +154,17 @@ class EagleHead:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a linear map: x [..., in] to [..., out]."""
         return linear(x, self.weights[f"{name}.weight"])
+
+    def _project(self, name: str, normed: Tensor, slots: Slots) -> Tensor:
+        """Compute the queries, keys or values [n, heads, D] of slots; the copy heads come last."""
+        own = self._heads(f"layer.self_attn.{name}", normed)
+        if name != "v_proj":
+            own = rotate(own, slots.positions, self._inv_freq)
+        if not self.config.copy_heads:
+            return own
+        tokens = torch.cat([slots.token_ids[:, None], slots.history], 1)
+        read = self._embed(tokens[:, slice(*COPY_READS[name])]).flatten(-2)
+        return torch.cat([own, self._heads(f"copy.{name}", read)], -2)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         """Apply a linear map and split its output into heads: x [..., in] to [..., heads, D]."""

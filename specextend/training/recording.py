@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.config import RunConfig
-from specextend.core import Request, Values
+from specextend.core import Completion, Request, Values
 from specextend.data.instructions import Around
 from specextend.data.parquet import CHECKED, write_table
 from specextend.data.prompts import Prompts
@@ -229,9 +229,7 @@ def add_answers(
     """
     rows: list[Values] = []
     try:
-        for done, completion in enumerate(
-            load_engine(config).generate(_requests(config, prompts)), start=1
-        ):
+        for done, completion in _answered(config, prompts):
             number = int(completion.request_id)
             tokens = {"prompt_token_ids": prompts[number], "output_token_ids": completion.token_ids}
             rows.append({"number": number} | tokens)
@@ -253,9 +251,7 @@ def tokens_per_step(config: RunConfig, prompts: Mapping[int, list[int]], show: S
         )
     stats = DecodingStats()
     found = 1.0
-    for done, completion in enumerate(
-        load_engine(config).generate(_requests(config, prompts)), start=1
-    ):
+    for done, completion in _answered(config, prompts):
         stats.add(completion.stats)
         found = stats.mean_acceptance_length or 1.0
         show("evaluation", done, len(prompts), f", {found:.3f} tokens per step")
@@ -277,18 +273,24 @@ def with_draft(config: RunConfig, folder: Path | None) -> RunConfig:
     )
 
 
-def _requests(config: RunConfig, prompts: Mapping[int, list[int]]) -> Iterator[Request]:
-    """Yield requests with the run's limit, sampling and schema; each has a seed of its own."""
-    for number, token_ids in prompts.items():
-        yield Request(
+def _answered(
+    config: RunConfig, prompts: Mapping[int, list[int]]
+) -> Iterator[tuple[int, Completion]]:
+    """Answer prompts with the run's limit, sampling and schema, each with a seed of its own; count
+    the answers.
+    """
+    options = config.decoding
+    requests = (
+        Request(
             request_id=str(number),
             prompt_token_ids=token_ids,
-            max_new_tokens=config.decoding.max_new_tokens,
-            sampling=config.decoding.sampling(
-                document_seed(config.decoding.seed, f"answer {number}")
-            ),
+            max_new_tokens=options.max_new_tokens,
+            sampling=options.sampling(document_seed(options.seed, f"answer {number}")),
             schema=config.output.json_schema or "",
         )
+        for number, token_ids in prompts.items()
+    )
+    return enumerate(load_engine(config).generate(requests), start=1)
 
 
 def _write(rows: list[Values], folder: Path) -> None:
