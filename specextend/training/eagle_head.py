@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -253,14 +252,6 @@ class Slots(NamedTuple):
     is_answer: Tensor
     """[S] bool: whether token i + 1 is of the answer"""
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """Change all tensors in the same way: move them to a device, or select slots."""
-        return Slots(*map(change, self))
-
-    def visible(self, asked: Tensor) -> Tensor:
-        """Return the mask [Q, S] bool of what each asked slot sees: all up to itself."""
-        return self.positions[None] <= self.positions[asked][:, None]
-
 
 def lay_out(recording: Recording) -> Slots:
     """Lay out a recording as slots."""
@@ -283,12 +274,12 @@ def chain(
     Values of a chain that has run past the last slot are meaningless.
     """
     keys, values = head.keys_values(slots)
-    visible = slots.visible(asked)
+    visible = slots.positions <= asked[:, None]  # all slots up to itself
     hidden = slots.hidden[asked]
     own = torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.positions) - 1)
-        drafted = slots.each(partial(torch.index_select, dim=0, index=at))._replace(hidden=hidden)
+        drafted = Slots(*(each[at] for each in slots))._replace(hidden=hidden)
         # a drafted slot sees the real slots up to its root's, and the drafted slots of its own
         # chain
         if step:
@@ -308,7 +299,7 @@ def head_loss(head: EagleHead, example: Slots, generator: torch.Generator) -> Te
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
     rows = head.target_rows
-    slots = example.each(lambda values: values.to(rows.device))
+    slots = Slots(*(each.to(rows.device) for each in example))
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=multiplies_bf16(rows.device)):
@@ -380,10 +371,10 @@ def _fit(head: EagleHead, task: Task) -> None:
     weights = head.weights.values()
     optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, betas=(0.9, 0.95))
     random = Random(options.seed)
-    num_steps = options.num_epochs * len(examples)
     order = [
         each for _ in range(options.num_epochs) for each in random.sample(examples, len(examples))
     ]
+    num_steps = len(order)
     saved_at = time.monotonic()
     losses: deque[float] = deque(maxlen=max(1, len(examples) // 4))
     for step in range(_load(checkpoint, head, optimizer), num_steps):

@@ -12,7 +12,7 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
-from specextend.training.eagle_head import EagleHead, chain, lay_out
+from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
 from tests.training.conftest import made_up_recording
 
@@ -35,7 +35,7 @@ def drafted(network, slots):
     network.cache.select(0, torch.arange(num_read - 1))
 
     def run(which, hidden):
-        places, first, count = slots.each(lambda x: x[which]), network.cache.of[0].visible, len(which)
+        places, first, count = Slots(*(x[which] for x in slots)), network.cache.of[0].visible, len(which)
         plan = AttentionPlan([network.cache.of[0].working.start], [first + count], count)
         positions = torch.arange(first, first + count)[None]
         output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
