@@ -30,7 +30,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from specextend import RunConfig
 from specextend.core import how_to_install
 from specextend.decoding.device import multiplies_bf16
-from specextend.models import load_target
+from specextend.models import load_causal_lm
 from specextend.pairing import check_pair
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
@@ -90,7 +90,7 @@ class Transformers:
     def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
         """Load the configuration's target."""
         target = config.target
-        model = load_target(target, config.job.device)
+        model = load_causal_lm(target.model, target.dtype, config.job.device)
         return cls(model, check_pair(target, None).eos_token_ids, options)
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
@@ -211,7 +211,7 @@ class LlamaCpp:
             )
         with TemporaryDirectory(prefix="specextend-gguf-") as folder:
             path = Path(folder, "target.gguf")
-            model = load_target(target)
+            model = load_causal_lm(target.model, target.dtype, "cpu")
             write_gguf(model, facts.eos_token_ids, path)
             del model  # before llama.cpp allocates its own
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four

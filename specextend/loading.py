@@ -32,7 +32,7 @@ from specextend.model_files import find_folder, read_json
 from specextend.models import (
     DTYPES,
     ModelFacts,
-    load_target,
+    load_causal_lm,
     load_tokenizer,
     target_bytes,
     target_device,
@@ -414,7 +414,9 @@ def load_cached_target(
     device = target_device(config.target, config.job.device)
     scheme = config.target.quantize
     make_current(device)
-    model = load_target(config.target, "cpu" if scheme else config.job.device)
+    model = load_causal_lm(
+        config.target.model, config.target.dtype, "cpu" if scheme else config.job.device
+    )
     if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
         whole: nn.Module = model
         layers = model.model.layers

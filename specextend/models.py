@@ -194,11 +194,6 @@ def check_target(options: TargetOptions) -> ModelFacts:
     return facts
 
 
-def load_target(options: TargetOptions, device: str = "cpu") -> PreTrainedModel:
-    """Load the target for inference, in 16 or 32 bits."""
-    return load_causal_lm(options.model, options.dtype, device)
-
-
 def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is
     read.

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specextend.decoding.measurements import count_work
-from specextend.models import DTYPES, TargetOptions, load_target, read_facts
+from specextend.models import DTYPES, TargetOptions, load_causal_lm, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
 
@@ -20,7 +20,7 @@ def test_the_work_of_a_model_is_counted_from_its_shapes(tmp_path, family):
     """A step reads every weight once, of an embedding with an output layer beside it only a row."""
     options = TargetOptions(model=write_model(tiny_model(FAMILIES[family], 0), tmp_path), dtype="bfloat16")
     work = count_work(without_weights(options.model), DTYPES[options.dtype])
-    model = load_target(options)
+    model = load_causal_lm(options.model, options.dtype, "cpu")
     read = [weight for name, weight in model.named_parameters() if "embed" not in name or FAMILIES[family].tied]
     matrices = [weight for name, weight in model.named_parameters() if "layers" in name and weight.dim() == 2]
     assert work.weight_bytes == sum(weight.numel() * 2 for weight in read)
@@ -35,7 +35,7 @@ def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
 
     options = TargetOptions(model=write_model(tiny_model(FAMILIES["llama"], 0), tmp_path), dtype="float32")
     work = count_work(without_weights(options.model), DTYPES[options.dtype])
-    model = load_target(options)
+    model = load_causal_lm(options.model, options.dtype, "cpu")
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 50, dtype=torch.long), logits_to_keep=1)

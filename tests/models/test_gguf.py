@@ -12,7 +12,7 @@ import torch
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
-from specextend.models import TargetOptions, check_model, load_target, load_tokenizer, rope_frequencies
+from specextend.models import check_model, load_causal_lm, load_tokenizer, rope_frequencies
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -85,7 +85,7 @@ def folder_and_file(write_model, tmp_path):
     """The same random model as a folder and as a GGUF file."""
     folder = write_model()
     file = tmp_path / "tiny.gguf"
-    model = load_target(TargetOptions(model=str(folder), dtype="float32"))
+    model = load_causal_lm(str(folder), "float32", "cpu")
     write_gguf(file, model, load_tokenizer(str(folder)))
     return folder, file
 
@@ -101,7 +101,7 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
     made = str(tmp_path / "made" / "unpacked")
     assert replace(check_model(made), name="") == replace(check_model(str(folder)), name="")
     token_ids = torch.tensor([[1, 5, 9, 20, 3]])
-    models = [load_target(TargetOptions(model=path, dtype="float32")) for path in (made, str(folder))]
+    models = [load_causal_lm(path, "float32", "cpu") for path in (made, str(folder))]
     torch.testing.assert_close(models[0](token_ids).logits, models[1](token_ids).logits)
     assert load_tokenizer(made).eos_token_id == 2
     assert os.listdir(tmp_path / "made") == ["unpacked"]
@@ -163,7 +163,7 @@ def scaled(kind, also=lambda writer: None):
 def convert(write_model, tmp_path):
     """Writes a GGUF file of a model with large heads, and unpacks it; returns the exit code."""
     folder = write_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    model = load_target(TargetOptions(model=str(folder), dtype="float32"))
+    model = load_causal_lm(str(folder), "float32", "cpu")
 
     def convert(**changes):
         write_gguf(tmp_path / "tiny.gguf", model, load_tokenizer(str(folder)), **changes)
@@ -195,7 +195,7 @@ def test_digits_are_parted_as_the_file_says(convert, tmp_path):
 def test_the_scaling_of_a_rope_is_carried_over(convert, tmp_path, add, rope):
     """It became `default`: short prompts were right, and long documents were read worse and worse."""
     assert convert(add=add) == 0
-    made = load_target(TargetOptions(model=str(tmp_path / "made"), dtype="float32"))
+    made = load_causal_lm(str(tmp_path / "made"), "float32", "cpu")
     assert made.config.rope_parameters == DEFAULT | rope
 
 

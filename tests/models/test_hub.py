@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from specextend.cluster.exits import exit_code_of_command
 from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
-from specextend.models import TargetOptions, check_model, load_target
+from specextend.models import TargetOptions, check_model, load_causal_lm
 from specextend.pairing import check_files, check_pair, pair_hashes
 
 NAME = "owner/target"
@@ -40,7 +40,7 @@ def test_weights_of_another_shape_are_refused_by_their_header(hub, write_model, 
     edit_json(folder / "config.json", intermediate_size=64)
     hub.push(NAME, folder)
     with pytest.raises(ModelError, match=r"mlp.* is \[32, 48\], config.json says \[32, 64\]"):
-        load_target(TargetOptions(model=NAME))
+        load_causal_lm(NAME, "bfloat16", "cpu")
 
 
 def test_a_model_fetches_what_its_index_names_alone(hub, write_model):
@@ -50,7 +50,7 @@ def test_a_model_fetches_what_its_index_names_alone(hub, write_model):
     (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
     hub.push(NAME, folder)
     check_model(NAME)
-    load_target(TargetOptions(model=NAME))
+    load_causal_lm(NAME, "bfloat16", "cpu")
     assert {name for name in hub.fetched if name.endswith(".safetensors")} == {
         path.name for path in folder.glob("model-*.safetensors")
     }
@@ -81,7 +81,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_m
     assert hub.push(NAME, folder) == resolve_revision(f"{NAME}@main") != commit
     options = TargetOptions(model=f"{NAME}@{commit}", dtype="float32")
     check_files(options, None, before)
-    loaded = load_target(options).state_dict()["model.norm.weight"]
+    loaded = load_causal_lm(options.model, options.dtype, "cpu").state_dict()["model.norm.weight"]
     assert loaded.max() == 1.0, "a norm before the change"
     with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's"):
         check_files(TargetOptions(model=NAME), None, before)
@@ -91,12 +91,12 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub, write_m
 def test_without_the_hub_its_cache_answers(way, hub, write_model, monkeypatch):
     """A run that has what it needs must not fail for a look that it could do without."""
     commit = hub.push(NAME, write_model())
-    load_target(TargetOptions(model=NAME))
+    load_causal_lm(NAME, "bfloat16", "cpu")
     cut_off(hub, way, monkeypatch)
     assert resolve_revision(NAME) == commit
     assert identify(f"{NAME}@main")["weights"] == commit
     assert check_model(f"{NAME}@{commit}").num_layers == 2
-    load_target(TargetOptions(model=NAME))
+    load_causal_lm(NAME, "bfloat16", "cpu")
 
 
 @pytest.mark.parametrize("way", ["down", "gone"])

@@ -12,7 +12,7 @@ from specextend.cli.command import call
 from specextend.cli.machine import check
 from specextend.cli.run import plan
 from specextend.model_files import ModelError, identify
-from specextend.models import TargetOptions, check_model, load_target, read_facts
+from specextend.models import TargetOptions, check_model, load_causal_lm, read_facts
 from specextend.pairing import check_pair
 from tests.refused import refused
 
@@ -21,7 +21,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
 def load(folder, dtype="float32"):
-    return load_target(TargetOptions(model=str(folder), dtype=dtype))
+    return load_causal_lm(str(folder), dtype, "cpu")
 
 
 def check_target(model):
