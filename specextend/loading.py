@@ -37,7 +37,7 @@ from specextend.models import (
     target_bytes,
     target_device,
 )
-from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
+from specextend.pairing import check_pair, draft_rows, draft_size, how_trees_attend, load_drafter
 from specextend.proof.confirmation import what_is_wrong_in_logits
 from specextend.proof.ladder import LADDER, Proof, load_proof
 from specextend.proof.subject import Kernels, Subject
@@ -89,20 +89,17 @@ def load_engine(config: Configs) -> Engine:
         config = config.model_copy(
             update={"attention": replace(config.attention, backend="triton")}
         )
-    tree_attention = _tree_attention(config, target)
-    drafter = None
-    if config.active_draft is not None:
-        drafter = load_drafter(config, target, lm_head, num_rows, graphs)
+    tree_attention: TreeAttention = "dense"
+    if not target.runs_in_one_call:  # which attends to prefix and tree apart in any case
+        tree_attention = how_trees_attend(config, reads_much=device.type != "cpu")
+    drafter = load_drafter(config, target, lm_head, num_rows, graphs)
     adaptive = None
     if config.decoding.mode == "specextend":
         costs = load_step_costs(
             target, config.tree, tree_attention, config.decoding.batch_size, graphs
         )
-        adaptive = (
-            None
-            if costs is None
-            else Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
-        )
+        if costs is not None:
+            adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model),
@@ -116,19 +113,6 @@ def load_engine(config: Configs) -> Engine:
         cache=config.active_cache,
         adaptive=adaptive,
         graphs=graphs,
-    )
-
-
-def _tree_attention(config: RunConfig, target: CachedModel) -> TreeAttention:
-    """Return how trees attend; a compiled call of all layers attends to prefix and tree apart in
-    any case.
-    """
-    if config.decoding.mode == "tree" or target.runs_in_one_call:
-        return "dense"
-    if config.attention.tree != "auto":
-        return config.attention.tree
-    return (
-        "dense" if target.device.type == "cpu" or config.attention.backend == "triton" else "hybrid"
     )
 
 

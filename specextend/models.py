@@ -171,7 +171,7 @@ def num_parameters(model: str) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights.
     Raises ModelError.
     """
-    return sum(parameter.numel() for parameter in _without_weights(_config_of(model)).parameters())
+    return _without_weights(_config_of(model)).num_parameters()
 
 
 def target_bytes(options: TargetOptions) -> int:
@@ -180,7 +180,7 @@ def target_bytes(options: TargetOptions) -> int:
     """
     model = _without_weights(_config_of(options.model))
     dtype = DTYPES[options.dtype]
-    in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    in_dtype = dtype.itemsize * model.num_parameters()
     return in_dtype - saved_bytes(model, options.quantize, dtype)
 
 

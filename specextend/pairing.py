@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
 from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
@@ -112,15 +113,16 @@ def load_drafter(
     lm_head: Tensor,
     num_rows: int,
     graphs: Graphs | None = None,
-) -> Drafter:
+) -> Drafter | None:
     """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as
-    the target's.
+    the target's; None in the mode that has none.
 
     lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache. graphs:
     the engine's.
     """
-    draft = config.draft
-    assert draft is not None, "the configuration names a draft in every mode but autoregressive"
+    draft = config.active_draft
+    if draft is None:
+        return None
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
     network: DraftNetwork
@@ -141,17 +143,23 @@ def load_drafter(
     else:
         network = _load_model(draft, config.target, target, rows)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
-    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
-    if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
-        tree_attention = (
-            "hybrid" if visible is None and config.attention.backend != "triton" else "dense"
-        )
+    # a draft sees few tokens, except with policy `full`
+    tree_attention = how_trees_attend(config, reads_much=visible is None)
     # with trees of one size counts repeat
     clock = perf_counter if config.tree.nodes == "auto" else stands_still
     drafter = CausalDrafter(
         network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs, clock
     )
     return NgramDrafter(config.tree, target.device, drafter, clock) if draft.ngram else drafter
+
+
+def how_trees_attend(config: RunConfig, *, reads_much: bool) -> TreeAttention:
+    """Return how trees attend. reads_much: that two calls are faster than one with a mask."""
+    if config.decoding.mode == "tree":
+        return "dense"
+    if config.attention.tree != "auto":
+        return config.attention.tree
+    return "hybrid" if reads_much and config.attention.backend != "triton" else "dense"
 
 
 def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
