@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specextend.core import Values, first_line, one_line, without_collections
+from specextend.core import Values, one_line, without_collections
 from specextend.decoding.measurements import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
@@ -233,15 +233,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     none.
     """
     folder = find_folder(model, weights=False)
-    try:
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, use_fast=True
-            )
-    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
-        raise ModelError(
-            f"{model} has no tokenizer that can be loaded: {first_line(error)}"
-        ) from None
+    with _reading(f"{model} has no tokenizer, or one"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     return tokenizer
