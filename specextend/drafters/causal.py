@@ -169,7 +169,6 @@ class CausalDrafter(Drafter):
         self._options = tree
         self._tree_attention = tree_attention
         self._num_visible_rows = num_visible_rows
-        self._num_slots = num_slots
         self._graphs = graphs or Graphs()
         self._gain = LevelGain(clock, tree.threshold)
         device = self._cache.working.stored.device
@@ -188,7 +187,6 @@ class CausalDrafter(Drafter):
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""
-        assert slot < self._num_slots, "the drafter was made for fewer slots"
         num_tokens = num_prompt_tokens + max_new_tokens + self._options.depth + 1
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)

@@ -195,7 +195,7 @@ class NgramState:
 
     def __init__(self, num_prompt_tokens: int, max_new_tokens: int):
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_left = max_new_tokens
+        self._most_tokens = num_prompt_tokens + max_new_tokens
         self._index = SuffixIndex()
         self.draft_gain = 1.0
         """Running mean of the accepted tokens that a draft's own tree promises."""
@@ -205,17 +205,11 @@ class NgramState:
         """Return the number of tree levels that the output still has room for, with the bonus token
         behind them.
         """
-        return max(0, self._num_left - 1)
+        return max(0, self._most_tokens - len(self._index.token_ids) - 1)
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Append the next tokens of the prompt."""
+        """Append the next tokens, of the prompt or the output."""
         self._index.extend(token_ids)
-
-    def absorb(self, token_ids: Sequence[int]) -> None:
-        """Append newly decided tokens."""
-        for token_id in token_ids:
-            self._index.push(token_id)
-        self._num_left -= len(token_ids)
 
     def propose(
         self,
@@ -344,7 +338,7 @@ class NgramDrafter(Drafter):
 
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Append newly decided tokens to the text."""
-        self._slots[slot].absorb(token_ids)
+        self._slots[slot].read(token_ids)
 
     def glance(
         self, slots: Sequence[int], num_nodes: int, least_probability: float

@@ -16,7 +16,7 @@ TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 def state_of(prompt, output, max_new_tokens=1000):
     state = NgramState(len(prompt), max_new_tokens)
     state.read(prompt)
-    state.absorb(output)
+    state.read(output)
     return state
 
 
@@ -59,7 +59,7 @@ def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth
     state = NgramState(len(prompt), 1000)
     state.read(prompt)
     for token_id in output:
-        state.absorb([token_id])
+        state.read([token_id])
         nodes = state.propose(num_nodes, depth, children_of(draft_tree(*drafted)))
     assert len(nodes) <= 1 + num_nodes
     assert nodes[0].token_id == output[-1]
