@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -47,7 +46,6 @@ from specextend.training.recording import (
     with_draft,
 )
 
-Item = TypeVar("Item")
 HELD_OUT = 10
 """One in this many documents is held out, and there are so many times fewer prompts to measure with
 than answers.
@@ -98,12 +96,11 @@ def _read_texts(source: Source, prompts: Prompts, options: TrainOptions) -> list
     return long
 
 
-def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """Split two or more items into those to learn from and those held out."""
-    first = min(HELD_OUT // 2, len(items) - 1)
-    return [item for number, item in enumerate(items) if number % HELD_OUT != first], items[
-        first::HELD_OUT
-    ]
+def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """Split two or more texts into those to learn from and those held out."""
+    first = min(HELD_OUT // 2, len(texts) - 1)
+    learned = [text for number, text in enumerate(texts) if number % HELD_OUT != first]
+    return learned, texts[first::HELD_OUT]
 
 
 def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) -> Tensor:
@@ -160,7 +157,7 @@ class _Rounds:
             self._maker = PromptMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-        self._learned, self._held = split(_read_texts(source, prompts, options))
+        self._learned, self._held = _split(_read_texts(source, prompts, options))
         texts = [text.token_ids for text in self._learned]
         special = tokenizer.all_special_ids
         self._vocabulary = (
