@@ -34,7 +34,9 @@ _JOINED = {
     "gate_up": ["layer.mlp.gate_proj", "layer.mlp.up_proj"],
     "down_proj": ["layer.mlp.down_proj"],
 }
-"""Projections that read the same input, and are one product."""
+"""Products, and the projections of one input that each is joined of; the copy heads have their
+own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +445,8 @@ def _join(weights: Mapping[str, Tensor], names: Sequence[str]) -> nn.Linear:
     zero.
     """
     each = {name: weights[f"{name}.weight"] for name in names}
-    weight = torch.cat([*each.values()])
+    # no copy of one that is alone, which would take memory beside a full cache
+    weight = torch.cat([*each.values()]) if len(each) > 1 else each[names[0]]
     if not any(f"{name}.bias" in weights for name in names):
         return linear(weight)
     biases = [weights.get(f"{name}.bias", own.new_zeros(len(own))) for name, own in each.items()]
