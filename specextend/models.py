@@ -357,13 +357,7 @@ def _check_raw_config(raw: Values, model: str) -> None:
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an architecture, activation, RoPE type or attention window not proven
-    lossless.
-    """
-    if config.model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}"
-        )
+    """Raise ModelError for an activation, RoPE type or attention window not proven lossless."""
     if config.hidden_act != "silu":
         raise ModelError(f"{model} has the activation {config.hidden_act!r}; served is silu")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -457,6 +451,7 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(name, None)
         split = _check_gguf(file, model)
+        _check_raw_config(model.config.to_dict(), str(file))
         check_supported(model.config, str(file))
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(
