@@ -35,8 +35,10 @@ from specextend.attention.compiled.vectors import (
     address,
     emitted,
     load,
+    nth,
     number,
     store,
+    times,
 )
 
 BLOCK = 64
@@ -79,11 +81,6 @@ def source_bytes(element):
     return VECTOR_BYTES // 2 if element == types.uint16 else VECTOR_BYTES
 
 
-def times(b, x, n):
-    """Multiply a count by a constant."""
-    return b.mul(x, number(n))
-
-
 def is_tiled(element):
     """Return True if products are those of matrix tiles."""
     return tiles.HAS_TILES and element == types.uint32
@@ -110,23 +107,20 @@ def is_widened(b, element):
 @emitted(types.int64)
 def add_to(b, element, counter, amount):
     """Add to a counter that threads share, and return what it was."""
-    return b.atomic_rmw("add", b.inttoptr(counter, ir.PointerType()), amount, "acq_rel")
+    return b.atomic_rmw("add", vir.pointer_to(b, counter), amount, "acq_rel")
 
 
 def emit_copy(b, element, source, num_vectors, target):
     """Copy a row of a tensor as units."""
 
     def body(i):
-        value = load_units(b, element, address(b, source, times(b, i, source_bytes(element))))
-        store(b, value, address(b, target, times(b, i, VECTOR_BYTES)))
+        value = load_units(b, element, nth(b, source, i, source_bytes(element)))
+        store(b, value, nth(b, target, i))
 
     vir.repeat(b, num_vectors, [], body)
 
 
-@emitted()
-def copy_row(b, element, source, num_vectors, target):
-    """Copy a row of a tensor as units."""
-    emit_copy(b, element, source, num_vectors, target)
+copy_row = emitted()(emit_copy)
 
 
 def smaller(b, x, y):
@@ -149,7 +143,7 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
 
     def body(i):
         first, column = times(b, b.udiv(i, num_vectors), lanes), b.urem(i, num_vectors)
-        source = address(b, keys, times(b, column, 4 * lanes))
+        source = nth(b, keys, column, 4 * lanes)
         rows = []
         for lane in range(lanes):
             row = smaller(b, address(b, first, lane), last)
@@ -195,7 +189,7 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
                 vir.repeat(b, count, [], partial(fetch_line, later))
 
     def fetch_line(later, i):
-        vir.prefetch(b, address(b, later, times(b, i, VECTOR_BYTES)), 2)
+        vir.prefetch(b, nth(b, later, i), 2)
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)
@@ -213,10 +207,7 @@ def emit_num_units(b, element, num_keys):
     return times(b, b.udiv(address(b, num_keys, 2 * step - 1), number(2 * step)), step)
 
 
-@emitted(types.int64)
-def num_units(b, element, num_keys):
-    """Return how many units of a column of keys a product reads."""
-    return emit_num_units(b, element, num_keys)
+num_units = emitted(types.int64)(emit_num_units)
 
 
 def emit_pairs(b, first, second, count, target):
@@ -226,10 +217,8 @@ def emit_pairs(b, first, second, count, target):
     high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
 
     def body(i):
-        x, y = (
-            load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second)
-        )
-        where = address(b, target, times(b, i, 2 * VECTOR_BYTES))
+        x, y = (load(b, nth(b, row, i), halves) for row in (first, second))
+        where = nth(b, target, i, 2 * VECTOR_BYTES)
         store(b, b.shuffle_vector(x, y, low), where)
         store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
 
@@ -239,7 +228,7 @@ def emit_pairs(b, first, second, count, target):
 @emitted(types.voidptr)
 def pointer(b, element, where):
     """Turn an address into a pointer."""
-    return b.inttoptr(where, ir.PointerType())
+    return vir.pointer_to(b, where)
 
 
 @numba.njit
@@ -285,7 +274,7 @@ def fetch(b, element, source, stride, num_rows, num_lines):
         start = address(b, source, b.mul(row, stride))
 
         def fetch_line(line):
-            vir.prefetch(b, address(b, start, times(b, line, VECTOR_BYTES)))
+            vir.prefetch(b, nth(b, start, line))
 
         vir.repeat(b, num_lines, [], fetch_line)
 
@@ -322,9 +311,8 @@ def emit_product(
         )
         for half, units in enumerate(halves):
             for row in range(rows):
-                unit = vir.splat(
-                    b, load(b, address(b, starts[row], times(b, i, 4 * numbers), 4 * half), vir.I32)
-                )
+                where = address(b, nth(b, starts[row], i, 4 * numbers), 4 * half)
+                unit = vir.splat(b, load(b, where, vir.I32))
                 for column, y in enumerate(units):
                     at = row * width + column
                     if element == types.uint32:
@@ -368,25 +356,23 @@ def product(
         ahead,
     )
     done = b.append_basic_block("done")
-    size = max(WIDTHS) + 1
+    base = max(WIDTHS) + 1
     if is_tiled(element):
         choice = b.switch(width, done)
-        for w in range(1, size):
-            case = b.append_basic_block(f"product_{w}")
-            choice.add_case(number(w), case)
-            b.position_at_end(case)
-            tiles.emit_product(b, w, *places)
-            b.branch(done)
-        b.position_at_end(done)
-        return
-    choice = b.switch(b.add(times(b, rows, size), width), done)
-    for r in range(1, TILE + 1):
-        for w in range(1, WIDTHS[r - 1] + 1):
-            case = b.append_basic_block(f"product_{r}_{w}")
-            choice.add_case(number(r * size + w), case)
-            b.position_at_end(case)
-            emit_product(b, element, r, w, *places)
-            b.branch(done)
+        emits = {w: partial(tiles.emit_product, b, w) for w in range(1, base)}
+    else:
+        choice = b.switch(b.add(times(b, rows, base), width), done)
+        emits = {
+            r * base + w: partial(emit_product, b, element, r, w)
+            for r in range(1, TILE + 1)
+            for w in range(1, WIDTHS[r - 1] + 1)
+        }
+    for size, emit in emits.items():
+        case = b.append_basic_block("product")
+        choice.add_case(number(size), case)
+        b.position_at_end(case)
+        emit(*places)
+        b.branch(done)
     b.position_at_end(done)
 
 
@@ -422,7 +408,7 @@ def emit_scaling(b, state, num_vectors, factor):
     """Multiply a row's sums, of weights and of values, by a vector."""
 
     def body(i):
-        where = address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES))
+        where = nth(b, address(b, state, VECTOR_BYTES), i)
         store(b, b.fmul(load(b, where), factor), where)
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
@@ -465,11 +451,9 @@ def weigh(
     pairs = units_of(element) == 2
 
     def body(row):
-        source, state = (
-            address(b, scores, times(b, row, BLOCK * 4)),
-            address(b, states, b.mul(row, state_bytes)),
-        )
-        target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
+        source = nth(b, scores, row, BLOCK * 4)
+        state = address(b, states, b.mul(row, state_bytes))
+        target = nth(b, weights, row, BLOCK * 4 // units_of(element))
         values = emit_weighing(b, element, source, state, num_vectors, factor, margin)
         if pairs:
             values = [
@@ -484,7 +468,7 @@ def weigh(
         missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
 
         def forget(i):
-            store(b, vir.floats(0.0), address(b, weights, times(b, b.add(end, i), VECTOR_BYTES)))
+            store(b, vir.floats(0.0), nth(b, weights, b.add(end, i)))
 
         with b.if_then(b.icmp_signed(">", missing, number(0))):
             vir.repeat(b, missing, [], forget)
@@ -496,7 +480,7 @@ def clear(b, element, state, num_vectors):
     store(b, vir.floats(-math.inf), state)
 
     def body(i):
-        store(b, vir.floats(0.0), address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES)))
+        store(b, vir.floats(0.0), nth(b, address(b, state, VECTOR_BYTES), i))
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
@@ -513,13 +497,10 @@ def fold(b, element, total, part, num_vectors, scale: float):
     mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
 
     def body(i):
-        offset = address(b, number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
+        offset = nth(b, number(VECTOR_BYTES), i)
         where = address(b, total, offset)
-        store(
-            b,
-            vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)),
-            where,
-        )
+        added = b.fmul(load(b, address(b, part, offset)), theirs)
+        store(b, vir.fma(b, load(b, where), mine, added), where)
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
@@ -535,13 +516,12 @@ def finish(b, element, state, num_vectors, out):
     exact = element == types.float32
 
     def body(i):
-        value = b.fmul(
-            load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor)
-        )
+        total = load(b, nth(b, address(b, state, HEADER), i))
+        value = b.fmul(total, vir.splat(b, factor))
         if exact:
-            store(b, value, address(b, out, times(b, i, VECTOR_BYTES)))
+            store(b, value, nth(b, out, i))
         else:
-            store(b, vir.to_bf16(b, value), address(b, out, times(b, i, VECTOR_BYTES // 2)), 2)
+            store(b, vir.to_bf16(b, value), nth(b, out, i, VECTOR_BYTES // 2), 2)
 
     vir.repeat(b, num_vectors, [], body)
     return weight

@@ -118,9 +118,7 @@ class Wide(NamedTuple):
     """From one vector of a row to the next."""
 
 
-RECORD = np.dtype(
-    [(name, np.float64 if name == "scale" else np.int64) for name in KernelCall._fields]
-)
+RECORD = np.dtype([*KernelCall.__annotations__.items()])
 
 
 def padded_rows(rows):

@@ -37,7 +37,6 @@ from specextend.attention.compiled.blocks import (
     load_units,
     numbers,
     pointer,
-    times,
 )
 from specextend.attention.compiled.vectors import (
     FLOATS,
@@ -45,7 +44,9 @@ from specextend.attention.compiled.vectors import (
     VECTOR_BYTES,
     address,
     emitted,
+    nth,
     store,
+    times,
 )
 
 PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND = range(8)
@@ -97,12 +98,9 @@ class LayerCall(NamedTuple):
     eps: float
 
 
-_OF_LAYER = np.dtype(
-    [(name, np.float64 if name == "eps" else np.int64) for name in LayerCall._fields]
-)
 LAYER = np.dtype(
     [
-        ("own", _OF_LAYER),
+        ("own", [*LayerCall.__annotations__.items()]),
         ("attention", items.RECORD),
         *((name, products.RECORD) for name in OF_LAYER),
     ]
@@ -185,16 +183,18 @@ class Call(NamedTuple):
     eps: float
 
 
-_OWN = np.dtype(
-    [(n, np.float64 if n in ("least_gain", "expected", "eps") else np.int64) for n in Call._fields]
+RECORD = np.dtype(
+    [
+        ("own", [*Call.__annotations__.items()]),
+        *((name, products.RECORD) for name in OTHERS),
+    ]
 )
-RECORD = np.dtype([("own", _OWN), *((name, products.RECORD) for name in OTHERS)])
 
 
 @emitted(types.CPointer(numba.from_dtype(LAYER)))
 def layers_at(b, element, where):
     """Turn an address into a pointer to layers."""
-    return b.inttoptr(where, ir.PointerType())
+    return vir.pointer_to(b, where)
 
 
 def load_wide(b, where):
@@ -206,23 +206,19 @@ def load_wide(b, where):
 def normalise(b, element, x, weight, num_vectors, eps: float, out):
     """Write the RMSNorm of a row of bf16."""
 
-    def at(base, i):
-        return address(b, base, times(b, i, VECTOR_BYTES // 2))
-
     def add_square(i, total):
-        value = load_wide(b, at(x, i))
+        value = load_wide(b, nth(b, x, i, VECTOR_BYTES // 2))
         return [vir.fma(b, value, value, total)]
 
     [squares] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_square)
     mean = b.fdiv(vir.across(b, squares, add), b.sitofp(times(b, num_vectors, LANES), vir.F32))
-    root = b.call(
-        vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.sqrt.f32"), [b.fadd(mean, eps)]
-    )
+    root = vir.call(b, vir.F32, "llvm.sqrt.f32", b.fadd(mean, eps))
     factor = vir.splat(b, b.fdiv(ir.Constant(vir.F32, 1.0), root))
 
     def scale(i):
-        value = b.fmul(b.fmul(load_wide(b, at(x, i)), factor), load_wide(b, at(weight, i)))
-        store(b, vir.to_bf16(b, value), at(out, i), 2)
+        value = b.fmul(load_wide(b, nth(b, x, i, VECTOR_BYTES // 2)), factor)
+        value = b.fmul(value, load_wide(b, nth(b, weight, i, VECTOR_BYTES // 2)))
+        store(b, vir.to_bf16(b, value), nth(b, out, i, VECTOR_BYTES // 2), 2)
 
     vir.repeat(b, num_vectors, [], scale)
 
@@ -247,14 +243,14 @@ def turn(b, element, head, cos, sin, num_vectors, out):
 @emitted(types.int64)
 def look_at(b, element, counter):
     """Read a counter that other threads add to, after a pause."""
-    b.call(vir.declared(b, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
-    return b.load_atomic(b.inttoptr(counter, ir.PointerType()), "acquire", 8, typ=vir.I64)
+    vir.call(b, ir.VoidType(), "llvm.x86.sse2.pause")
+    return b.load_atomic(vir.pointer_to(b, counter), "acquire", 8, typ=vir.I64)
 
 
 @emitted()
 def give_way(b, element):
     """Let another thread have the processor."""
-    b.call(vir.declared(b, ir.FunctionType(vir.I32, []), "sched_yield"), [])
+    vir.call(b, vir.I32, "sched_yield")
 
 
 @numba.njit
@@ -330,7 +326,7 @@ def log_sum(b, element, logits, num_vectors):
     factor = vir.floats(math.log2(math.e))
 
     def at(i):
-        return load_wide(b, address(b, logits, times(b, i, VECTOR_BYTES // 2)))
+        return load_wide(b, nth(b, logits, i, VECTOR_BYTES // 2))
 
     [peaks] = vir.repeat(
         b, num_vectors, [vir.floats(-math.inf)], lambda i, peak: [vir.larger(b, at(i), peak)]
@@ -341,10 +337,7 @@ def log_sum(b, element, logits, num_vectors):
         return [b.fadd(total, vir.exp2(b, b.fsub(b.fmul(at(i), factor), peak)))]
 
     [total] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_power)
-    log2 = b.call(
-        vir.declared(b, ir.FunctionType(vir.F32, [vir.F32]), "llvm.log2.f32"),
-        [vir.across(b, total, add)],
-    )
+    log2 = vir.call(b, vir.F32, "llvm.log2.f32", vir.across(b, total, add))
     return b.fadd(log2, b.extract_element(peak, ir.Constant(vir.I32, 0)))
 
 

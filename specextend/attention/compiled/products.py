@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import TILE, copy_row, load_units, times
+from specextend.attention.compiled.blocks import TILE, copy_row, load_units
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
 from specextend.attention.compiled.tiles import HAS_TILES
@@ -40,6 +40,7 @@ from specextend.attention.compiled.vectors import (
     address,
     emitted,
     load,
+    nth,
     store,
 )
 
@@ -96,7 +97,7 @@ class LinearCall(NamedTuple):
     """
 
 
-RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
+RECORD = np.dtype([*LinearCall.__annotations__.items()])
 
 
 def emit_output(b, i, sums, scales, bias):
@@ -139,7 +140,7 @@ def widen(b, element, source, count, target):
     """
 
     def body(i):
-        place = address(b, source, times(b, i, 2 * LANES))
+        place = nth(b, source, i, 2 * LANES)
         first, second = (
             b.bitcast(
                 b.sitofp(
@@ -151,7 +152,7 @@ def widen(b, element, source, count, target):
         )
         # the lower half of such a float is 0
         pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)
-        store(b, pairs, address(b, target, times(b, i, VECTOR_BYTES)))
+        store(b, pairs, nth(b, target, i))
 
     vir.repeat(b, count, [], body)
 

@@ -28,8 +28,11 @@ from specextend.attention.compiled.vectors import (
     VECTOR_BYTES,
     address,
     emitted,
+    nth,
     number,
+    pointer_to,
     processor_features,
+    times,
 )
 
 ROWS = 16
@@ -61,16 +64,11 @@ INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
 
 
 def _instruct(b, name, *arguments):
-    kind = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
-    b.call(vir.declared(b, kind, f"llvm.x86.{name}"), arguments)
+    vir.call(b, ir.VoidType(), f"llvm.x86.{name}", *arguments)
 
 
 def _tile(index):
     return ir.Constant(I8, index)
-
-
-def _pointer(b, where):
-    return b.inttoptr(where, ir.PointerType())
 
 
 @emitted()
@@ -103,35 +101,25 @@ def emit_product(
     with b.if_else(b.icmp_signed("!=", accumulate, number(0))) as (keep, replace):
         with keep:
             for column, place in enumerate(places):
-                _instruct(b, "tileloadd64", _tile(column), _pointer(b, place), sums_stride)
+                _instruct(b, "tileloadd64", _tile(column), pointer_to(b, place), sums_stride)
         with replace:
             for column in range(width):
                 _instruct(b, "tilezero", _tile(column))
 
     def body(i):
-        _instruct(
-            b,
-            "tileloadd64",
-            _tile(_LEFT),
-            _pointer(b, address(b, left, b.mul(i, number(64)))),
-            left_stride,
-        )
-        start = address(b, right, b.mul(b.mul(i, number(PAIRS)), right_stride))
+        rows = pointer_to(b, nth(b, left, i))
+        _instruct(b, "tileloadd64", _tile(_LEFT), rows, left_stride)
+        start = address(b, right, b.mul(times(b, i, PAIRS), right_stride))
         for column in range(width):
             tile = _tile(_LEFT + 1 + column % 3)
             where = address(b, start, b.mul(right_column, number(column)))
-            _instruct(b, "tileloadd64", tile, _pointer(b, where), right_stride)
+            _instruct(b, "tileloadd64", tile, pointer_to(b, where), right_stride)
             _instruct(b, "tdpbf16ps", _tile(column), _tile(_LEFT), tile)
         with b.if_then(b.icmp_signed("!=", ahead, number(0))):
             for column in range(width):
-                vir.prefetch(
-                    b,
-                    address(
-                        b, ahead, b.mul(i, number(width * VECTOR_BYTES)), column * VECTOR_BYTES
-                    ),
-                    2,
-                )
+                later = nth(b, ahead, i, width * VECTOR_BYTES)
+                vir.prefetch(b, address(b, later, column * VECTOR_BYTES), 2)
 
     vir.repeat(b, b.udiv(depth, number(PAIRS)), [], body)
     for column, place in enumerate(places):
-        _instruct(b, "tilestored64", _tile(column), _pointer(b, place), sums_stride)
+        _instruct(b, "tilestored64", _tile(column), pointer_to(b, place), sums_stride)

@@ -82,10 +82,11 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
     """
 
     def wrap(emit: Callable[..., Value]):
-        first, second, *rest = inspect.signature(emit).parameters.values()
+        signature = inspect.signature(emit)
         wanted = [
-            types.float32 if each.annotation in (float, "float") else types.int64 for each in rest
-        ]
+            types.float32 if each.annotation is float else types.int64
+            for each in signature.parameters.values()
+        ][2:]
 
         def definition(typingctx, element, *args):
             def generate(context, builder, signature, values):
@@ -95,13 +96,7 @@ def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]]
             return returns(element, *wanted), generate
 
         definition.__name__ = definition.__qualname__ = emit.__name__
-        parameters = [first, second, *rest]
-        definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-                for each in parameters
-            ]
-        )
+        definition.__signature__ = signature  # type: ignore[attr-defined]
         return intrinsic(definition)
 
     return wrap
@@ -131,27 +126,46 @@ def address(b, base, *offsets):
     return base
 
 
+def times(b, x, n):
+    """Multiply a count by a constant."""
+    return b.mul(x, number(n))
+
+
+def nth(b, base, i, size=VECTOR_BYTES):
+    """Return where the i-th of things of so many bytes lies."""
+    return b.add(base, times(b, i, size))
+
+
+def pointer_to(b, where):
+    """Turn an address into a pointer."""
+    return b.inttoptr(where, ir.PointerType())
+
+
 def load(b, where, type_=FLOATS, align=4):
     """Read a value of `type_`."""
-    return b.load(b.inttoptr(where, ir.PointerType()), typ=type_, align=align)
+    return b.load(pointer_to(b, where), typ=type_, align=align)
 
 
 def store(b, value, where, align=4):
     """Write a value."""
-    b.store(value, b.inttoptr(where, ir.PointerType()), align=align)
+    b.store(value, pointer_to(b, where), align=align)
+
+
+def call(b, returns, name, *arguments):
+    """Call a function of LLVM's or of the C library, which a module declares once."""
+    function = b.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(returns, [each.type for each in arguments])
+        function = ir.Function(b.module, kind, name=name)
+    return b.call(function, arguments)
 
 
 def prefetch(b, where, cache=1):
     """Ask for a cache line, to be in the first or the second cache; an address without memory does
     no harm.
     """
-    name = "llvm.prefetch.p0"
-    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
-    arguments = [
-        b.inttoptr(where, ir.PointerType()),
-        *(ir.Constant(I32, n) for n in (0, 4 - cache, 1)),
-    ]
-    b.call(declared(b, kind, name), arguments)
+    how = (ir.Constant(I32, n) for n in (0, 4 - cache, 1))
+    call(b, ir.VoidType(), "llvm.prefetch.p0", pointer_to(b, where), *how)
 
 
 def splat(b, scalar):
@@ -164,26 +178,21 @@ def splat(b, scalar):
 
 def fma(b, x, y, z):
     """Return x * y + z, fused where the processor can."""
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return b.call(declared(b, kind, "llvm.fmuladd.v16f32"), [x, y, z])
+    return call(b, FLOATS, "llvm.fmuladd.v16f32", x, y, z)
 
 
 def dot_pairs(b, sums, x, y):
     """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
-    pairs = ir.VectorType(BFloat(), 2 * LANES)
-    kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
-    product = declared(b, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return b.call(product, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+    pairs = (b.bitcast(each, ir.VectorType(BFloat(), 2 * LANES)) for each in (x, y))
+    return call(b, FLOATS, "llvm.x86.avx512bf16.dpbf16ps.512", sums, *pairs)
 
 
 def to_bf16(b, x):
     """Round a vector to 16 lanes of bf16, as i16: to nearest, ties to even."""
     halves = ir.VectorType(I16, LANES)
     if HAS_BF16:
-        kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
-        return b.bitcast(
-            b.call(declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [x]), halves
-        )
+        rounds = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        return b.bitcast(call(b, ir.VectorType(BFloat(), LANES), rounds, x), halves)
     bits = b.bitcast(x, UNITS)
     odd = b.and_(b.lshr(bits, units([16] * LANES)), units([1] * LANES))
     rounded = b.add(b.add(bits, odd), units([0x7FFF] * LANES))
@@ -194,9 +203,9 @@ def to_bf16(b, x):
 
 def pair_of_bf16(b, low, high):
     """Round two vectors to 32 lanes of bf16 (avx512_bf16)."""
-    kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * LANES), [FLOATS, FLOATS])
-    rounded = declared(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
-    return b.bitcast(b.call(rounded, [high, low]), ir.VectorType(I16, 2 * LANES))
+    kind = ir.VectorType(BFloat(), 2 * LANES)
+    rounded = call(b, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low)
+    return b.bitcast(rounded, ir.VectorType(I16, 2 * LANES))
 
 
 def larger(b, x, y):
@@ -240,16 +249,14 @@ def power_of_rest(b, x, coefficients):
 
 def rest_of(b, x):
     """Return what is left of x after rounding it to an integer, 0 of an infinite one (AVX-512)."""
-    kind = ir.FunctionType(FLOATS, [FLOATS, I32, FLOATS, I16, I32])
-    reduce = declared(b, kind, "llvm.x86.avx512.mask.reduce.ps.512")
-    return b.call(reduce, [x, ir.Constant(I32, 0), x, ir.Constant(I16, -1), ir.Constant(I32, 4)])
+    how = x, ir.Constant(I32, 0), x, ir.Constant(I16, -1), ir.Constant(I32, 4)
+    return call(b, FLOATS, "llvm.x86.avx512.mask.reduce.ps.512", *how)
 
 
 def scaled(b, x, exponent):
     """Return x times two to the power of a whole exponent (AVX-512)."""
-    kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS, I16, I32])
-    scale = declared(b, kind, "llvm.x86.avx512.mask.scalef.ps.512")
-    return b.call(scale, [x, exponent, x, ir.Constant(I16, -1), ir.Constant(I32, 4)])
+    how = x, exponent, x, ir.Constant(I16, -1), ir.Constant(I32, 4)
+    return call(b, FLOATS, "llvm.x86.avx512.mask.scalef.ps.512", *how)
 
 
 def silu(b, x):
@@ -301,9 +308,3 @@ def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
     b.cbranch(b.icmp_signed("<", following, count), head, after)
     b.position_at_end(after)
     return new
-
-
-def declared(b, kind: ir.FunctionType, name):
-    """Return a function of LLVM's or of the C library, declared once in a module."""
-    known = b.module.globals.get(name)
-    return known if known is not None else ir.Function(b.module, kind, name=name)
