@@ -19,7 +19,7 @@ outputs.
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def attend_compiled(
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     call = np.zeros(1, items.RECORD)
     kept = _describe(call, q, k, v, out, span, scale)
-    _point(call, lse=lse)
+    _fill(call, lse=lse)
     _run_on_all(items.kernel(ELEMENTS[q.dtype]), call)
     del kept
     return out, lse
@@ -108,30 +108,25 @@ def _describe(
     counters = torch.zeros(len(calls), 2 + num_groups, dtype=torch.int64)
     places = span.places(q.device)
     size = q.element_size()
-    _point(calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace)
-    fields = {
-        "q_token": token * size, "head": k.stride(0) * size, "row": k.stride(1) * size,
-        "causal": span.causal,
-        "num_sequences": num_sequences, "num_queries": num_queries, "num_key_heads": len(k),
-        "group": group,
-        "head_dim": head_dim, "rows": rows, "num_parts": num_parts, "scale": scale,
-        "parts": workspace.data_ptr() + threads * own,
-        "counters": counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
-    }  # fmt: skip
-    for name, value in fields.items():
-        calls[name] = value
+    _fill(
+        calls, q=q, k=k, v=v, out=out, places=places, workspace=workspace,
+        q_token=token * size, head=k.stride(0) * size, row=k.stride(1) * size, causal=span.causal,
+        num_sequences=num_sequences, num_queries=num_queries, num_key_heads=len(k), group=group,
+        head_dim=head_dim, rows=rows, num_parts=num_parts, scale=scale,
+        parts=workspace.data_ptr() + threads * own,
+        counters=counters.data_ptr() + np.arange(len(calls)) * 8 * (2 + num_groups),
+    )  # fmt: skip
     kept = [workspace, counters, places]
     if span.mask is not None:
         kept.append(span.mask.contiguous())
-        _point(calls, mask=kept[-1])
-        calls["mask_width"] = span.mask.shape[2]
+        _fill(calls, mask=kept[-1], mask_width=span.mask.shape[2])
     return kept
 
 
-def _point(record: Any, **tensors: Tensor) -> None:
-    """Fill fields of a record, or of several, with the addresses of tensors."""
-    for name, tensor in tensors.items():
-        record[name] = tensor.data_ptr()
+def _fill(record: Any, **values: Any) -> None:
+    """Fill fields of a record, or of several: of a tensor its address."""
+    for name, value in values.items():
+        record[name] = value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
@@ -139,9 +134,8 @@ def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
     which are to be kept.
     """
     product = np.zeros(1, products.RECORD)[0]
-    _point(product, weight=weight, scales=scales, bias=bias)
-    product["is_int8"] = weight.dtype == torch.int8
-    product["num_blocks"], product["num_pairs"] = len(weight), weight[0].numel() // (2 * BLOCK)
+    _fill(product, weight=weight, scales=scales, bias=bias, is_int8=weight.dtype == torch.int8)
+    _fill(product, num_blocks=len(weight), num_pairs=weight[0].numel() // (2 * BLOCK))
     return product
 
 
@@ -165,7 +159,7 @@ def multiply(x: Tensor, product: Any) -> Tensor:
     out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
     call = np.zeros(1, phases.RECORD)
     call["lm_head"] = product
-    _point(call["lm_head"], x=padded, out=out)
+    _fill(call["lm_head"], x=padded, out=out)
     call["own"]["num_rows"] = len(x)
     _run_phases(call, np.zeros(1, phases.LAYER), phases.LOGITS, phases.RANK)
     return out
@@ -179,15 +173,10 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
         1 + 2 * num_phases * (1 + int(own["num_levels"])), phases.LINE // 8, dtype=torch.int64
     )
     workspace = torch.empty(num_workers(), products.WORKER_BYTES, dtype=torch.uint8)
-    own["first"], own["end"], own["layers"], own["num_layers"] = (
-        first,
-        end,
-        layers.ctypes.data,
-        len(layers),
-    )
-    _point(own, workspace=workspace, counters=counters)
+    _fill(own, first=first, end=end, layers=layers.ctypes.data, num_layers=len(layers))
     # fewer rows are in the caches of all cores
-    own["num_shares"] = min(num_workers(), 8) if own["num_rows"] > products.ROWS else 1
+    num_shares = min(num_workers(), 8) if own["num_rows"] > products.ROWS else 1
+    _fill(own, workspace=workspace, counters=counters, num_shares=num_shares)
     _run_on_all(phases.kernel(), call)
 
 
@@ -203,11 +192,11 @@ class Decoder:
         calls = np.zeros(len(layers), phases.LAYER)
         for layer, call in zip(layers, calls, strict=True):
             own = call["own"]
-            norms = layer.head_norms
-            _point(own, input_norm=layer.input_norm.weight, post_norm=layer.post_norm.weight)
-            own["eps"] = layer.input_norm.eps
-            if norms is not None:
-                _point(own, query_norm=norms.query, key_norm=norms.key)
+            of_input = layer.input_norm
+            _fill(own, input_norm=of_input.weight, eps=of_input.eps)
+            _fill(own, post_norm=layer.post_norm.weight)
+            if (norms := layer.head_norms) is not None:
+                _fill(own, query_norm=norms.query, key_norm=norms.key)
             for name in phases.OF_LAYER:
                 call[name] = getattr(layer, name).product
         calls["gate_up"]["is_gated"] = 1
@@ -234,8 +223,7 @@ class Decoder:
         rows = plan.new_rows(x.device).contiguous()
         positions = torch.arange(len(x))
         out = torch.empty_like(x)
-        _point(own, cos=cos, sin=sin, positions=positions, cache_rows=rows)
-        own["num_rows"] = len(x)
+        _fill(own, cos=cos, sin=sin, positions=positions, cache_rows=rows, num_rows=len(x))
         last = len(self._calls) - 1
         outputs = [torch.empty_like(x) if index in kept else out for index in range(last + 1)]
         end = phases.ATTEND if plan.ends_only else phases.NORM
@@ -270,18 +258,14 @@ class Decoder:
         with attention.
         """
         calls = self._calls[-len(outputs) :].copy()
-        num_rows = len(x)
         num_keys, _, head_dim = stored.shape[2:]
         group = self._widths[0] // head_dim // (num_keys - int(call[0]["own"]["num_copied"])) - 2
-        widths = {
-            "normed": x.shape[1],
-            "middle": x.shape[1],
-            "qkv": self._widths[0],
-            "gated": self._widths[1] // 2,
-        }
-        widths["mixed"] = num_keys * group * head_dim
-        made = {name: empty_rows(x, num_rows, width) for name, width in widths.items()}
-        mixed = made["mixed"].view(len(span.starts), -1, num_keys * group, head_dim)
+        make = partial(empty_rows, x, len(x))
+        normed, middle = make(x.shape[1]), make(x.shape[1])
+        qkv = make(self._widths[0])
+        gated = make(self._widths[1] // 2)
+        mixed = make(num_keys * group * head_dim)
+        mixed = mixed.view(len(span.starts), -1, num_keys * group, head_dim)
         turned = [torch.empty_like(mixed) if queries is None else queries] * len(calls)
         for index in keep:
             turned[index] = torch.empty_like(mixed)
@@ -294,16 +278,10 @@ class Decoder:
                 np.arange(len(calls)) * stored.stride(0) * stored.element_size()
             )
         results = [each.data_ptr() for each in outputs]
-        at: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in made.items()}
-        chain = {
-            "qkv": (at["normed"], 0, at["qkv"]),
-            "o_proj": (at["mixed"], [x.data_ptr(), *results[:-1]], at["middle"]),
-            "gate_up": (at["normed"], 0, at["gated"]),
-            "down_proj": (at["gated"], at["middle"], results),
-        }
-        for name, places in chain.items():
-            for field, place in zip(("x", "residual", "out"), places, strict=True):
-                calls[name][field] = place
+        _fill(calls["qkv"], x=normed, out=qkv)
+        _fill(calls["o_proj"], x=mixed, residual=[x.data_ptr(), *results[:-1]], out=middle)
+        _fill(calls["gate_up"], x=normed, out=gated)
+        _fill(calls["down_proj"], x=gated, residual=middle, out=results)
         _run_phases(call, calls, *kinds)
         del needed
         return {index: turned[index] for index in keep}
@@ -338,10 +316,8 @@ class Head:
         for name, linear in linears.items():
             record[name] = linear.product
         own = record["own"]
-        own["num_copied"], own["num_read"], own["eps"] = num_copied, 4 if num_copied else 1, eps
-        _point(
-            own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1], **norms
-        )
+        _fill(own, num_copied=num_copied, num_read=4 if num_copied else 1, eps=eps, **norms)
+        _fill(own, embedding=embedding, vocabulary=vocabulary, cos=angles[0], sin=angles[1])
 
     def grow(
         self,
@@ -372,13 +348,15 @@ class Head:
         pool[:, 0, phases.PARENT] = -1
         pool[:, 0, phases.ROW] = torch.arange(1, batch + 1) * width - 1
         log_probs = torch.zeros(batch, most_pooled)
-        hidden = empty_rows(stored, len(rows), size)
         call = self._call.copy()
         [record] = call
         own = record["own"]
-        widths = {name: int(record[name]["num_blocks"]) * BLOCK for name in ("copy", "lm_head")}
-        widths |= {"x": size, "embedded": size * int(own["num_read"]), "joined": 2 * size}
-        made = {name: empty_rows(stored, len(rows), width) for name, width in widths.items()}
+        make = partial(empty_rows, stored, len(rows))
+        copied = make(int(record["copy"]["num_blocks"]) * BLOCK)
+        logits = make(int(record["lm_head"]["num_blocks"]) * BLOCK)
+        x, hidden = make(size), make(size)
+        embedded = make(size * int(own["num_read"]))
+        joined = make(2 * size)
         kept = {
             "tree_rows": rows,
             "cache_rows": torch.empty_like(rows[:, 0]),
@@ -390,20 +368,19 @@ class Head:
             "log_probs": log_probs,
             "best": torch.empty(len(rows), num_best),
             "best_tokens": torch.empty(len(rows), num_best, dtype=torch.int64),
-            "copied": made["copy"],
+            "copied": copied,
         }
-        _point(own, **kept)
-        own["num_nodes"], own["num_levels"], own["least_gain"] = num_nodes, num_levels, least_gain
-        own["num_best"], own["most_pooled"], own["num_pooled"] = num_best, most_pooled, 1
-        own["num_rows"], own["num_sequences"], own["num_decided"] = batch * width, batch, width
-        _point(record["fuse"], x=made["joined"], out=made["x"])
-        _point(record["copy"], x=made["embedded"], out=made["copy"])
-        _point(record["lm_head"], x=hidden, out=made["lm_head"])
+        _fill(own, num_nodes=num_nodes, num_levels=num_levels, least_gain=least_gain, **kept)
+        _fill(own, num_best=num_best, most_pooled=most_pooled, num_pooled=1)
+        _fill(own, num_rows=batch * width, num_sequences=batch, num_decided=width)
+        _fill(record["fuse"], x=joined, out=x)
+        _fill(record["copy"], x=embedded, out=copied)
+        _fill(record["lm_head"], x=hidden, out=logits)
         mask = torch.empty(batch, most, max(most_rows, width), dtype=torch.bool)
         starts, visible = sequences[:, :2].T.tolist()
         span = KeySpan(starts, [length + most_rows for length in visible], mask)
         kinds = phases.EMBED, phases.NUM_KINDS
-        self._layer.launch(call, kinds, made["x"], [hidden], span, stored)
+        self._layer.launch(call, kinds, x, [hidden], span, stored)
         count = int(own["num_pooled"])
         return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
 
