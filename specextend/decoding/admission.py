@@ -71,13 +71,11 @@ class Admission:
                 self._drafter.release(slot)
             return None
         self._slots.pop()
-        self._cache.regions[slot] = region
         return slot, region
 
     def release(self, slot: int, region: Region) -> None:
         """Free what `admit` reserved."""
         self._cache.rows.give_back(region)
-        del self._cache.regions[slot]
         self._slots.append(slot)
         if self._drafter is not None:
             self._drafter.release(slot)

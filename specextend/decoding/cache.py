@@ -14,7 +14,7 @@ Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` n
 rows of a path, `n` tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,40 +38,34 @@ class Region:
 
 
 class RowAllocator:
-    """A free list of contiguous rows, first fit."""
+    """Contiguous rows, of which the first gap that is wide enough is taken."""
 
     def __init__(self, num_rows: int):
-        self._free = [Region(0, num_rows)]
+        self._num_rows = num_rows
+        self._taken: list[Region] = []
+        """In the order of their rows."""
 
     @property
     def num_free(self) -> int:
         """Return the number of free rows, in one piece or more."""
-        return sum(region.size for region in self._free)
+        return self._num_rows - sum(region.size for region in self._taken)
 
     def take(self, num_rows: int) -> Region | None:
         """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide
         enough.
         """
-        size = aligned(num_rows)
-        for index, gap in enumerate(self._free):
-            if gap.size >= size:
-                rest = Region(gap.start + size, gap.size - size)
-                self._free[index : index + 1] = [rest] if rest.size else []
-                return Region(gap.start, size)
+        region = Region(0, aligned(num_rows))
+        for index, other in enumerate([*self._taken, Region(self._num_rows, 0)]):
+            if other.start - region.start >= region.size:
+                self._taken.insert(index, region)
+                return region
+            region = replace(region, start=other.start + other.size)
         return None
 
     def give_back(self, region: Region) -> None:
-        """Free a region and join it with the gaps beside it."""
-        merged: list[Region] = []
-        for gap in sorted([*self._free, region], key=lambda gap: gap.start):
-            if merged and merged[-1].start + merged[-1].size == gap.start:
-                merged[-1] = Region(merged[-1].start, merged[-1].size + gap.size)
-            else:
-                assert not merged or merged[-1].start + merged[-1].size < gap.start, (
-                    "rows given back twice"
-                )
-                merged.append(gap)
-        self._free = merged
+        """Free a region that was taken."""
+        assert region in self._taken, "rows given back twice"
+        self._taken.remove(region)
 
 
 class KVCache:
@@ -97,8 +91,6 @@ class KVCache:
         self.keys, self.values = self.stored.unbind(1)
         """[L, K, R, D] each, of all layers, which may be written."""
         self.rows = RowAllocator(shape[3])
-        self.regions: dict[int, Region] = {}
-        """The rows of each slot, while a sequence has it."""
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy `count` rows from `source` on to `target`; both are starts of regions, which may
@@ -192,15 +184,13 @@ class DraftCache:
                 "the draft's cache has no room for so many new tokens; raise "
                 "decoding.max_new_tokens"
             )
-        full = self._full.rows.take(num_tokens)
-        working = self.working.rows.take(num_working_rows)
-        if full and working:
-            self.of[slot] = DraftRows(full, working)
-            return True
-        for rows, region in ((self._full.rows, full), (self.working.rows, working)):
-            if region is not None:
-                rows.give_back(region)
-        return False
+        if (full := self._full.rows.take(num_tokens)) is None:
+            return False
+        if (working := self.working.rows.take(num_working_rows)) is None:
+            self._full.rows.give_back(full)
+            return False
+        self.of[slot] = DraftRows(full, working)
+        return True
 
     def release(self, slot: int) -> None:
         """Free both regions."""
