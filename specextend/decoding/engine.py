@@ -381,7 +381,7 @@ class Engine:
         if request.choices:
             token_ids, reason = self._choices.answer(sequence)
             sequence.push(token_ids, self._watch.charge("prefill_s", sequences))
-            sequence.end(reason)
+            sequence.stopper.finish_reason = reason
             return
         positions = torch.tensor([sequence.length], device=self.target.device)
         logits = self.target.logits(end.hidden)
@@ -392,7 +392,7 @@ class Engine:
             sequence.is_broken = True
             return
         sequence.push([token_id], now)
-        if self.drafter is not None and sequence.drafts and not sequence.finish_reason:
+        if self.drafter is not None and sequence.drafts and not sequence.has_ended:
             self._retrieve([(sequence, end.queries)])
             self.drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
@@ -539,7 +539,7 @@ class Engine:
             if new:
                 sequence.push(new, now)
             sequence.is_doubted = not is_finite
-            sequence.is_broken = not (is_finite or sequence.finish_reason) and trees.num_nodes == 1
+            sequence.is_broken = not (is_finite or sequence.has_ended) and trees.num_nodes == 1
 
     def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
         """Retrieve where it is due, then let the draft read what was decided, unless it pauses in

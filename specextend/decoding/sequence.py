@@ -120,12 +120,10 @@ class Sequence:
     """What it may not repeat, or less; None if its request has no penalties."""
     grammar: Grammar | None
     """What may follow; None if its request has no schema."""
-    first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those that the target has read."""
     root_token_id: int = -1
     """The last token the target chose; it stands at position `length`."""
-    finish_reason: FinishReason | None = None
     is_doubted: bool = False
     """True if logits of the last step were not finite. NaN at a drafted token reaches its
     neighbours in the tree, too: a plain step tells whose they are.
@@ -158,7 +156,7 @@ class Sequence:
     @property
     def has_ended(self) -> bool:
         """Return True if no further token follows."""
-        return self.is_broken or self.finish_reason is not None
+        return self.is_broken or self.stopper.finish_reason is not None
 
     @property
     def num_left(self) -> int:
@@ -210,20 +208,15 @@ class Sequence:
         sequence.
         """
         if self.stats.num_output_tokens == 0:
-            self.first_token_at = now
             self.stats.ttft_s = now - self.started_at
         self.root_token_id = token_ids[-1]
         if self.penalties is not None:
             self.penalties.extend(token_ids)
         if self.grammar is not None:
             self.grammar.extend(token_ids)
-        self.finish_reason = self.stopper.push(token_ids)
+        self.stopper.push(token_ids)
         self.stats.num_output_tokens = len(self.stopper.token_ids)
-        self.stats.decode_s = now - self.first_token_at
-
-    def end(self, reason: FinishReason) -> None:
-        """End where it stands."""
-        self.finish_reason = self.stopper.finish_reason = reason
+        self.stats.decode_s = now - self.started_at - self.stats.ttft_s
 
     def catch_up(self) -> tuple[list[int], Tensor]:
         """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
@@ -258,13 +251,13 @@ class Sequence:
 
     def completion(self) -> Completion:
         """Return the finished request's completion."""
-        assert self.finish_reason is not None
         stopper = self.stopper
+        assert stopper.finish_reason is not None
         return Completion(
             self.request.request_id,
             stopper.token_ids,
             stopper.text,
-            self.finish_reason,
+            stopper.finish_reason,
             self.stats,
             tuple(self.leads),
             tuple(self.scored),
