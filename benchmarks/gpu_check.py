@@ -105,7 +105,7 @@ def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> It
         return trial
 
     proof = prove(subject, limit_s=limit_s, attempt=attempt)
-    limits = asdict(measure_limits(device, torch.bfloat16))
+    limits = measure_limits(device, torch.bfloat16)
     yield {"pair": shape.name, "holds_for": identity(subject), "limits": limits, **asdict(proof)}
 
 

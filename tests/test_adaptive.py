@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from specextend.decoding import device, measurements
-from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
+from specextend.decoding.speculation import Adaptive, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import tokens_of
@@ -28,7 +28,7 @@ class ScriptedCosts(StepCosts):
     """Costs that no clock has a say in. Seconds of a verification by its rows, and of drafting at any time."""
 
     def __init__(self, verify, draft):
-        super().__init__(CostTable(dict.fromkeys(SIZES, (1.0, 0.0))))
+        super().__init__(dict.fromkeys(SIZES, (1.0, 0.0)))
         self._verify = verify
         self._draft = draft
 
@@ -186,7 +186,7 @@ def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair,
     monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
     monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
     monkeypatch.setattr("specextend.decoding.engine.TIMED_EVERY", 4)  # outputs are short
-    costs = StepCosts(CostTable({size: (verify_s(size), 0.0) for size in (*SIZES, 27)}))
+    costs = StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)})
     adaptive = Adaptive(costs, NUM_NODES, reads_late=True)
     graphs = device.Graphs(simulated.capture, 0)
     changes = {"decoding__max_batch_size": 1, "cache__policy": "full"}

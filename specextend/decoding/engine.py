@@ -134,8 +134,8 @@ class Engine:
         )
 
     def limits(self) -> dict[str, float] | None:
-        """Return what its device can do and what its target asks of it: a `MachineLimits` and a
-        `ModelWork`, as one.
+        """Return what its device can do (`measure_limits`) and what its target asks of it (a
+        `ModelWork`), as one.
 
         None if the device has no memory left to measure its limits. No request may be running.
         """
@@ -146,7 +146,7 @@ class Engine:
                 raise
             release_cached(self.target.device)
             return None
-        return asdict(limits) | asdict(self.target.work)
+        return limits | asdict(self.target.work)
 
     @property
     def num_active(self) -> int:
@@ -410,9 +410,9 @@ class Engine:
         self._watch.charge("other_s", running)
         trees = self._draft(running)
         if self._graphs.enabled and trees.num_nodes > 1:  # n-grams and grammars leave any size
-            sizes = self._adaptive.costs.table if self._adaptive else None
+            costs = self._adaptive.costs if self._adaptive else None
             trees = trees.padded(
-                sizes.size_for(trees.num_nodes) if sizes else 1 + self._memory.num_nodes
+                costs.size_for(trees.num_nodes) if costs else 1 + self._memory.num_nodes
             )
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)

@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, linear_regression
@@ -38,7 +38,7 @@ from specextend.core import ReadOnly
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, device_name, multiplies_bf16, synchronise, traits_of
 from specextend.decoding.quantized import Scheme, saved_bytes
-from specextend.decoding.speculation import CostTable, Line, StepCosts
+from specextend.decoding.speculation import Line, StepCosts
 from specextend.decoding.tree import tree_mask
 
 if TYPE_CHECKING:
@@ -153,18 +153,6 @@ def _write(path: Path, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class MachineLimits:
-    """The best of several measurements, with as many threads as torch has."""
-
-    read_bytes_per_s: float
-    """Of a sum over a large tensor."""
-    flop_per_s: float
-    """Of a product like those of prefill, in the target's dtype, by torch with its weight
-    packed.
-    """
-
-
-@dataclass(frozen=True)
 class ModelWork:
     """The bytes and operations that plain decoding with a model takes at least."""
 
@@ -186,15 +174,20 @@ class ModelWork:
         return products + self.attention_flop_per_pair * num_pairs
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Measure memory bandwidth and matrix rate, which takes a few seconds."""
+def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure memory bandwidth and matrix rate with all of torch's threads, which takes a few
+    seconds.
+
+    Returns the best of several sums over a large tensor, and of products like those of prefill,
+    by torch with its weight packed.
+    """
     num_bytes = traits_of(device).probe_bytes
     size = traits_of(device).probe_size
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
     product_s = _best_s(_large_product(size, device, dtype), device)
-    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
+    return {"read_bytes_per_s": num_bytes / read_s, "flop_per_s": 2 * size**3 / product_s}
 
 
 def _large_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
@@ -223,13 +216,11 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     return shortest_runs({"": run}, _REPEATS)[""]
 
 
-def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Return the limits of a device, kept or measured now."""
+def load_limits(device: torch.device, dtype: torch.dtype) -> Any:
+    """Return what `measure_limits` found, kept or measured now."""
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
-    return MachineLimits(
-        **kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype)))
-    )
+    return kept_or_measured("limits", key, partial(measure_limits, device, dtype))
 
 
 def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
@@ -295,7 +286,7 @@ def measure(
     lengths: Sequence[int],
     graphs: Graphs,
     points: defaultdict[int, dict[int, float]],
-) -> CostTable:
+) -> StepCosts:
     """Measure steps of each size behind prefixes of several lengths. Steps go through `graphs`.
 
     One of more than `MOST_ALONE` rows is that of several sequences, with prefixes as long as the
@@ -322,7 +313,7 @@ def measure(
             first_s = step()
             seconds = first_s if first_s > _LONG_S else min(first_s, step())
             points[size][batch * each] = min(seconds, points[size].get(batch * each, seconds))
-    return CostTable({size: fit_line([*points[size].items()]) for size in sizes})
+    return StepCosts({size: fit_line([*points[size].items()]) for size in sizes})
 
 
 def make_step(
@@ -387,5 +378,4 @@ def load_step_costs(
     )
     graphs.clear()
     # in JSON, keys are strings and tuples lists
-    lines = {int(size): tuple(line) for size, line in kept.items()}
-    return StepCosts(CostTable(lines))
+    return StepCosts({int(size): tuple(line) for size, line in kept.items()})

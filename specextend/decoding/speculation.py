@@ -96,60 +96,50 @@ step does not stop speculation.
 """
 
 
-@dataclass(frozen=True)
-class CostTable:
-    """Lines of one pair on one device."""
-
-    lines: Mapping[int, Line]
-    """Rows of a forward, ascending -> line. One row is a plain step."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the numbers of rows that were measured, ascending."""
-        return list(self.lines)
-
-    def size_for(self, num_rows: int) -> int:
-        """Return the smallest measured size that holds `num_rows`; the largest if none does."""
-        return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
-
-    def seconds(self, num_rows: int, lengths: Sequence[int]) -> float:
-        """Return the time of a forward of `num_rows` rows of each sequence behind its prefix.
-
-        Linear layers see all sequences' rows at once; attention is done for one after the other.
-        """
-        total = len(lengths) * num_rows
-        beyond = max(1.0, total / self.sizes[-1])
-        return self.lines[self.size_for(total)][0] * beyond + self.lines[self.size_for(num_rows)][
-            1
-        ] * sum(lengths)
-
-
 class StepCosts:
-    """A cost table with corrections from this engine's own steps.
+    """What was measured of one pair on one device, with corrections from this engine's own steps.
 
     What slows the machine down slows every step down, so one pace serves all of them: it is learned
     from each step that is taken, and holds for those that are not. What is left is learned slowly
     for each size of batch and tree.
     """
 
-    def __init__(self, table: CostTable):
-        self.table = table
-        self._pace = _Average(_QUICKLY, 1.0, 1)  # the table counts as the first measurement
+    def __init__(self, lines: Mapping[int, Line]):
+        """Take the lines of forwards by their rows, ascending. One row is a plain step."""
+        self.lines = lines
+        self.sizes = list(lines)
+        """The numbers of rows that were measured, ascending."""
+        self._pace = _Average(_QUICKLY, 1.0, 1)  # the lines count as the first measurement
         # (sequences, size), beside the pace
         self._corrections: dict[tuple[int, int], _Average] = {}
         # at pace 1
         self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
 
+    def size_for(self, num_rows: int) -> int:
+        """Return the smallest measured size that holds `num_rows`; the largest if none does."""
+        return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
+
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
         """Return the time of a verification of `num_rows` rows (1: a plain step) of each
         sequence.
         """
-        correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)))
+        correction = self._corrections.get((len(lengths), self.size_for(num_rows)))
         return (
             self._pace.value
             * (correction.value if correction else 1.0)
-            * self.table.seconds(num_rows, lengths)
+            * self._measured_s(num_rows, lengths)
         )
+
+    def _measured_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+        """Return the same by the lines alone.
+
+        Linear layers see all sequences' rows at once; attention is done for one after the other.
+        """
+        total = len(lengths) * num_rows
+        beyond = max(1.0, total / self.sizes[-1])
+        of_all, _ = self.lines[self.size_for(total)]
+        _, of_prefix = self.lines[self.size_for(num_rows)]
+        return of_all * beyond + of_prefix * sum(lengths)
 
     def draft_s(self, num_sequences: int) -> float:
         """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if
@@ -165,9 +155,9 @@ class StepCosts:
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Record the time of a verification."""
-        key = len(lengths), self.table.size_for(num_rows)
+        key = len(lengths), self.size_for(num_rows)
         correction = self._corrections.setdefault(key, _Average(_SLOWLY, 1.0, 1))
-        ratio = seconds / self.table.seconds(num_rows, lengths)
+        ratio = seconds / self._measured_s(num_rows, lengths)
         self._pace.add(ratio / correction.value)
         correction.add(ratio / self._pace.value)
 
@@ -353,9 +343,11 @@ class Experience:
             return Speculation(idle=idle)
         alike = self.by_length[length.bit_length()]
         seen = alike if alike.num_steps >= KNOWN_STEPS else self.evidence
-        prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
         return Speculation(
-            prior=prior, evidence=seen.times(1 / seen.num_steps), idle=idle, _run=TRIAL_STEPS
+            prior=seen.calibration(_LEAST_TRUST, 1.0),
+            evidence=seen.times(1 / seen.num_steps),
+            idle=idle,
+            _run=TRIAL_STEPS,
         )
 
     def observe(
@@ -371,20 +363,15 @@ class Experience:
         digits = length.bit_length()
         self.evidence = self.evidence.after(_LONG_MEMORY, *step)
         self.by_length[digits] = self.by_length[digits].after(_LONG_MEMORY, *step)
-        self._book(1 + accepted, accepted - cost)
+        self.book(1 + accepted, accepted - cost)
 
     def observe_idle(self, num_rows: int, expected: float, accepted: int) -> None:
         """Record a step of a sequence in a pause."""
         self.idle = self.idle.after(_LONG_MEMORY, num_rows, expected, accepted)
-        self._book(1 + accepted, 0.0)
+        self.book(1 + accepted, 0.0)
 
-    def observe_catching_up(self, cost: float) -> None:
-        """Record that a draft read what was decided while it paused, in the time of so many tokens
-        without it.
-        """
-        self._book(0, -cost)
-
-    def _book(self, num_tokens: int, gain: float) -> None:
+    def book(self, num_tokens: int, gain: float) -> None:
+        """Book tokens that were decided, and how many of them a draft won."""
         balance = self.balance + ALLOWED_LOSS * num_tokens + gain
         self.balance = max(-LARGEST_DEBT, min(balance, LARGEST_CREDIT))
 
@@ -474,7 +461,7 @@ class Adaptive:
         self._experience = Experience()
         # steps since the last decision, if all pause and none is to try again
         self._num_settled = 0
-        self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
+        self._sizes = [size for size in costs.sizes if size <= num_nodes + 1]
         self._size = self._sizes[-1]
         """Rows to which the last trees with drafts were cut."""
         self._num_cut = 0
@@ -598,7 +585,7 @@ class Adaptive:
         states = [each.speculation for each in waiting]
         lengths = [each.length for each in waiting]
         idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
-        self._experience.observe_catching_up(seconds / idle_s * idle_tokens)
+        self._experience.book(0, -seconds / idle_s * idle_tokens)
 
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""

@@ -55,9 +55,9 @@ def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
     """One length says nothing of longer ones: trees behind long documents looked half as dear as they are."""
     monkeypatch.setattr(measurements, "BUDGET_S", 0.0)
     monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, length, *_: 0.01 * size + 1e-5 * length)
-    table = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs(), defaultdict(dict))
+    costs = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs(), defaultdict(dict))
     for size in (1, 4):
-        assert table.seconds(size, [6000]) == pytest.approx(0.01 * size + 0.06)
+        assert costs.verify_s(size, [6000]) == pytest.approx(0.01 * size + 0.06)
 
 
 def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
@@ -72,9 +72,9 @@ def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
     monkeypatch.setattr(measurements, "time_step", flat)
     sizes = choose_sizes(31, 16, GPU.measured_rows)
     assert sizes[-1] == 16 * 32
-    table = measure(engine.target, "dense", sizes, (50, 100), Graphs(), defaultdict(dict))
+    costs = measure(engine.target, "dense", sizes, (50, 100), Graphs(), defaultdict(dict))
     for rows in (1, 4, 32):
-        assert table.seconds(rows, [2000] * 16) == pytest.approx(0.02 + 1e-6 * 32_000)
+        assert costs.verify_s(rows, [2000] * 16) == pytest.approx(0.02 + 1e-6 * 32_000)
     assert choose_sizes(31, 16, CPU.measured_rows)[-1] == 64, "a CPU takes longer for each row"
 
 
@@ -102,7 +102,7 @@ def test_a_second_start_measures_nothing(folder, engine):
     mark_cache(engine.target)
     second = load_step_costs(engine.target, *CHOICES)
     assert is_marked(engine.target)
-    assert second.table == first.table
+    assert second.lines == first.lines
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 

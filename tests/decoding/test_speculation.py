@@ -12,7 +12,6 @@ from specextend.decoding.speculation import (
     KNOWN_STEPS,
     PROBATION_STEPS,
     Adaptive,
-    CostTable,
     Experience,
     Speculation,
     StepCosts,
@@ -154,7 +153,7 @@ def test_a_tree_has_the_size_that_brings_most_tokens_per_second(probabilities, s
 
 def test_sizes_that_a_start_measured_beside_other_work_are_found_to_be_cheap():
     """Rows looked dear, so larger trees were never verified, and nothing showed that they cost what small ones do."""
-    adaptive = Adaptive(StepCosts(CostTable({1: (1.0, 0.0), 2: (1.7, 0.0), 4: (3.0, 0.0), 8: (5.0, 0.0)})), 7)
+    adaptive = Adaptive(StepCosts({1: (1.0, 0.0), 2: (1.7, 0.0), 4: (3.0, 0.0), 8: (5.0, 0.0)}), 7)
     sequence = SimpleNamespace(speculation=adaptive.begin(LENGTH, []), length=LENGTH, drafts=True)
     chain = [TreeNode(node - 1, node, node, node * log(0.8)) for node in range(8)]
     sizes = []
