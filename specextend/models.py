@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specextend.core import Values, one_line, without_collections
-from specextend.decoding.measurements import head_size
+from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.model_files import (
     INDEX,

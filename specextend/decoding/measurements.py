@@ -12,8 +12,6 @@ trees are, see `speculation.py`.
 Shapes: `T` rows of a forward.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -22,27 +20,23 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, linear_regression
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from specextend.attention.backends import shortest_runs
-from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.attention.plan import TreeAttention
 from specextend.core import ReadOnly
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, device_name, multiplies_bf16, synchronise, traits_of
-from specextend.decoding.quantized import Scheme, saved_bytes
+from specextend.decoding.model import CachedModel
 from specextend.decoding.speculation import Line, StepCosts
-from specextend.decoding.tree import tree_mask
-
-if TYPE_CHECKING:
-    from specextend.decoding.model import CachedModel
+from specextend.decoding.verification import Verifier
 
 _MOST_WAITING = 0.1
 """Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray
@@ -152,28 +146,6 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class ModelWork:
-    """The bytes and operations that plain decoding with a model takes at least."""
-
-    weight_bytes: int
-    """Weights that a step reads."""
-    kv_bytes_per_token: int
-    layer_parameters: int
-    """Weights of the linear layers that every token of a prompt passes."""
-    head_parameters: int
-    """Weights of the last layer, which only the prompt's last token passes."""
-    attention_flop_per_pair: int
-    """Of a token and one that it attends to, in all layers."""
-
-    def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
-        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one
-        before it.
-        """
-        products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
-        return products + self.attention_flop_per_pair * num_pairs
-
-
 def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measure memory bandwidth and matrix rate with all of torch's threads, which takes a few
     seconds.
@@ -221,41 +193,6 @@ def load_limits(device: torch.device, dtype: torch.dtype) -> Any:
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
     return kept_or_measured("limits", key, partial(measure_limits, device, dtype))
-
-
-def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
-    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`.
-
-    quantize: what is to become of the weights of its layers.
-    """
-    config = model.config
-    head = model.lm_head.weight.numel()
-    linears = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
-    )
-    # of an embedding of its own, a step reads one row
-    unread = 0 if config.tie_word_embeddings else head
-    num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
-    head_dim = head_size(config)
-    return ModelWork(
-        weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype),
-        kv_bytes_per_token=2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * head_dim
-        * dtype.itemsize,
-        layer_parameters=linears - head,
-        head_parameters=head,
-        attention_flop_per_pair=4
-        * config.num_hidden_layers
-        * config.num_attention_heads
-        * head_dim,
-    )
-
-
-def head_size(config: Any) -> int:
-    """Return the elements of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
@@ -326,20 +263,13 @@ def make_step(
     step.
     """
     starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
-    first = torch.tensor(starts, device=target.device).unsqueeze(1)
+    lengths = [length] * batch
+    places = torch.tensor([*zip(starts, lengths, strict=True)], device=target.device)
     parents = torch.arange(-1, num_new - 1, device=target.device).repeat(batch, 1)
-    rows = first + length + parents + 1
-
-    def forward(token_ids: Tensor, parents: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor]:
-        mask = tree_mask(parents, num_new) if num_new > 1 else None
-        places = (first, rows)
-        lengths = [length + num_new] * batch
-        plan = AttentionPlan(
-            starts, lengths, num_new, mask, tree=kind, on_device=places, captured=graphs.capturing
-        )
-        return (target.logits(target.forward(token_ids, rows - first, plan)),)
-
-    return lambda token_ids: graphs.run(f"step {kind}", forward, token_ids, parents, first, rows)[0]
+    depths = parents + 1
+    verifier = Verifier(target, (), (), num_new, kind, graphs)
+    run = partial(graphs.run, f"step {kind}", partial(verifier.forward, starts, lengths), places)
+    return lambda token_ids: run(token_ids, parents, depths)[0]
 
 
 @torch.inference_mode()

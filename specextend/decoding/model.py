@@ -4,11 +4,12 @@ drafts.
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specextend.attention.backends import Trial, compiled_is_right
 from specextend.attention.plain import LayerKernels
@@ -17,8 +18,64 @@ from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import CompiledLinear, Forward, fuse, joined_in_one_call, pack
-from specextend.decoding.measurements import count_work, head_size
-from specextend.decoding.quantized import Scheme, quantized
+from specextend.decoding.quantized import Scheme, quantized, saved_bytes
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The bytes and operations that plain decoding with a model takes at least."""
+
+    weight_bytes: int
+    """Weights that a step reads."""
+    kv_bytes_per_token: int
+    layer_parameters: int
+    """Weights of the linear layers that every token of a prompt passes."""
+    head_parameters: int
+    """Weights of the last layer, which only the prompt's last token passes."""
+    attention_flop_per_pair: int
+    """Of a token and one that it attends to, in all layers."""
+
+    def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
+        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one
+        before it.
+        """
+        products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
+        return products + self.attention_flop_per_pair * num_pairs
+
+
+def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
+    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`.
+
+    quantize: what is to become of the weights of its layers.
+    """
+    config = model.config
+    head = model.lm_head.weight.numel()
+    linears = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
+    # of an embedding of its own, a step reads one row
+    unread = 0 if config.tie_word_embeddings else head
+    num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
+    head_dim = head_size(config)
+    return ModelWork(
+        weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype),
+        kv_bytes_per_token=2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * head_dim
+        * dtype.itemsize,
+        layer_parameters=linears - head,
+        head_parameters=head,
+        attention_flop_per_pair=4
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * head_dim,
+    )
+
+
+def head_size(config: Any) -> int:
+    """Return the elements of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class CachedModel:

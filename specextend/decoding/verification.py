@@ -77,7 +77,7 @@ class Verifier:
         """
         known = [(each.region.start, each.length) for each in sequences]
         starts, lengths = zip(*known, strict=True)
-        forward = partial(self._forward, starts, lengths)
+        forward = partial(self.forward, starts, lengths)
         places = upload(torch.tensor(known), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
         if all(sequence.is_greedy for sequence in sequences):
@@ -97,7 +97,7 @@ class Verifier:
     def _decide(
         self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
+        """Run trees as `forward` does, and commit what the likeliest tokens accept of them.
 
         Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
         """
@@ -105,7 +105,7 @@ class Verifier:
         chosen = where_finite(logits.max(-1).indices, logits, NOT_FINITE)
         return *self._accept(chosen, features, *inputs[:3]), *queries
 
-    def _forward(
+    def forward(
         self,
         first_rows: Items[int],
         committed: Items[int],

@@ -14,7 +14,7 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plain import MAX_QUERIES, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
 from specextend.core import ReadOnly
-from specextend.decoding.measurements import head_size
+from specextend.decoding.model import head_size
 from specextend.decoding.quantized import Scheme
 from specextend.proof.trials import Heads
 

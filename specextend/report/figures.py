@@ -11,7 +11,7 @@ from specextend.core import Values, mended
 from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.decoding.measurements import ModelWork
+from specextend.decoding.model import ModelWork
 from specextend.report.result_rows import RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 

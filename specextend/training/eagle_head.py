@@ -31,7 +31,7 @@ from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attent
 from specextend.data.storage import atomic_output, resolve
 from specextend.decoding.cache import rotate
 from specextend.decoding.device import multiplies_bf16
-from specextend.decoding.measurements import head_size
+from specextend.decoding.model import head_size
 from specextend.drafters.causal import HISTORY
 from specextend.drafters.eagle_network import COPY_READS
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specextend.decoding.measurements import count_work
+from specextend.decoding.model import count_work
 from specextend.models import DTYPES, TargetOptions, load_causal_lm, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
