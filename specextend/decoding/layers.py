@@ -139,9 +139,10 @@ def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
     # blocks of outputs: a gate's and what it gates lie in the same places
     if len(layers[0].gate_up.packed) % 2:
         return None
-    from specextend.attention.compiled.calls import Decoder, serves
-
-    return Decoder(layers, scale) if serves(layers[0].head_dim, torch.bfloat16) else None
+    kernel = compiled_kernel()
+    return (
+        kernel.Decoder(layers, scale) if kernel.serves(layers[0].head_dim, torch.bfloat16) else None
+    )
 
 
 def are_compiled(linears: Iterable[nn.Module]) -> bool:
@@ -242,13 +243,11 @@ def _computes_a_layer(kernel: Any) -> bool:
     attention.q_proj, attention.k_proj, attention.v_proj = product(128), product(64), product(64)
     mlp = SimpleNamespace(gate_proj=product(128), up_proj=product(128), down_proj=product(128))
     stock = SimpleNamespace(weight=draw(128), variance_epsilon=1e-5)
-    both = {
-        "self_attn": attention,
-        "mlp": mlp,
-        "input_layernorm": stock,
-        "post_attention_layernorm": stock,
-    }
-    layer = FusedLayer(SimpleNamespace(**both))
+    layer = FusedLayer(
+        SimpleNamespace(
+            self_attn=attention, mlp=mlp, input_layernorm=stock, post_attention_layernorm=stock
+        )
+    )
     plan = AttentionPlan([0], [9], 9)
     stored = draw(1, 2, 2, 16, 32)
     inputs = draw(9, 128), draw(9, 32), draw(9, 32)

@@ -117,7 +117,7 @@ def emit_copy(b, element, source, num_vectors, target):
         value = load_units(b, element, nth(b, source, i, source_bytes(element)))
         store(b, value, nth(b, target, i))
 
-    vir.repeat(b, num_vectors, [], body)
+    vir.repeat(b, num_vectors, body)
 
 
 copy_row = emitted()(emit_copy)
@@ -161,7 +161,7 @@ def lay_keys(b, element, keys, stride, num_keys, head_dim, target):
                 store(b, units, address(b, place, (rows_each * unit + half) * BLOCK * 4))
 
     groups = b.udiv(address(b, num_keys, lanes - 1), number(lanes))
-    vir.repeat(b, b.mul(groups, num_vectors), [], body)
+    vir.repeat(b, b.mul(groups, num_vectors), body)
 
 
 @emitted()
@@ -186,15 +186,15 @@ def lay_values(b, element, values, stride, num_keys, num_vectors, target):
         if is_tiled(element):
             for row in rows:
                 later = address(b, row, times(b, stride, BLOCK))
-                vir.repeat(b, count, [], partial(fetch_line, later))
+                vir.repeat(b, count, partial(fetch_line, later))
 
     def fetch_line(later, i):
         vir.prefetch(b, nth(b, later, i), 2)
 
     if units_of(element) == 1:
-        vir.repeat(b, num_keys, [], copy)
+        vir.repeat(b, num_keys, copy)
     else:
-        vir.repeat(b, emit_num_units(b, element, num_keys), [], interleave)
+        vir.repeat(b, emit_num_units(b, element, num_keys), interleave)
 
 
 def emit_num_units(b, element, num_keys):
@@ -222,7 +222,7 @@ def emit_pairs(b, first, second, count, target):
         store(b, b.shuffle_vector(x, y, low), where)
         store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
 
-    vir.repeat(b, count, [], body)
+    vir.repeat(b, count, body)
 
 
 @emitted(types.voidptr)
@@ -276,9 +276,9 @@ def fetch(b, element, source, stride, num_rows, num_lines):
         def fetch_line(line):
             vir.prefetch(b, nth(b, start, line))
 
-        vir.repeat(b, num_lines, [], fetch_line)
+        vir.repeat(b, num_lines, fetch_line)
 
-    vir.repeat(b, num_rows, [], fetch_row)
+    vir.repeat(b, num_rows, fetch_row)
 
 
 def emit_product(
@@ -321,7 +321,7 @@ def emit_product(
                         new[at] = vir.fma(b, b.bitcast(unit, FLOATS), b.bitcast(y, FLOATS), new[at])
         return new
 
-    for place, value in zip(places, vir.repeat(b, depth, carried, body), strict=True):
+    for place, value in zip(places, vir.repeat(b, depth, body, carried), strict=True):
         store(b, value, place)
 
 
@@ -411,7 +411,7 @@ def emit_scaling(b, state, num_vectors, factor):
         where = nth(b, address(b, state, VECTOR_BYTES), i)
         store(b, b.fmul(load(b, where), factor), where)
 
-    vir.repeat(b, address(b, num_vectors, 1), [], body)
+    vir.repeat(b, address(b, num_vectors, 1), body)
 
 
 def emit_weighing(b, element, scores, state, num_vectors, factor, margin):
@@ -462,7 +462,7 @@ def weigh(
         for i, value in enumerate(values):
             store(b, value, address(b, target, i * VECTOR_BYTES))
 
-    vir.repeat(b, num_rows, [], body)
+    vir.repeat(b, num_rows, body)
     if is_tiled(element):  # whose product adds to the rows behind them
         end = times(b, num_rows, BLOCK * 2 // VECTOR_BYTES)
         missing = b.sub(number(MOST_ROWS * BLOCK * 2 // VECTOR_BYTES), end)
@@ -471,7 +471,7 @@ def weigh(
             store(b, vir.floats(0.0), nth(b, weights, b.add(end, i)))
 
         with b.if_then(b.icmp_signed(">", missing, number(0))):
-            vir.repeat(b, missing, [], forget)
+            vir.repeat(b, missing, forget)
 
 
 @emitted()
@@ -482,7 +482,7 @@ def clear(b, element, state, num_vectors):
     def body(i):
         store(b, vir.floats(0.0), nth(b, address(b, state, VECTOR_BYTES), i))
 
-    vir.repeat(b, address(b, num_vectors, 1), [], body)
+    vir.repeat(b, address(b, num_vectors, 1), body)
 
 
 @emitted()
@@ -502,7 +502,7 @@ def fold(b, element, total, part, num_vectors, scale: float):
         added = b.fmul(load(b, address(b, part, offset)), theirs)
         store(b, vir.fma(b, load(b, where), mine, added), where)
 
-    vir.repeat(b, address(b, num_vectors, 1), [], body)
+    vir.repeat(b, address(b, num_vectors, 1), body)
 
 
 @emitted(types.float32)
@@ -523,7 +523,7 @@ def finish(b, element, state, num_vectors, out):
         else:
             store(b, vir.to_bf16(b, value), nth(b, out, i, VECTOR_BYTES // 2), 2)
 
-    vir.repeat(b, num_vectors, [], body)
+    vir.repeat(b, num_vectors, body)
     return weight
 
 

@@ -210,7 +210,7 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
         value = load_wide(b, nth(b, x, i, VECTOR_BYTES // 2))
         return [vir.fma(b, value, value, total)]
 
-    [squares] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_square)
+    [squares] = vir.repeat(b, num_vectors, add_square, [vir.floats(0.0)])
     mean = b.fdiv(vir.across(b, squares, add), b.sitofp(times(b, num_vectors, LANES), vir.F32))
     root = vir.call(b, vir.F32, "llvm.sqrt.f32", b.fadd(mean, eps))
     factor = vir.splat(b, b.fdiv(ir.Constant(vir.F32, 1.0), root))
@@ -220,7 +220,7 @@ def normalise(b, element, x, weight, num_vectors, eps: float, out):
         value = b.fmul(value, load_wide(b, nth(b, weight, i, VECTOR_BYTES // 2)))
         store(b, vir.to_bf16(b, value), nth(b, out, i, VECTOR_BYTES // 2), 2)
 
-    vir.repeat(b, num_vectors, [], scale)
+    vir.repeat(b, num_vectors, scale)
 
 
 @emitted()
@@ -237,7 +237,7 @@ def turn(b, element, head, cos, sin, num_vectors, out):
             turned = vir.fma(b, value, next(factors), b.fmul(other, next(factors)))
             store(b, vir.to_bf16(b, turned), address(b, out, offset), 2)
 
-    vir.repeat(b, num_vectors, [], body)
+    vir.repeat(b, num_vectors, body)
 
 
 @emitted(types.int64)
@@ -329,14 +329,14 @@ def log_sum(b, element, logits, num_vectors):
         return load_wide(b, nth(b, logits, i, VECTOR_BYTES // 2))
 
     [peaks] = vir.repeat(
-        b, num_vectors, [vir.floats(-math.inf)], lambda i, peak: [vir.larger(b, at(i), peak)]
+        b, num_vectors, lambda i, peak: [vir.larger(b, at(i), peak)], [vir.floats(-math.inf)]
     )
     peak = b.fmul(vir.splat(b, vir.across(b, peaks, vir.larger)), factor)
 
     def add_power(i, total):
         return [b.fadd(total, vir.exp2(b, b.fsub(b.fmul(at(i), factor), peak)))]
 
-    [total] = vir.repeat(b, num_vectors, [vir.floats(0.0)], add_power)
+    [total] = vir.repeat(b, num_vectors, add_power, [vir.floats(0.0)])
     log2 = vir.call(b, vir.F32, "llvm.log2.f32", vir.across(b, total, add))
     return b.fadd(log2, b.extract_element(peak, ir.Constant(vir.I32, 0)))
 

@@ -154,7 +154,7 @@ def widen(b, element, source, count, target):
         pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)
         store(b, pairs, nth(b, target, i))
 
-    vir.repeat(b, count, [], body)
+    vir.repeat(b, count, body)
 
 
 @numba.njit

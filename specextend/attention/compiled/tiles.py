@@ -120,6 +120,6 @@ def emit_product(
                 later = nth(b, ahead, i, width * VECTOR_BYTES)
                 vir.prefetch(b, address(b, later, column * VECTOR_BYTES), 2)
 
-    vir.repeat(b, b.udiv(depth, number(PAIRS)), [], body)
+    vir.repeat(b, b.udiv(depth, number(PAIRS)), body)
     for column, place in enumerate(places):
         _instruct(b, "tilestored64", _tile(column), pointer_to(b, place), sums_stride)

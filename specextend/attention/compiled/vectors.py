@@ -287,7 +287,7 @@ def transposed(b, rows):
     return rows
 
 
-def repeat(b, count, carried, body: Callable[..., Sequence[Value] | None]):
+def repeat(b, count, body: Callable[..., Sequence[Value] | None], carried=()):
     """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried
     values, if any.
     """
