@@ -333,7 +333,6 @@ class Replayer:
             raise ValueError("the needle study needs a draft; set decoding.mode to specextend")
         whole = replace(config.decoding, mode="tree")  # whole trees, and room for the whole text
         self._engine: Engine = load_engine(config.model_copy(update={"decoding": whole}))
-        assert self._engine.drafter is not None, "the configuration has a draft"
         self._drafter: Drafter = self._engine.drafter
         sees_all = config.active_draft.kind == "ngram"
         self._options = replace(config.cache, policy="full") if sees_all else config.cache

@@ -25,7 +25,7 @@ class Admission:
     def __init__(
         self,
         cache: KVCache,
-        drafter: Drafter | None,
+        drafter: Drafter,
         num_nodes: int,
         max_tokens: int,
         max_batch_size: int,
@@ -33,7 +33,7 @@ class Admission:
         """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
         self._cache = cache
         self._drafter = drafter
-        self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
+        self._scratch = num_nodes + drafter.num_levels + 2 if drafter.num_levels else 1
         self.max_tokens = max_tokens
         """Prompt and output tokens of one request, at most."""
         self._num_rows = cache.rows.num_free
@@ -63,12 +63,11 @@ class Admission:
         num_prompt = len(request.prompt_token_ids)
         num_new = request.max_new_tokens
         slot = self._slots[-1]
-        if self._drafter is not None and not self._drafter.admit(slot, num_prompt, num_new):
+        if not self._drafter.admit(slot, num_prompt, num_new):
             return None
         region = self._cache.rows.take(num_prompt + num_new + self._scratch)
         if region is None:
-            if self._drafter is not None:
-                self._drafter.release(slot)
+            self._drafter.release(slot)
             return None
         self._slots.pop()
         return slot, region
@@ -77,8 +76,7 @@ class Admission:
         """Free what `admit` reserved."""
         self._cache.rows.give_back(region)
         self._slots.append(slot)
-        if self._drafter is not None:
-            self._drafter.release(slot)
+        self._drafter.release(slot)
 
 
 class Queue:

@@ -87,14 +87,14 @@ class Engine:
         progress.
         """
         self.target = target
-        self.drafter = drafter
+        self.drafter = drafter or Drafter()
         self.max_tokens = max_tokens
         self._eos_token_ids = eos_token_ids
         self._cache_options = cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
         self._admission = Admission(
-            target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size
+            target.cache, self.drafter, tree.most_nodes, max_tokens, max_batch_size
         )
         traits = traits_of(target.device)
         self.decode_share = traits.decode_share
@@ -105,12 +105,11 @@ class Engine:
         self._scored_layers = (
             scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
         )
-        self._num_levels = drafter.num_levels if drafter else 0
+        self._num_levels = self.drafter.num_levels
         self._tree_attention = tree_attention
-        hidden_layers = drafter.hidden_layers if drafter else None
         self._verifier = Verifier(
             target,
-            hidden_layers,
+            self.drafter.hidden_layers,
             self._scored_layers,
             self._num_levels,
             tree_attention,
@@ -130,7 +129,7 @@ class Engine:
         self._watch = Stopwatch()
         self._timed_for = adaptive
         self._reader = PromptReader(
-            target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step
+            target, self.drafter, self._scored_layers, self._watch, self._count_step
         )
 
     def limits(self) -> dict[str, float] | None:
@@ -392,7 +391,7 @@ class Engine:
             sequence.is_broken = True
             return
         sequence.push([token_id], now)
-        if self.drafter is not None and sequence.drafts and not sequence.has_ended:
+        if sequence.drafts and not sequence.has_ended:
             self._retrieve([(sequence, end.queries)])
             self.drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
@@ -418,8 +417,7 @@ class Engine:
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
         self._count_step()
-        if self.drafter is not None:
-            self._look_again(running, step)
+        self._look_again(running, step)
 
     def _wait_if_timed(self) -> None:
         """Wait for what was launched, if its time is to be known."""
@@ -463,7 +461,6 @@ class Engine:
 
     def _propose(self, drafting: list[Sequence]) -> DraftTrees:
         """Propose a tree for each of the sequences that draft."""
-        assert self.drafter is not None
         begin = self._watch.mark
         most_nodes = max(1, self._memory.num_nodes)
         if self._adaptive is not None:
@@ -480,7 +477,7 @@ class Engine:
         """Propose what takes no time for sequences that pause; captured steps have no trees of
         other sizes.
         """
-        if self.drafter is None or self._adaptive is None or not pausing or self._graphs.enabled:
+        if self._adaptive is None or not pausing or self._graphs.enabled:
             return None
         least = self._adaptive.least_probability([sequence.length for sequence in running])
         return self.drafter.glance(
@@ -545,39 +542,34 @@ class Engine:
         """Retrieve where it is due, then let the draft read what was decided, unless it pauses in
         the next step.
         """
-        assert self.drafter is not None
-        going = [
-            b
+        going = {
+            b: sequence
             for b, sequence in enumerate(sequences)
             if sequence.drafts and not sequence.has_ended and step.new_token_ids[b]
-        ]
-        for b in going:
-            self.drafter.read(sequences[b].slot, step.new_token_ids[b])
+        }
+        for b, sequence in going.items():
+            self.drafter.read(sequence.slot, step.new_token_ids[b])
         if self._adaptive is not None and going:
-            self._adaptive.decide([sequences[b] for b in going])
-        due = []
-        for b in going:
-            if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
-                num_new = len(step.new_token_ids[b])
-                last = step.paths[b, num_new - 1 : num_new]
-                due.append(
-                    (sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
-                )
+            self._adaptive.decide([*going.values()])
+        drafting = {b: sequence for b, sequence in going.items() if sequence.speculation.active}
+        due = [
+            (sequence, step.last_queries(b))
+            for b, sequence in drafting.items()
+            if sequence.policy.is_due(sequence.length)
+        ]
         if due:
             self._retrieve(due)
-        prompt = [
-            b for b in going if sequences[b].speculation.active and not sequences[b].undrafted
-        ]
+        prompt = [b for b, sequence in drafting.items() if not sequence.undrafted]
         if prompt:
             seconds = self._absorb(
                 [sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled)
             )
             if self._timed_for is not None:
                 self._timed_for.costs.observe_draft("absorb", len(prompt), seconds)
-        for b in going:
+        for b, sequence in going.items():
             if b not in prompt:
                 new = step.new_token_ids[b]
-                self._read_late(sequences[b], new, step.features[b, : len(new)].clone())
+                self._read_late(sequence, new, step.features[b, : len(new)].clone())
 
     def _read_late(self, sequence: Sequence, token_ids: list[int], features: Tensor) -> None:
         """Keep decided tokens for the draft, and the features before them; let it read all it
@@ -597,7 +589,6 @@ class Engine:
 
         They are those of the layers that score. The host waits once for the scores of all.
         """
-        assert self.drafter is not None
         self._watch.charge("other_s", [sequence for sequence, _ in due])
         masses = [self._mass(*each) for each in due]
         on_host = torch.cat(masses).cpu().split([*map(len, masses)])
@@ -619,7 +610,6 @@ class Engine:
 
     def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
         """Let the draft read what was decided; return the seconds it took."""
-        assert self.drafter is not None
         begin = self._watch.charge("other_s", sequences)
         self.drafter.absorb([sequence.slot for sequence in sequences], decided)
         self._wait_if_timed()

@@ -83,9 +83,7 @@ class PromptReader:
     """
 
     _target: CachedModel
-    _drafter: Drafter | None
-    _hidden_layers: tuple[int, ...] | None
-    """Those of the target that the draft reads."""
+    _drafter: Drafter
     _scored_layers: Items[int]
     """Those that score chunks."""
     _watch: Stopwatch
@@ -141,7 +139,7 @@ class PromptReader:
         chunks of them.
         """
         self._watch.charge("prefill_s", [sequence])
-        if self._drafter is None or not sequence.drafts:
+        if not sequence.drafts:
             return
         read = token_ids.split([features.shape[1] for features in chunks])
         for tokens, features in zip(read, chunks, strict=True):
@@ -158,7 +156,7 @@ class PromptReader:
         """
         first = sequence.length
         sequence.length += len(chunk)
-        read = self._hidden_layers
+        read = self._drafter.hidden_layers
         last = self._target.config.num_hidden_layers - 1
         plan = AttentionPlan(
             [sequence.region.start],
@@ -171,6 +169,4 @@ class PromptReader:
         self._on_chunk()
         token_ids = chunk.unsqueeze(0)
         positions = positions.unsqueeze(0)
-        return plan, *self._target.forward_with_features(
-            token_ids, positions, plan, self._hidden_layers
-        )
+        return plan, *self._target.forward_with_features(token_ids, positions, plan, read)

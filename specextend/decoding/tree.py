@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -385,8 +385,9 @@ class Decided:
         return cls(token_ids, padded, pad_sequence(list(features), batch_first=True))
 
 
-class Drafter(Protocol):
-    """Proposes trees. A `slot` is a sequence's place in the batch.
+class Drafter:
+    """Proposes trees; by itself nothing, so that all steps are plain. A `slot` is a sequence's
+    place in the batch.
 
     For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb`
     of the first root; then, in rounds, `propose`, `read`, `select` if the cache policy says so, and
@@ -394,18 +395,19 @@ class Drafter(Protocol):
     what was read meanwhile when it goes on.
     """
 
-    hidden_layers: tuple[int, ...] | None
+    hidden_layers: tuple[int, ...] | None = None
     """The target's layers, ascending from 0, whose concatenated outputs are a position's features
     [.., F].
 
     Without layers the features are the last hidden state, after the final norm; None: it reads no
     features (F = 0).
     """
-    num_levels: int
+    num_levels: int = 0
     """The largest number of tree levels; the acceptance histogram has one entry more."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""
+        return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
@@ -419,7 +421,6 @@ class Drafter(Protocol):
 
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Note newly decided tokens."""
-        return
 
     def glance(
         self, slots: Sequence[int], num_nodes: int, least_probability: float
@@ -438,6 +439,7 @@ class Drafter(Protocol):
         """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as
         configured.
         """
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         """Free the slot."""

@@ -56,6 +56,12 @@ class Verified:
             features = features[:, :width]
         return Decided(token_ids, padded, features)
 
+    def last_queries(self, b: int) -> list[Tensor]:
+        """Return the queries [H, D] of a sequence's last committed token."""
+        num_new = len(self.new_token_ids[b])
+        last = self.paths[b, num_new - 1 : num_new]
+        return [query[b].index_select(0, last)[0] for query in self.queries]
+
 
 @dataclass(frozen=True)
 class Verifier:
