@@ -232,8 +232,8 @@ def export(
         raise click.UsageError(
             "--follow and --format openai are for one run, without other options"
         )
-    check_place(outputs, place, replace)
     if kind == "openai":
+        check_place(outputs, place, replace)
         written, errors, rows = write_responses(output, place)
         show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
         return 0
@@ -241,7 +241,7 @@ def export(
         if ending:
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
         return _follow(output, place, form, to)
-    show(_say(export_answers(outputs, place, form, only_ids_in), to))
+    show(_say(export_answers(outputs, place, form, only_ids_in, replace), to))
     return 0
 
 

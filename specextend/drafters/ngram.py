@@ -297,10 +297,10 @@ class NgramDrafter(Drafter):
         """
         self._options = tree
         self._device = device
-        self._draft = draft
+        self._draft = draft or Drafter()
         self._clock = clock
-        self.hidden_layers = None if draft is None else draft.hidden_layers
-        self.num_levels = max(0 if draft is None else draft.num_levels, tree.ngram_depth)
+        self.hidden_layers = self._draft.hidden_layers
+        self.num_levels = max(self._draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0
         self._has_proposed = False
@@ -317,7 +317,7 @@ class NgramDrafter(Drafter):
         its own trees.
         """
         num_new = max_new_tokens + self._options.ngram_depth
-        if self._draft is not None and not self._draft.admit(slot, num_prompt_tokens, num_new):
+        if not self._draft.admit(slot, num_prompt_tokens, num_new):
             return False
         self._slots[slot] = NgramState(num_prompt_tokens, max_new_tokens)
         return True
@@ -328,13 +328,11 @@ class NgramDrafter(Drafter):
         """
         self._ended_at = None
         self._slots[slot].read(token_ids.tolist())
-        if self._draft is not None:
-            self._draft.prefill(slot, token_ids, hidden)
+        self._draft.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S]; n-gram drafts see all."""
-        if self._draft is not None:
-            self._draft.select(slot, positions)
+        self._draft.select(slot, positions)
 
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Append newly decided tokens to the text."""
@@ -355,8 +353,7 @@ class NgramDrafter(Drafter):
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Let the draft read what was decided for these slots."""
-        if self._draft is not None:
-            self._draft.absorb(slots, decided)
+        self._draft.absorb(slots, decided)
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
         """Propose a tree behind each slot's root: the likeliest nodes of both, or the root
@@ -366,8 +363,8 @@ class NgramDrafter(Drafter):
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
         trees = {slot: self._slots[slot].propose(*limits, {}) for slot in slots}
-        if self._draft is not None:
-            self._merge(self._draft, trees, limits)
+        if self._draft.num_levels:
+            self._merge(trees, limits)
         self._has_proposed = True
         self._ended_at = self._clock()
         return DraftTrees.pad([*trees.values()], self._device)
@@ -375,12 +372,9 @@ class NgramDrafter(Drafter):
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._slots.pop(slot, None)
-        if self._draft is not None:
-            self._draft.release(slot)
+        self._draft.release(slot)
 
-    def _merge(
-        self, draft: Drafter, trees: dict[int, list[TreeNode]], limits: tuple[int, int]
-    ) -> None:
+    def _merge(self, trees: dict[int, list[TreeNode]], limits: tuple[int, int]) -> None:
         """Replace the trees of slots for which drafting pays by merged ones."""
         lacking = [
             slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)
@@ -388,7 +382,7 @@ class NgramDrafter(Drafter):
         if not lacking:
             return
         begin = self._clock()
-        drafted = draft.propose(lacking, limits[0]).nodes()  # waits for the device
+        drafted = self._draft.propose(lacking, limits[0]).nodes()  # waits for the device
         self._proposal_s = moved(self._proposal_s, self._clock() - begin)
         for slot, tree in zip(lacking, drafted, strict=True):
             state = self._slots[slot]

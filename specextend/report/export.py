@@ -140,6 +140,7 @@ def follow(
         time.sleep(POLL_S)
     if manifest is None:
         raise ValueError(f"{output.path} holds no run")
+    check_place([output], folder)
     written = {f"{name.removesuffix(form.kind)}parquet" for name in list_files(folder)}
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(
@@ -201,16 +202,18 @@ def export_answers(
     to: Location,
     form: Form,
     only_ids_in: str | None = None,
+    replaces: bool = False,
 ) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a
     new folder.
 
-    A run is newer than another if it began later, as its own record says. A file that is there is
-    replaced. only_ids_in: an input; documents that it does not have are left out. Texts are
+    A run is newer than another if it began later, as its own record says. only_ids_in: an input;
+    documents that it does not have are left out. replaces: a file that is there already. Texts are
     streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or
     do not belong together, for a folder that holds files, and for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
+    check_place(outputs, to, replaces)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), form.columns)
@@ -239,7 +242,7 @@ def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
-def check_place(outputs: Sequence[Location], to: Location, replaces: bool) -> None:
+def check_place(outputs: Sequence[Location], to: Location, replaces: bool = False) -> None:
     """Raise ValueError for a place in the folder of a run, and for a file that is there already if
     none `replaces`.
     """
