@@ -85,6 +85,9 @@ class DocumentError(Exception):
     tasks: list[Values] | None = None
     """What the other tasks of a run with several have answered."""
 
+    def __post_init__(self) -> None:
+        super().__init__(self.error_class, self.message)  # with which a pickle makes it anew
+
     def __str__(self) -> str:
         return f"{self.error_class}: {self.message}"
 
