@@ -15,6 +15,19 @@ def assert_near(found, expected, tolerance):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
+def assert_is_the_reference(
+    kernel, lengths, num_queries, heads, head_dim, dtype, tolerance, *, num_masked=0, causal=False, device="cpu"
+):
+    """Assert that a kernel gives what the reference does: for all rows, under a mask of the last ones, or causally."""
+    starts, num_rows = regions(lengths)
+    call = [each.to(device) for each in tensors(len(lengths), num_queries, heads, num_rows, head_dim, dtype)]
+    mask = random_mask(len(lengths), num_queries, num_masked).to(device) if num_masked else None
+    found, expected = (
+        attend(*call, KeySpan(starts, lengths, mask, causal), 0.125) for attend in (kernel, attend_reference)
+    )
+    assert_near(found, expected, tolerance)
+
+
 def tensors(batch, num_queries, heads, num_rows, head_dim, dtype):
     """Queries [B, T, H, D], keys and values [K, R, D]; `heads` is (H, K)."""
     generator = torch.Generator().manual_seed(batch * 1000 + num_queries)

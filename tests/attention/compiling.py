@@ -3,22 +3,12 @@
 import re
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory that a block of threads may use, by compute capability: A100 and H100."""
-
-
-class Compiled(NamedTuple):
-    """What matters of a compiled kernel."""
-
-    ptx: str
-    num_registers: int
-    spilled_bytes: int
-    shared_bytes: int
 
 
 def compile_kernel(kernel, types, constants, capability, **options):
@@ -30,17 +20,13 @@ def compile_kernel(kernel, types, constants, capability, **options):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def inspect(compiled, folder):
-    """Read registers and spills from the machine code, by the tool in triton's wheel."""
+def assert_fits(compiled, capability, folder):
+    """Assert that registers and shared memory suffice, as the tool in triton's wheel says of the machine code."""
     binary = folder / "kernel.cubin"
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     binary.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
-
-
-def assert_fits(compiled, capability):
-    assert compiled.spilled_bytes == 0
-    assert compiled.shared_bytes <= SHARED_BYTES[capability]
-    assert compiled.num_registers < 255, "at the limit the next change spills"
+    assert stack + local == 0, "nothing spills"
+    assert compiled.metadata.shared <= SHARED_BYTES[capability]
+    assert registers < 255, "at the limit the next change spills"

@@ -7,21 +7,18 @@ import pytest
 import torch
 
 from specextend.attention.backends import load_backend
-from specextend.attention.plain import attend_reference, pack_mask
-from specextend.attention.plan import KeySpan
+from specextend.attention.plain import pack_mask
 from specextend.attention.tree_kernel import attend_tree
 from tests.attention.calls import (
+    assert_is_the_reference,
     assert_near,
     attend_tree_slowly,
     random_mask,
-    random_trees,
-    regions,
     tensors,
     tree_call,
 )
 from tests.covering import covering
 
-CPU = torch.device("cpu")
 HEAD_DIMS = [64, 128]
 HEADS = [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)]
 PREFIXES = [[0], [1000], [65, 0, 1000], [63, 64, 65], [0, 1, 2, 63, 64, 65, 127, 300]]
@@ -37,7 +34,7 @@ SMALL = [
 ]
 
 
-def assert_is_the_reference(case, dtype):
+def assert_is_its_twin(case, dtype):
     *shape, num_splits = case
     call = tree_call(*shape, dtype)
     out, lse = attend_tree(*call, num_splits)
@@ -53,14 +50,14 @@ def assert_is_the_reference(case, dtype):
 @pytest.mark.parametrize("case", SMALL)
 def test_it_is_the_reference(case, dtype):
     """Trees, levels of a tree and plain steps, with NaN around every sequence."""
-    assert_is_the_reference(case, dtype)
+    assert_is_its_twin(case, dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", covering(HEAD_DIMS, HEADS, NUM_QUERIES, PREFIXES, KINDS, NUM_SPLITS))
 def test_it_is_the_reference_for_any_two_choices(case):
     """Prefixes around the borders of blocks and splits; tiles of rows that hold one query's heads or many queries."""
-    assert_is_the_reference(case, torch.float16)
+    assert_is_its_twin(case, torch.float16)
 
 
 @pytest.mark.parametrize("last_bit", [62, 63, 64, 65, 127, 128, 319, 320])
@@ -82,20 +79,16 @@ def test_scores_may_be_large_and_rise():
     torch.testing.assert_close(attend_tree(*call, 3), attend_tree_slowly(*call), atol=1e-4, rtol=1e-5)
 
 
-SPANS = {
-    "tree": lambda starts, lengths: KeySpan(starts, lengths, mask=random_trees(2, 6)),
-    "wide mask": lambda starts, lengths: KeySpan(starts, lengths, mask=random_mask(2, 6, 513)),
-    "prefix": lambda starts, lengths: KeySpan(starts, [lengths[0], 0]),
-    "causal": lambda starts, lengths: KeySpan(starts, lengths, causal=True),
-}
-
-
-@pytest.mark.parametrize("kind", SPANS)
-def test_the_backend_attends_to_any_span(kind):
+@pytest.mark.parametrize(
+    "lengths, how",
+    [
+        ([150, 131], {"num_masked": 6}),
+        ([150, 131], {"num_masked": 513}),
+        ([150, 0], {}),
+        ([150, 131], {"causal": True}),
+    ],
+)
+def test_the_backend_attends_to_any_span(lengths, how):
     """What the kernel takes goes to it, and the rest to torch's kernels."""
-    lengths = [150, 131]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(2, 6, (2, 1), num_rows, 64, torch.float32)
-    found = load_backend("triton", CPU)(q, k, v, SPANS[kind](starts, lengths), 0.125)
-    expected = attend_reference(q, k, v, SPANS[kind](starts, lengths), 0.125)
-    assert_near(found, expected, 1e-5)
+    kernel = load_backend("triton", torch.device("cpu"))
+    assert_is_the_reference(kernel, lengths, 6, (2, 1), 64, torch.float32, 1e-5, **how)

@@ -5,29 +5,22 @@ import math
 import pytest
 import torch
 
-from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import PLANNED, attend_cuda, attend_cudnn
 from tests.alive import Live
-from tests.attention.calls import assert_near, random_mask, regions, tensors
+from tests.attention.calls import assert_is_the_reference, random_mask
 from tests.covering import covering
 
-SCALE = 0.125
 GROUPS = [(8, 2), (32, 8), (4, 4)]
-MASKS = {
-    "prefix": lambda starts, lengths: KeySpan(starts, lengths),
-    "tree": lambda starts, lengths: KeySpan(starts, lengths, mask=random_mask(len(starts), 17, 40)),
-    "causal": lambda starts, lengths: KeySpan(starts, lengths, causal=True),
-}
 
 
-@pytest.mark.parametrize("heads, kind", covering(GROUPS, [*MASKS]))
-def test_no_copy_of_the_prefix_is_made(heads, kind):
+@pytest.mark.parametrize("heads, how", covering(GROUPS, [{}, {"mask": random_mask(1, 17, 40)}, {"causal": True}]))
+def test_no_copy_of_the_prefix_is_made(heads, how):
     """It used to repeat all keys and values for the heads of a group in every layer: 17 GB a step at 16K tokens."""
     q = torch.empty(1, 17, heads[0], 128, device="meta", dtype=torch.bfloat16)
     k, v = (torch.empty(heads[1], 16384, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
     with Live() as live:
-        out, lse = attend_cuda(q, k, v, MASKS[kind]([5], [16000]), SCALE)
+        out, lse = attend_cuda(q, k, v, KeySpan([5], [16000], **how), 0.125)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert 0 < live.most < k.nbytes / 10, "of any of its heads"
@@ -88,23 +81,17 @@ def _stand_ins():
 
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize(
-    "heads, kind, lengths, dtype",
+    "heads, how, lengths, dtype_and_error",
     covering(
         GROUPS,
-        [*MASKS],
+        [{}, {"num_masked": 40}, {"causal": True}],
         [[300, 77], [17, 40], [41, 17]],
-        [torch.float32, torch.bfloat16],
+        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
     ),
 )
-def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
+def test_the_parts_merge_to_the_reference(heads, how, lengths, dtype_and_error):
     """Prefix and masked rows go to different kernels; a sequence may have no prefix, or fewer rows than the mask."""
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(2, 17, heads, num_rows, 64, dtype)
-
-    found = attend_cuda(q, k, v, MASKS[kind](starts, lengths), SCALE)
-    expected = attend_reference(q, k, v, MASKS[kind](starts, lengths), SCALE)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert_near(found, expected, tolerance)
+    assert_is_the_reference(attend_cuda, lengths, 17, heads, 64, *dtype_and_error, **how)
 
 
 @pytest.mark.usefixtures("_stand_ins")
@@ -112,6 +99,5 @@ def test_the_parts_merge_to_the_reference(heads, kind, lengths, dtype):
 @pytest.mark.parametrize("num_queries", [PLANNED, PLANNED + 8])
 def test_cudnn_attends_to_whole_chunks_and_flash_to_others(num_queries, before):
     """A prompt's last chunk has any length, and one that took rows over from another any prefix."""
-    q, k, v = tensors(1, num_queries, (4, 2), before + num_queries + 3, 64, torch.bfloat16)
-    span = KeySpan([3], [before + num_queries], causal=True)
-    assert_near(attend_cudnn(q, k, v, span, SCALE), attend_reference(q, k, v, span, SCALE), 2e-2)
+    how = num_queries, (4, 2), 64, torch.bfloat16, 2e-2
+    assert_is_the_reference(attend_cudnn, [before + num_queries], *how, causal=True)

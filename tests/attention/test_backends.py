@@ -12,19 +12,13 @@ from specextend.attention.backends import load_backend
 from specextend.attention.compiled import calls as compiled
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan, merge_states
-from tests.attention.calls import assert_near, random_mask, regions, tensors
+from tests.attention.calls import assert_is_the_reference, assert_near, random_mask, regions, tensors
 from tests.covering import covering
 
 HEAD_DIM = 32
 SCALE = HEAD_DIM**-0.5
-DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-GROUPS = [(2, 2), (4, 2), (9, 3), (8, 1)]
-NUM_QUERIES = [1, 16, 17, 51]
 CPU = torch.device("cpu")
 AUTO = load_backend("auto", CPU)
-KERNELS = {name: load_backend(name, CPU) for name in ("sdpa", "compiled")}
-PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 
 def slow_attention(q, k, v, span, scale):
@@ -51,10 +45,6 @@ def sees(span, b, t, s, num_queries):
     return bool(span.mask[b, t, span.mask.shape[2] - from_end])
 
 
-def assert_close(actual, expected):
-    assert_near(actual, expected, TOLERANCE[actual[0].dtype])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_the_reference_is_attention_by_its_definition(heads, causal):
@@ -63,39 +53,28 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
     starts, num_rows = regions(lengths)
     q, k, v = tensors(2, 5, heads, num_rows, HEAD_DIM, torch.float32)
     span = KeySpan(starts, lengths, mask=None if causal else random_mask(2, 5, 6), causal=causal)
-    assert_close(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
+    assert_near(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE), 1e-5)
 
 
-def assert_kernel_is_the_reference(
-    kernel,
-    lengths,
-    num_queries,
-    heads,
-    dtype,
-    mask=None,
-    *,
-    causal=False,
-):
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, HEAD_DIM, dtype)
-    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE)
-    assert_close(KERNELS[kernel](q, k, v, KeySpan(starts, lengths, mask, causal), SCALE), expected)
-
-
-CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
-
-
-@pytest.mark.parametrize("kernel, heads, num_queries, prefixes, dtype", CALLS)
-def test_a_kernel_equals_the_reference(kernel, heads, num_queries, prefixes, dtype):
+@pytest.mark.parametrize(
+    "heads, num_queries, prefixes, dtype_and_error",
+    covering(
+        [(2, 2), (4, 2), (9, 3), (8, 1)],
+        [1, 16, 17, 51],
+        [[0], [1], [700], [0, 31, 700], [255, 256, 257]],
+        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+    ),
+)
+def test_torchs_kernel_equals_the_reference(heads, num_queries, prefixes, dtype_and_error):
     """Over prefixes that all queries see, some empty; with the masked rows of a tree behind; and in a causal block.
 
     That is a prefill chunk over itself: torch's kernel aligns `is_causal` at the top left, which is right only here.
     """
-    assert_kernel_is_the_reference(kernel, prefixes, num_queries, heads, dtype)
-    mask = random_mask(len(prefixes), num_queries, num_queries)
-    lengths = [prefix + num_queries for prefix in prefixes]
-    assert_kernel_is_the_reference(kernel, lengths, num_queries, heads, dtype, mask)
-    assert_kernel_is_the_reference(kernel, [num_queries] * 3, num_queries, heads, dtype, causal=True)
+    how = num_queries, heads, HEAD_DIM, *dtype_and_error
+    sdpa = load_backend("sdpa", CPU)
+    assert_is_the_reference(sdpa, prefixes, *how)
+    assert_is_the_reference(sdpa, [prefix + num_queries for prefix in prefixes], *how, num_masked=num_queries)
+    assert_is_the_reference(sdpa, [num_queries] * 3, *how, causal=True)
 
 
 def test_merging_is_attention_over_the_union():

@@ -10,7 +10,7 @@ from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import attend_with, find_flash_attn
-from tests.attention.calls import assert_near, random_mask, regions, tensors
+from tests.attention.calls import assert_is_the_reference
 from tests.covering import covering
 
 
@@ -59,19 +59,14 @@ def from_cache(q, keys, values, scale, causal, return_lse):
 def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     """Whatever the package takes goes to it, and trees and float32 to the other kernel."""
     lengths = [length + 17 for length in lengths] if kind == "causal" else lengths
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), 17, heads, num_rows, 64, dtype)
-    mask = random_mask(len(lengths), 17, 17) if kind == "tree" else None
     others = []
 
     def otherwise(*call):
         others.append(kind)
         return attend_reference(*call)
 
-    span = KeySpan(starts, lengths, mask, causal=kind == "causal")
-    found = attend_with(kernel, otherwise)(q, k, v, span, 0.125)
-    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal=kind == "causal"), 0.125)
-    assert_near(found, expected, 1e-2)
+    how = {"tree": {"num_masked": 17}, "causal": {"causal": True}}.get(kind, {})
+    assert_is_the_reference(attend_with(kernel, otherwise), lengths, 17, heads, 64, dtype, 1e-2, **how)
     assert bool(others) == (kind == "tree" or dtype == torch.float32)
 
 
@@ -100,7 +95,5 @@ def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
     module.flash_attn_with_kvcache = flash_attn_2
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    q, k, v = tensors(1, 200, (8, 2), 400, 64, torch.bfloat16)
-    found = load_backend(backend, torch.device("cuda"))(q, k, v, KeySpan([5], [300], causal=True), 0.125)
-    expected = attend_reference(q, k, v, KeySpan([5], [300], causal=True), 0.125)
-    assert_near(found, expected, 1e-2)
+    kernel = load_backend(backend, torch.device("cuda"))
+    assert_is_the_reference(kernel, [300], 200, (8, 2), 64, torch.bfloat16, 1e-2, causal=True)

@@ -20,7 +20,7 @@ from specextend.attention.layer_kernels import (
     quantize_rows,
     rotate_rows,
 )
-from tests.attention.compiling import assert_fits, compile_kernel, inspect
+from tests.attention.compiling import assert_fits, compile_kernel
 
 
 def test_the_twins_are_what_transformers_computes():
@@ -38,12 +38,6 @@ def test_the_twins_are_what_transformers_computes():
     torch.testing.assert_close(query[..., :4], low[:, :4])
     torch.testing.assert_close(cache[0][:, rows, :4], low[:, 4:6].transpose(0, 1))
     torch.testing.assert_close(cache[1][:, rows], qkv[:, 6:].transpose(0, 1))
-
-
-@pytest.fixture(autouse=True)
-def _own_kernel_cache(tmp_path, monkeypatch):
-    """What is tested is compiled."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def compile_rotation(element, head_dim, norms, capability):
@@ -71,14 +65,14 @@ def compile_norm(element, size, capability):
 )
 def test_they_compile_and_fit(head_dim, norms, size, capability, element, tmp_path):
     """A row that spills is written and read again, which is what joining the operators saves."""
-    assert_fits(inspect(compile_rotation(element, head_dim, norms, capability), tmp_path), capability)
-    assert_fits(inspect(compile_norm(element, size, capability), tmp_path), capability)
+    assert_fits(compile_rotation(element, head_dim, norms, capability), capability, tmp_path)
+    assert_fits(compile_norm(element, size, capability), capability, tmp_path)
     gated = compile_kernel(gate_rows, dict.fromkeys(("gate_up", "out"), element), {"BLOCK": GATED}, capability)
-    assert_fits(inspect(gated, tmp_path), capability)
+    assert_fits(gated, capability, tmp_path)
 
 
 def test_rounding_to_fp8_compiles_and_fits(tmp_path):
     """The input of a down projection is the widest row; only sm_89 and later have the type."""
     types = {"x": "*bf16", "rounded": "*fp8e4nv", "scales": "*fp32"}
     compiled = compile_kernel(quantize_rows, types, {"BLOCK": 16384}, 90, num_warps=norm_warps(14336))
-    assert_fits(inspect(compiled, tmp_path), 90)
+    assert_fits(compiled, 90, tmp_path)

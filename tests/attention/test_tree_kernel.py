@@ -24,7 +24,7 @@ from specextend.attention.tree_kernel import (
     choose_tiles,
     merge_splits,
 )
-from tests.attention.compiling import assert_fits, compile_kernel, inspect
+from tests.attention.compiling import assert_fits, compile_kernel
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64), (128, 204)]
@@ -86,12 +86,6 @@ def compile_merge(dtype, head_dim, num_splits, capability):
     return compile_kernel(merge_splits, types, constants, capability)
 
 
-@pytest.fixture(autouse=True)
-def _own_kernel_cache(tmp_path, monkeypatch):
-    """What is tested is compiled."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-
-
 FITS = covering(SIZES, [80, 90], [*TYPES])
 
 
@@ -101,11 +95,11 @@ FITS = covering(SIZES, [80, 90], [*TYPES])
 )
 def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path):
     """Products of scalars or registers in memory would cost more than the kernel saves."""
-    compiled = inspect(compile_splits(dtype, *size, capability), tmp_path)
-    assert_fits(compiled, capability)
+    compiled = compile_splits(dtype, *size, capability)
+    assert_fits(compiled, capability, tmp_path)
     warpgroup = capability == 90 and size[1] >= 64
     instruction = r"wgmma\.mma_async\S*" if warpgroup else r"mma\.sync\S*"
-    products = re.findall(instruction, compiled.ptx)
+    products = re.findall(instruction, compiled.asm["ptx"])
     assert len(products) >= 2, "scores, and sums of values"
     assert all(TYPES[dtype].replace("fp", "f") in product and "f32" in product for product in products)
 
@@ -113,4 +107,4 @@ def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim, num_splits, capability", covering([64, 128], [1, 3, 27, MAX_SPLITS], [80, 90]))
 def test_the_merge_fits(head_dim, num_splits, capability, tmp_path):
-    assert_fits(inspect(compile_merge(torch.bfloat16, head_dim, num_splits, capability), tmp_path), capability)
+    assert_fits(compile_merge(torch.bfloat16, head_dim, num_splits, capability), capability, tmp_path)

@@ -133,8 +133,8 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
     compiled_kernel.cache_clear()
 
 
-def head_of(dtype, in_one_call, without=()):
-    """Return the shipped head behind a random embedding, with 60 rows that it sees; without parts if need be."""
+def head_of(in_one_call, without):
+    """Return the shipped head in bf16 behind a random embedding, without some of its parts."""
     shape = read_head(HEAD)
     weights = read_weights(shape)
     vocabulary = read_vocabulary(shape)
@@ -147,10 +147,10 @@ def head_of(dtype, in_one_call, without=()):
     generator = torch.Generator().manual_seed(5)
     embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
     weight = 0.1 * torch.randn(embedding.weight.shape, generator=generator)
-    embedding.weight = torch.nn.Parameter(weight.to(dtype), False)
+    embedding.weight = torch.nn.Parameter(weight.bfloat16(), False)
     attend = load_backend("compiled", torch.device("cpu")) if in_one_call else attend_reference
     target = SimpleNamespace(
-        attend=attend, device=torch.device("cpu"), dtype=dtype, runs_in_one_call=in_one_call,
+        attend=attend, device=torch.device("cpu"), dtype=torch.bfloat16, runs_in_one_call=in_one_call,
         logits=partial(torch.nn.functional.linear, weight=embedding.weight),
         model=torch.nn.ModuleDict({"lm_head": linear(embedding.weight)}),
     )  # fmt: skip
@@ -158,31 +158,8 @@ def head_of(dtype, in_one_call, without=()):
     target.model.get_input_embeddings = lambda: embedding
     rope = rope_frequencies(shape.rope, shape.head_dim, "shipped")
     network = EagleNetwork(shape, weights, vocabulary, target, embedding.weight, (512, 512), rope)
-    network.cache.working.stored[:] = torch.randn(network.cache.working.stored.shape, generator=generator).to(dtype)
+    network.cache.working.stored.normal_(generator=generator)  # what nobody may read
     return network
-
-
-@torch.inference_mode()
-def head_forwards(network):
-    """Return what decided tokens and a level of a tree give, of two sequences, and write."""
-    generator = torch.Generator().manual_seed(7)
-    results = []
-    for num_new, mask in ((3, None), (9, TREE.expand(2, -1, -1))):
-        token_ids, history = (torch.randint(0, 49152, (2, num_new, *more), generator=generator) for more in ((), (3,)))
-        hidden = torch.randn(2, num_new, network.hidden_size, generator=generator).bfloat16()
-        positions = 60 + torch.arange(num_new).expand(2, -1)
-        plan = AttentionPlan([0, 128], [60 + num_new, 40 + num_new], num_new, mask, "dense")
-        dtype = network.cache.working.stored.dtype
-        results.append(network.forward(token_ids, hidden.to(dtype), positions, plan, history))
-    return [*results, network.cache.working.stored.clone()]
-
-
-def test_a_head_with_copies_is_as_exact_as_operator_after_operator():
-    """Its layer is given queries, keys and values of the copy heads, and those stay unturned."""
-    joined = head_of(torch.bfloat16, in_one_call=True)
-    networks = head_of(torch.float32, False), head_of(torch.bfloat16, False), joined
-    for right, before, after in zip(*map(head_forwards, networks), strict=True):
-        assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()
 
 
 @torch.inference_mode()
@@ -196,8 +173,7 @@ def grown(network, least_gain, depth):
     drafter = CausalDrafter(network, tree, "dense", None, 2)
     for slot, (length, *ends) in enumerate([(20, 23), (30, 31, 35, 55)]):
         token_ids = torch.randint(0, 49152, (ends[-1],), generator=generator)
-        features = torch.randn(len(token_ids), network.hidden_size, generator=generator)
-        features = features.to(network.cache.working.stored.dtype)
+        features = torch.randn(len(token_ids), network.hidden_size, generator=generator).bfloat16()
         assert drafter.admit(slot, length, 25)
         drafter.prefill(slot, token_ids[:length], features[:length])
         drafter.select(slot, torch.arange(length - 1))
@@ -217,9 +193,9 @@ def grown(network, least_gain, depth):
 @pytest.mark.parametrize("least_gain, depth", [(0.0, 4), (0.2, 4), (0.0, 1)])
 def test_a_tree_that_grows_in_one_call_is_the_one_that_grows_level_by_level(least_gain, depth, without):
     """But for nodes that are nearly as likely as others: its sums are rounded at other places."""
-    joined = head_of(torch.bfloat16, True, without)
+    joined = head_of(True, without)
     joined.logits = None  # of a level, for which nobody may ask
-    expected = grown(head_of(torch.bfloat16, False, without), least_gain, depth)
+    expected = grown(head_of(False, without), least_gain, depth)
     found = grown(joined, least_gain, depth)
     for before, after in zip(expected, found, strict=True):
         assert len(after) == len(before) == 13

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from specextend.attention.plain import attend_reference
-from specextend.attention.plan import KeySpan
 from specextend.attention.torch_kernels import attend_cuda, attend_cudnn
 from specextend.decoding.sampling import gumbel_noise
-from tests.attention.calls import attend_tree_slowly, tree_call
+from tests.attention.calls import assert_is_the_reference, assert_near, attend_tree_slowly, tree_call
 from tests.attention.layer_calls import HEADS, assert_are_their_twins, product_in_fp8
 from tests.covering import covering
 
@@ -19,27 +17,16 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_sdpa_equals_the_reference_on_cuda(dtype, error, heads, kind):
     """The kernels have other traps than the CPU's: fewer key heads than query heads, mask alignment, padded LSE."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    k, v = (torch.randn(heads[1], 1024, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
-    q = torch.randn(2, 17, heads[0], 64, generator=generator, device="cuda", dtype=dtype)
-    tree = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril().expand(2, -1, -1)
     lengths = [17, 17] if kind == "own" else [300, 77]
-    span = KeySpan([0, 512], lengths, mask=tree if kind == "tree" else None, causal=kind in ("causal", "own"))
-    out, lse = attend_cuda(q, k, v, span, 0.125)
-    expected_out, expected_lse = attend_reference(q, k, v, span, 0.125)
-    torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
-    torch.testing.assert_close(lse, expected_lse, atol=error, rtol=error)
+    how = {"num_masked": 17} if kind == "tree" else {"causal": kind in ("causal", "own")}
+    assert_is_the_reference(attend_cuda, lengths, 17, heads, 64, dtype, error, device="cuda", **how)
 
 
 @pytest.mark.parametrize("before", [0, 1024])
 def test_cudnn_equals_the_reference_on_cuda(before):
     """Keys lie apart by the length of the cache, and query heads share them."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    k, v = (torch.randn(8, 2048, 128, generator=generator, device="cuda").bfloat16() for _ in range(2))
-    q = torch.randn(1, 512, 32, 128, generator=generator, device="cuda").bfloat16()
-    span = KeySpan([3], [before + 512], causal=True)
-    for found, expected in zip(attend_cudnn(q, k, v, span, 0.1), attend_reference(q, k, v, span, 0.1), strict=True):
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    how = 512, (32, 8), 128, torch.bfloat16, 2e-2
+    assert_is_the_reference(attend_cudnn, [before + 512], *how, causal=True, device="cuda")
 
 
 TREE_CALLS = covering(
@@ -63,8 +50,7 @@ def test_the_triton_kernel_equals_its_twin_on_cuda(head_dim, heads, num_queries,
     ]
     out, lse = kernel.attend_tree(*call, num_splits)
     expected_out, expected_lse = attend_tree_slowly(*call)
-    error = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
+    assert_near(out, expected_out, {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype])
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
 
 
@@ -91,7 +77,7 @@ def test_a_product_in_fp8_is_right_on_cuda():
         pytest.skip("this GPU has no products in fp8")
     kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
     linear, x, expected = product_in_fp8("cuda")
-    torch.testing.assert_close(kernels.multiply(linear, x).float(), expected, atol=1e-2, rtol=1e-2)
+    assert_near(kernels.multiply(linear, x).float(), expected, 1e-2)
 
 
 def test_noise_is_the_same_on_every_device():
@@ -100,4 +86,4 @@ def test_noise_is_the_same_on_every_device():
     token_ids = torch.arange(4096)
     expected = gumbel_noise(7, positions, token_ids)
     found = gumbel_noise(7, positions.cuda(), token_ids.cuda())
-    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
+    assert_near(found.cpu(), expected, 1e-6)
