@@ -1,4 +1,4 @@
-"""flash-attn without a GPU: stand-ins with the signatures of its versions 2 and 3, which say what may be passed."""
+"""flash-attn without a GPU: stand-ins that take what its versions 2 and 3 both have in their signatures."""
 
 import sys
 from types import ModuleType
@@ -14,36 +14,20 @@ from tests.attention.calls import assert_is_the_reference
 from tests.covering import covering
 
 
-def flash_attn_2(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-):  # fmt: skip
-    """Version 2.8."""
-    return from_cache(q, k_cache, v_cache, softmax_scale, causal, return_softmax_lse)
-
-
-def flash_attn_3(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):  # fmt: skip
-    """Version 3, as of hopper/flash_attn_interface.py; it returns more than is asked for."""
-    results = from_cache(q, k_cache, v_cache, softmax_scale, causal, return_softmax_lse)
-    return *results, None, None
-
-
-def from_cache(q, keys, values, scale, causal, return_lse):
-    """Each sequence by itself; a causal mask is aligned at the bottom right."""
+def flash_attn_2(q, k_cache, v_cache, *, softmax_scale, causal, return_softmax_lse):
+    """Version 2.8, each sequence by itself; a causal mask is aligned at the bottom right."""
     assert q.dtype in (torch.float16, torch.bfloat16)
-    assert q.stride(3) == keys.stride(3) == values.stride(3) == 1
-    assert return_lse
-    [key], [value] = keys, values
+    assert q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1
+    assert return_softmax_lse
+    [key], [value] = k_cache, v_cache
     span = KeySpan([0], [len(key)], causal=causal)
-    out, lse = attend_reference(q, key.transpose(0, 1), value.transpose(0, 1), span, scale)
+    out, lse = attend_reference(q, key.transpose(0, 1), value.transpose(0, 1), span, softmax_scale)
     return out, lse.transpose(1, 2).contiguous()
+
+
+def flash_attn_3(*tensors, **options):
+    """Version 3, as of hopper/flash_attn_interface.py; it returns more than is asked for."""
+    return *flash_attn_2(*tensors, **options), None, None
 
 
 @pytest.mark.parametrize(
