@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,48 +49,31 @@ def splitmix_uniform(seed, position, token_id):
     return ((mix(key + token_id * stride) >> 12) + 0.5) / 2**52
 
 
-SETTINGS = [
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.3, top_k=3),
-    SamplingParams(temperature=0.7, top_k=5, top_p=0.8),
-]
-
-
 @pytest.mark.parametrize("seed", [0, 7, -3, 2**63 + 5, 2**70])
 def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
     """Any seed a user may write, big or negative; and int64 tensors must agree with unbounded integers."""
     positions = torch.tensor([0, 1, 131_071])
-    noise = gumbel_noise(seed, positions, torch.arange(5))
+    tokens = torch.arange(5) * 37_983
+    noise = gumbel_noise(seed, positions, tokens)
     for row, position in enumerate(positions.tolist()):
-        expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in range(5)]
+        expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in tokens.tolist()]
         assert noise[row].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 256, 4096])
-def test_noise_of_nearby_seeds_positions_and_tokens_is_uncorrelated(stride):
-    """A weak mixer shows first between neighbours, and between inputs that differ in one bit."""
-    size = 200_000
-    limit = 5 / math.sqrt(size)
-    one = gumbel_noise(3, torch.tensor([1_000]), torch.arange(size + stride))[0].double()
-    other_position = gumbel_noise(3, torch.tensor([1_000 + stride]), torch.arange(size))[0].double()
-    other_seed = gumbel_noise(3 + stride, torch.tensor([1_000]), torch.arange(size))[0].double()
-    for other in (other_position, other_seed, one[stride:]):
-        assert abs(np.corrcoef(one[:size].numpy(), other.numpy())[0, 1]) < limit
-
-
 @given(
-    st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=12),
+    st.lists(st.sampled_from([-math.inf, -2.0, -0.5, 0.0, 0.5, 1.0, 3.0]), max_size=12),
     st.sampled_from([0.05, 0.7, 1.0, 4.0]),
     st.sampled_from([0, 1, 2, 5, 100]),
     st.sampled_from([1e-6, 0.21, 0.53, 0.853, 0.999, 1.0]),
 )
 @settings(max_examples=300, derandomize=True)
 def test_a_choice_follows_the_slow_distribution(logits, temperature, top_k, top_p):
-    """Few distinct values make ties, at the cuts as well; there the smaller token id stays."""
+    """Few distinct values make ties, at the cuts as well; there the smaller token id stays.
+
+    A token that the model forbids is never chosen, whatever its noise.
+    """
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    rows = torch.tensor(logits).expand(20, -1)
+    rows = torch.tensor([*logits, 0.0]).expand(20, -1)
     expected = [slow_choice(rows[0], position, sampling) for position in range(20)]
     assert choose_tokens(rows, torch.arange(20), sampling).tolist() == expected
 
@@ -109,10 +91,3 @@ def test_greedy_takes_the_first_of_equal_logits():
     """As `generate(do_sample=False)` does; in bf16 ties are common."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.bfloat16)
     assert choose_tokens(logits, torch.tensor([4, 5]), SamplingParams()).tolist() == [1, 0]
-
-
-def test_a_token_the_model_forbids_is_never_chosen():
-    """A logit of -inf stays impossible, whatever its noise."""
-    logits = torch.tensor([0.0, -float("inf"), 0.0]).expand(2_000, -1)
-    for sampling in SETTINGS:
-        assert 1 not in choose_tokens(logits, torch.arange(2_000), sampling).tolist()
