@@ -1,6 +1,5 @@
 """What the folder of a head is told, before a tensor is loaded or a document touched."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from specextend.drafters.formats import convert_head, read_head
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
+from tests.models.conftest import edit_json
 from tests.published_heads import WRITERS
 from tests.refused import refused
 from tests.tiny_models import FAMILIES, tiny_model, write_eagle, write_model
@@ -43,15 +43,10 @@ def write(tmp_path):
 
     def write(variant, **values):
         ALL[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
-        edit_config(tmp_path / "head", **values)
+        edit_json(tmp_path / "head" / "config.json", **values)
         return tmp_path / "head"
 
     return write
-
-
-def edit_config(folder, **values):
-    raw = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def edit_tensors(folder, **change):
@@ -61,10 +56,13 @@ def edit_tensors(folder, **change):
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 
 
-def refusal(target, folder):
+def pair_of(target, head):
+    return TargetOptions(model=target), DraftOptions(kind="eagle", model=str(head))
+
+
+def refusal(target, head):
     """What a user reads; it must be one line."""
-    draft = DraftOptions(kind="eagle", model=str(folder))
-    return refused(check_pair, TargetOptions(model=target), draft, kind=ModelError)
+    return refused(check_pair, *pair_of(target, head), kind=ModelError)
 
 
 @pytest.mark.parametrize("variant", ALL)
@@ -74,17 +72,17 @@ def test_each_format_is_known_by_its_files(variant, write, target):
     head = read_head(folder)
     assert head.format == NAMES[variant]
     assert head.hidden_layers(3) == ((0, 1, 2) if head.fused else ())
-    assert check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder))).num_layers == 3
-    assert "draft" in pair_hashes(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
+    assert check_pair(*pair_of(target, folder)).num_layers == 3
+    assert "draft" in pair_hashes(*pair_of(target, folder))
 
 
 def test_the_two_keys_of_layers_count_as_their_readers_do(write):
     """At the top level (vLLM) the number is of the layer entered, inside `eagle_config` (SGLang) of the one left."""
     folder = write("eagle3", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 15, 28]})
     assert read_head(folder).hidden_layers(32) == (2, 15, 28)
-    edit_config(folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
+    edit_json(folder / "config.json", eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
     assert read_head(folder).hidden_layers(32) == (1, 15, 28)
-    edit_config(folder, eagle_aux_hidden_state_layer_ids=None)
+    edit_json(folder / "config.json", eagle_aux_hidden_state_layer_ids=None)
     assert read_head(folder).hidden_layers(32) == (1, 15, 28)
 
 
@@ -148,7 +146,7 @@ def test_left_over_buffers_are_no_reason_to_refuse(write, target):
     folder = write("eagle3")
     left = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(6), "mask": torch.ones(2)}
     save_file(load_file(folder / "model.safetensors") | left, folder / "model.safetensors")
-    assert check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
+    assert check_pair(*pair_of(target, folder))
 
 
 def test_a_head_of_another_target_is_refused(write, tmp_path):
@@ -193,7 +191,7 @@ def test_a_pickled_head_is_refused_with_the_conversion_that_works(write, target,
     assert capsys.readouterr().out.startswith("EAGLE-3 head in FOLDER; give specextend run: --set draft.kind=eagle")
     assert set(load_file("FOLDER/model.safetensors")) == set(weights)
     assert Path("FOLDER/config.json").read_bytes() == (folder / "config.json").read_bytes()
-    check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model="FOLDER"))
+    check_pair(*pair_of(target, "FOLDER"))
     with pytest.raises(ModelError, match="FOLDER holds something already"):
         convert_head(str(folder), Path("FOLDER"))
 
@@ -202,9 +200,9 @@ def test_a_head_of_the_hub_is_taken_by_its_name(write, target, hub, tmp_path):
     """As a target is: resolved to a commit, which identifies it; as pickles it is converted from there, too."""
     folder = write("eagle3")
     commit = hub.push("owner/head", folder)
-    draft = DraftOptions(kind="eagle", model=f"owner/head@{commit}")
-    check_pair(TargetOptions(model=target), draft)
-    assert pair_hashes(TargetOptions(model=target), draft)["draft"] == commit
+    pair = pair_of(target, f"owner/head@{commit}")
+    check_pair(*pair)
+    assert pair_hashes(*pair)["draft"] == commit
     pickled(folder)
     hub.push("owner/pickled", folder)
     assert "prepare draft owner/pickled --output FOLDER" in refusal(target, "owner/pickled")

@@ -21,16 +21,15 @@ SHAPE = {
 }
 
 
-def byte_tokenizer(**special):
+def byte_tokenizer():
     """A tokenizer of 64 tokens: 60 characters, one merge and three special tokens."""
-    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"} | special
     first, second, *others = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 4]
     tokens = ["<unk>", "<s>", "</s>", first, second, *others, first + second]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [(first, second)], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture
@@ -48,12 +47,7 @@ def write_model(tmp_path):
     return write
 
 
-@pytest.fixture
-def edit_json():
-    """Changes keys of a JSON file; a value of None removes the key."""
-
-    def edit(path, **values):
-        merged = json.loads(path.read_text()) | values
-        path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
-
-    return edit
+def edit_json(path, **values):
+    """Change keys of a JSON file; a value of None removes the key."""
+    merged = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))

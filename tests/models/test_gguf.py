@@ -14,18 +14,6 @@ from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
 from specextend.models import check_model, load_causal_lm, load_tokenizer, rope_frequencies
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 def interleaved(weight, num_heads):
     """GGUF keeps each head's rotated halves interleaved."""
@@ -36,15 +24,11 @@ def interleaved(weight, num_heads):
 def tensors_of(model):
     """A transformers Llama's weights under GGUF's names."""
     config = model.config
-    state = model.state_dict()
-    yield "token_embd.weight", state["model.embed_tokens.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    yield "output_norm.weight", state["model.norm.weight"]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for layer in range(config.num_hidden_layers):
-        for theirs, ours in NAMES.items():
-            weight = state[f"model.layers.{layer}.{theirs}.weight"]
-            yield f"blk.{layer}.{ours}.weight", interleaved(weight, heads[ours]) if ours in heads else weight
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for theirs, weight in model.state_dict().items():
+        kind = theirs.split(".")[-2]
+        yield names.get_name(theirs, (".weight",)), interleaved(weight, heads[kind]) if kind in heads else weight
 
 
 def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):

@@ -14,6 +14,7 @@ from specextend.cli.run import plan
 from specextend.model_files import ModelError, identify
 from specextend.models import TargetOptions, check_model, load_causal_lm, read_facts
 from specextend.pairing import check_pair
+from tests.models.conftest import edit_json
 from tests.refused import refused
 
 DRAFTLESS = ["--set", "decoding.mode=autoregressive", "--set", "target.dtype=float32"]
@@ -58,7 +59,7 @@ def own_ray(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_ray")
-def test_outputs_end_where_config_generation_config_tokenizer_or_template_say(write_model, edit_json, capsys):
+def test_outputs_end_where_config_generation_config_tokenizer_or_template_say(write_model, capsys):
     """Instruct models end a turn with a token that config.json does not name: an output went on and invented dialogue.
 
     `check` says what was found where. A key that is not there is no end, though transformers assumes token 2 there.
@@ -86,7 +87,7 @@ def test_a_template_that_writes_no_token_behind_an_answer_names_no_end(write_mod
     assert "chat template" not in check_pair(TargetOptions(model=str(folder)), None).ends
 
 
-def test_ends_that_the_model_cannot_write_are_refused(write_model, edit_json):
+def test_ends_that_the_model_cannot_write_are_refused(write_model):
     """Each output would run to its limit."""
     folder = write_model()
     for name in ("config.json", "generation_config.json"):
@@ -126,7 +127,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
     ],
     ids=["architecture", "activation", "gptq", "compressed-tensors", "rope", "layers", "code"],
 )
-def test_what_is_not_served_is_refused_by_name(write_model, edit_json, values, message):
+def test_what_is_not_served_is_refused_by_name(write_model, values, message):
     """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""
     folder = write_model()
     edit_json(folder / "config.json", **values)
@@ -159,7 +160,7 @@ def test_a_pipe_in_the_place_of_weights_is_refused(write_model):
     assert f"{file} is no file" in refusal(file.parent, check_model)
 
 
-def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
+def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model):
     """A run must resume after its models moved, and must not resume with others."""
     first = write_model("first")
     moved = write_model("moved")

@@ -8,6 +8,7 @@ from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
+from tests.models.conftest import edit_json
 from tests.refused import refused
 
 
@@ -53,7 +54,7 @@ def test_another_token_under_the_same_id_is_refused(write_model):
     assert "is 'B', the target's is 'A'" in refusal(target, model_draft(draft))
 
 
-def test_other_special_tokens_are_refused(write_model, edit_json):
+def test_other_special_tokens_are_refused(write_model):
     """The draft would guess on past the end of an answer."""
     target = write_model("target")
     draft = write_model("draft")
