@@ -45,23 +45,11 @@ TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 LETTERS = TOKENIZERS["byte_level"]
 
 
-def eos(tokenizer):
-    return tokenizer.convert_tokens_to_ids("<eos>")
-
-
-def ids(text, tokenizer=LETTERS):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def byte_ids(text):
     """`text` with each byte a token of its own: the worst borders there are."""
     backend = LETTERS.backend_tokenizer
     pieces = backend.pre_tokenizer.pre_tokenize_str(text)
     return [backend.token_to_id(letter) for piece, _ in pieces for letter in piece]
-
-
-def checker(stop=(), max_new_tokens=1_000, tokenizer=LETTERS):
-    return StopChecker(tokenizer, frozenset({eos(tokenizer)}), stop, max_new_tokens)
 
 
 def slow_stop(tokenizer, token_ids, stop):
@@ -80,18 +68,19 @@ def slow_stop(tokenizer, token_ids, stop):
 def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
     """Random tokens, most of them no valid text, and stop strings cut from what they decode to."""
     tokenizer = TOKENIZERS[name]
-    vocabulary = [token_id for token_id in range(len(tokenizer)) if token_id != eos(tokenizer)]
+    eos = tokenizer.eos_token_id
+    vocabulary = [token_id for token_id in range(len(tokenizer)) if token_id != eos]
     pieces = st.one_of(
         st.lists(st.sampled_from(vocabulary), max_size=4),
         st.sampled_from(["the end", " report", "é", "😀", "日本", "a  b", "\ufffd"]).map(
-            lambda text: ids(text, tokenizer)
+            lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
         ),
     )
     token_ids = [*chain.from_iterable(data.draw(st.lists(pieces, min_size=1, max_size=8)))]
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     start = data.draw(st.integers(0, max(0, len(text) - 1)))
     stop = (text[start : start + data.draw(st.integers(1, 5))].strip("\ufffd") or "the", "zz")
-    check = checker(stop, tokenizer=tokenizer)
+    check = StopChecker(tokenizer, frozenset({eos}), stop, 1_000)
     check.push(token_ids)
     expected = slow_stop(tokenizer, token_ids, stop)
     if expected is None:
@@ -101,8 +90,8 @@ def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
         assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
 
 
-def loop_checker(max_new_tokens=10**6):
-    return StopChecker(LETTERS, frozenset({eos(LETTERS)}), ("the end",), max_new_tokens, stop_repetition=True)
+def loop_checker():
+    return StopChecker(LETTERS, frozenset({LETTERS.eos_token_id}), ("the end",), 10**6, stop_repetition=True)
 
 
 @pytest.mark.parametrize(
