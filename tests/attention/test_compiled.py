@@ -1,10 +1,7 @@
 """The kernel that numba compiles, against the plain-torch reference and beside torch's own kernel."""
 
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +10,13 @@ from specextend.attention.plan import KeySpan
 from tests.attention import calls
 from tests.attention.calls import assert_is_the_reference, random_trees
 from tests.covering import covering
+from tests.job.conftest import environment, ran
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention.compiled.calls import attend_compiled
 from specextend.attention.compiled.vectors import processor_features
 
-ROOT = Path(__file__).parents[2]
 SCALE = 0.125
 HEADS = [(9, 3), (4, 4), (8, 1)]
 HEAD_DIMS = [32, 64, 128]
@@ -106,7 +103,6 @@ def test_other_processors_get_the_same_results(features):
     missing = {name.removeprefix("+") for name in features.split(",") if name} - processor_features()
     if missing:
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    environment = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features}
+    other = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    ran(*command, env=environment() | other).exits(0)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -14,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.gpu_check import LIMITS_S, PYTEST, run_limited
+from tests.job.conftest import ran
 
-ROOT = Path(__file__).parents[2]
 BARE = ("torch", "transformers", "triton", "numpy")
 """What the machine with the GPU has. It has no network: what is missing there stays missing."""
 ABSENT = {"pydantic", "rich"}
@@ -65,9 +64,7 @@ def test_the_check_leaves_what_each_part_found_on_a_bare_machine(tmp_path):
     """
     out = tmp_path / "out"
     environment = os.environ | {"PYTHON": bare_machine(tmp_path / "bare", *BARE), "OUT": str(out)}
-    done = subprocess.run(
-        ["scripts/gpu_check.sh", *TINY], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = ran("scripts/gpu_check.sh", *TINY, env=environment)
     files = sorted(path.name for path in out.iterdir())
     assert len(files) <= 8
     assert all(re.fullmatch(r"[a-z0-9_-][a-z0-9._-]*", name) for name in files)
@@ -115,17 +112,13 @@ def test_tests_of_a_gpu_can_be_read_on_a_bare_machine(tmp_path):
     """One that could not be imported stopped all others."""
     command = [bare_machine(tmp_path, *BARE, "pytest"), "-m", "pytest", "tests/gpu", *PYTEST, "--collect-only"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": "."}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "test_cuda_engine.py" in done.stdout
+    assert "test_cuda_engine.py" in ran(*command, env=environment).exits(0).stdout
 
 
 @pytest.mark.slow
 def test_steps_are_measured_with_and_without_a_draft():
     """Combinations that a CPU lacks say why."""
-    command = [sys.executable, "-m", "benchmarks.gpu_steps", *TINY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-m", "benchmarks.gpu_steps", *TINY).exits(0)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(row["backend"], row["draft"]) for row in rows if "step_ms" in row} == {("sdpa", False), ("sdpa", True)}
     assert all("GPU" in row["skipped"] or "flash" in row["skipped"] for row in rows if "step_ms" not in row)
