@@ -43,16 +43,6 @@ OURS = {
 }
 ALL = OURS | WRITERS
 """Format or variant -> what writes it for a target model into a folder."""
-PREFIXES = {
-    "ours": "layer.",
-    "copy": "layer.",
-    "eagle1": "layers.0.",
-    "eagle1-biased": "layers.0.",
-    "eagle3": "midlayer.",
-    "eagle3-narrow": "model.layers.0.",
-    "speculators-eagle": "transformer.",
-    "speculators-eagle3": "layers.0.",
-}
 
 
 class SlowHead:
@@ -60,9 +50,10 @@ class SlowHead:
 
     def __init__(self, variant, folder, target):
         self.variant = variant
-        self.prefix = PREFIXES[variant]
         self.eps = 1e-6 if variant in OURS else 1e-5
         self.w = load_file(f"{folder}/model.safetensors")
+        queries = "self_attn.q_proj.weight"
+        self.prefix = next(name.removesuffix(queries) for name in self.w if name.endswith(queries))
         config = json.loads(Path(f"{folder}/config.json").read_text())
         layer = config.get("transformer_layer_config", config)
         keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")

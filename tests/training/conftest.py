@@ -8,27 +8,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specextend.config import RunConfig
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
 from specextend.training.recording import Recording, TrainOptions
-from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
+from tests.tiny_models import FAMILIES, SECTIONS, spelling_tokenizer, tiny_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")
-END = "<end>"
 
 
 def byte_tokenizer():
-    """A token a byte, and one that ends texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([END, *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    """A token a byte, and three special ones."""
+    return spelling_tokenizer(259)
 
 
 def document(number, num_words=60):
