@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specextend.data.answers import choices_of, schema_of
+from specextend.models import load_tokenizer
 from tests.tiny_models import (
     load_reference,
     of_length,
@@ -36,8 +37,6 @@ def pair(spelling_pair):
 @torch.inference_mode()
 def own(pair):
     """Each prompt's answer by transformers, a row for each value: its text, and all log probabilities."""
-    from specextend.models import load_tokenizer
-
     model = load_reference(pair)
     tokenizer = load_tokenizer(pair.target)
     found = {}

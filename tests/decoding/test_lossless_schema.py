@@ -15,10 +15,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specextend.data.answers import answer_fields, schema_of
 from specextend.decoding.device import Graphs
 from specextend.decoding.speculation import Adaptive
+from specextend.models import load_tokenizer
 from tests.contract.test_lossless_penalties import engine_of
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
-from tests.reference_outputs import generate
+from tests.reference_outputs import generate, tokens_of
 from tests.test_adaptive import NUM_NODES, PausesAtRandom, ScriptedCosts, adaptive_engine
 from tests.tiny_models import (
     EOS_TOKEN_ID,
@@ -73,22 +74,16 @@ class Masks(LogitsProcessor):
 
 
 @pytest.fixture(scope="module")
-def own(pair, spelling):
+def own(pair):
     """Each request's output by transformers."""
     model = load_reference(pair)
+    tokenizer = load_tokenizer(pair.target)
     found = {}
     for name, options in OPTIONS.items():
-        masks = LogitsProcessorList([Masks(spelling, model.config.vocab_size, LENGTHS[name])])
+        masks = LogitsProcessorList([Masks(tokenizer, model.config.vocab_size, LENGTHS[name])])
         prompt = random_prompt(LENGTHS[name])
         found[name] = generate(model, prompt, MAX_NEW_TOKENS, logits_processor=masks, **options).token_ids
     return found
-
-
-@pytest.fixture(scope="module")
-def spelling(pair):
-    from specextend.models import load_tokenizer
-
-    return load_tokenizer(pair.target)
 
 
 def requests(**sampling):
@@ -103,15 +98,20 @@ def requests(**sampling):
     return [*constrained, request("free", random_prompt(37), MAX_NEW_TOKENS, **sampling)]
 
 
-def outputs(engine, **sampling):
-    return {completion.request_id: completion for completion in engine.generate(requests(**sampling))}
+def outputs(engine):
+    return {completion.request_id: completion for completion in engine.generate(requests())}
+
+
+def of_schema(found):
+    """The tokens of requests with a schema."""
+    return {name: found[name].token_ids for name in OPTIONS}
 
 
 @pytest.mark.parametrize("mode, draft, batch", each_once_then_slow(*AXES))
 def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own):
     found = outputs(engine_of(pair, mode, draft, batch))
+    assert of_schema(found) == own
     for name in OPTIONS:
-        assert found[name].token_ids == own[name]
         if found[name].finish_reason == "stop":
             jsonschema.validate(json.loads(found[name].text), json.loads(SCHEMA))
 
@@ -122,19 +122,15 @@ SAMPLED = {"temperature": 0.8, "top_k": 30, "top_p": 0.95}
 @pytest.mark.parametrize("mode, draft, batch", [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_under_a_schema_in_every_mode(mode, draft, batch, pair):
     """The noise is added to the masked logits, also where the schema leaves fewer tokens than top_k."""
-    plain = outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
-    found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
-    assert {name: each.token_ids for name, each in found.items()} == {
-        name: each.token_ids for name, each in plain.items()
-    }
+    engines = engine_of(pair, mode, draft, batch), tiny_engine(pair, decoding__mode="autoregressive")
+    found, plain = (tokens_of(engine.generate(requests(**SAMPLED))) for engine in engines)
+    assert found == plain
 
 
 def test_steps_are_the_same_in_fixed_shapes(pair, own):
     """As a GPU replays them: the masks are applied outside of what is recorded."""
     engine = captured_engine(pair, "good", Graphs(record), cache__policy="full", decoding__max_batch_size=3)
-    found = outputs(engine)
-    for name in OPTIONS:
-        assert found[name].token_ids == own[name]
+    assert of_schema(outputs(engine)) == own
 
 
 def test_what_is_forced_takes_few_steps(pair):
@@ -182,8 +178,7 @@ def test_what_is_forced_is_drafted_while_speculation_pauses(pair, own):
 @pytest.mark.parametrize("draft", ["good", "eagle"])
 def test_output_under_a_schema_does_not_depend_on_when_speculation_pauses(pair, own, draft):
     adaptive = PausesAtRandom(ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1), NUM_NODES, seed=0)
-    found = outputs(adaptive_engine(pair, draft, adaptive, 3))
-    assert [found[name].token_ids for name in OPTIONS] == [own[name] for name in OPTIONS]
+    assert of_schema(outputs(adaptive_engine(pair, draft, adaptive, 3))) == own
 
 
 def test_where_penalties_leave_nothing_they_do_not_count(pair):

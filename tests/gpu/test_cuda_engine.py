@@ -1,13 +1,14 @@
 """The whole engine on CUDA with a tiny pair in fp32; it needs neither a configuration nor files."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
 import pytest
 import torch
 
-from specextend.core import Request, SamplingParams
+from specextend.core import SamplingParams
 from specextend.decoding.device import GPU, CudaCapture, Graphs
 from specextend.drafters.causal import CausalDrafter
 from specextend.proof import tiny_pair
@@ -68,12 +69,7 @@ def decode(kernels, temperature, batch, graphs):
 def requests(temperature):
     """More texts than a batch."""
     return [
-        Request(
-            request_id=each.request_id,
-            prompt_token_ids=each.prompt_token_ids,
-            max_new_tokens=each.max_new_tokens,
-            sampling=SamplingParams(temperature=temperature, seed=number),
-        )
+        replace(each, sampling=SamplingParams(temperature=temperature, seed=number))
         for number, each in enumerate(make_requests(CHUNK, 16))
     ]
 
