@@ -126,7 +126,9 @@ def _by_cudnn(
     q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN where sizes come again, as those of whole chunks do, else as `_on_cuda`."""
-    if q.dtype == torch.float32 or q.shape[1] % PLANNED or key.shape[2] % PLANNED:
+    _, num_queries, _, head_dim = q.shape
+    is_served = q.dtype != torch.float32 and head_dim in (64, 128)
+    if not is_served or num_queries % PLANNED or key.shape[2] % PLANNED:
         return _on_cuda(q, key, value, span, b, scale)
     out, lse, *_ = _cudnn(q.transpose(1, 2), key, value, None, True, 0.0, span.causal, scale=scale)
     return out.transpose(1, 2), lse.view(out.shape[:3]).transpose(1, 2)

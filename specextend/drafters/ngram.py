@@ -393,11 +393,11 @@ class NgramDrafter(Drafter):
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.
 
         The draft's own tree helps if no n-gram draft contains the next token. A step without it
-        saves its share of the time, which is 0 until a whole step was measured.
+        saves its share of the time, once a whole step was measured.
         """
-        if state.most_levels <= 0:
-            return False
-        share = self._proposal_s / (self._proposal_s + self._rest_s) if self._rest_s else 0.0
+        if state.most_levels <= 0 or not self._rest_s:
+            return state.most_levels > 0
+        share = self._proposal_s / (self._proposal_s + self._rest_s)
         expected = 1 + promised(nodes)
         missed = 1 - promised([node for node in nodes if node.depth < 2])
         return expected + missed * state.draft_gain > expected / (1 - share)

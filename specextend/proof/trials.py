@@ -93,13 +93,11 @@ def step_calls(num_nodes: int, depth: int, batch: int, longest: int) -> list[Cal
 
 
 def prompt_calls(chunk: int, longest: int) -> list[Call]:
-    """List calls of chunks of prompts: the first one, one behind a few rows, and one of a long
-    prompt.
+    """List calls of chunks of prompts: the first one, one behind a few rows, and late ones of a
+    long prompt.
     """
-    return [
-        Call("causal", chunk, (prefix,))
-        for prefix in dict.fromkeys((0, 65, rows_before(chunk, longest)))
-    ]
+    prefixes = dict.fromkeys((0, 65, rows_before(chunk, longest), longest - chunk))
+    return [Call("causal", chunk, (prefix,)) for prefix in prefixes]
 
 
 def rows_before(chunk: int, longest: int) -> int:
