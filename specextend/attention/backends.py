@@ -26,6 +26,7 @@ from specextend.attention.torch_kernels import (
     TORCH,
     attend_by_head,
     attend_cuda,
+    attend_cudnn,
     attend_with,
     find_flash_attn,
 )
@@ -72,8 +73,8 @@ class Trial:
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
-    """Return the backend called `name`, one of `decoding_options.Backend`; `auto` is the one that a
-    CPU always runs, or for a GPU torch's own.
+    """Return the backend called `name`, one of `decoding_options.Backend`, or `cudnn`, for prompts;
+    `auto` is the one that a CPU always runs, or for a GPU torch's own.
 
     Raises:
         ValueError: its package is not installed, or it does not run on the device.
@@ -91,6 +92,10 @@ def load_backend(name: str, device: torch.device) -> Attend:
         if is_cpu:
             raise ValueError("attention.backend flash runs on a GPU only; choose auto")
         return attend_with(kernel, attend_cuda)
+    if name == "cudnn":
+        if is_cpu:
+            raise ValueError("cuDNN runs on a GPU only")
+        return attend_cudnn
     if name == "compiled" and not is_cpu:
         raise ValueError(
             "attention.backend compiled runs on a CPU only; choose auto, reference, sdpa, flash or "

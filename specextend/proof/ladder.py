@@ -59,11 +59,7 @@ seconds.
 """
 LADDER = (
     Rung(name="flash-attn for prompts", changes={"prompts": "flash"}, judged_by=("prompt",)),
-    Rung(
-        name="cuDNN for prompts",
-        changes={"prompts": "specextend.attention.torch_kernels:attend_cudnn"},
-        judged_by=("prompt",),
-    ),
+    Rung(name="cuDNN for prompts", changes={"prompts": "cudnn"}, judged_by=("prompt",)),
     Rung(name="Triton for trees", changes={"steps": "triton"}, judged_by=("plain", "tree")),
     Rung(
         name="Triton for layers",

@@ -84,7 +84,7 @@ def requests(temperature):
         Kernels(steps="triton"),
         Kernels(steps="triton", layers="triton", graphs=True),
         Kernels(prompts="flash", steps="triton", graphs=True),
-        Kernels(prompts="specextend.attention.torch_kernels:attend_cudnn", steps="triton", graphs=True),
+        Kernels(prompts="cudnn", steps="triton", graphs=True),
         Kernels(prompts="triton", steps="triton", layers="triton", graphs=True),
     ],
     ids=lambda each: f"{each.prompts}-{each.steps}-{each.layers}{'-graphs' * each.graphs}",
