@@ -42,21 +42,26 @@ READ_ONE_LONG_DOCUMENT = """
 import sys
 from pathlib import Path
 from specextend.cluster.workload import make_plan
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions
 from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
+from specextend.document_requests import Task
 from specextend.models import load_tokenizer
 
-source = open_source(InputOptions(path=sys.argv[1]))
-prompts = Prompts(load_tokenizer(sys.argv[2]), PromptOptions(), 2048)
+path, model = sys.argv[1:]
+decoding = {"mode": "autoregressive", "max_new_tokens": 100}
+values = {"input": {"path": path}, "output": {"path": "x"}, "target": {"model": model}, "decoding": decoding}
+config = RunConfig.from_values(values)
+source = open_source(config.input)
+prompts = Prompts(load_tokenizer(model), PromptOptions(), 2048)
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 fields = lambda: dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
 peak = lambda: int(fields()["VmHWM"].split()[0]) >> 10
 before = peak()
 key = DocumentKey(0, 0)
-plan = make_plan(source, prompts, {key}, 100, 0, lambda: None)
+plan = make_plan(source, [Task("", config, prompts)], {key})
 assert plan.estimates[key].num_prompt_tokens == 1948
 planned = peak()
 prompt = prompts.render(source.read(key).text, 100)
