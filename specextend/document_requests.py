@@ -119,7 +119,7 @@ class Task:
 
 
 class Answered(NamedTuple):
-    """What came of one of several tasks of a document. row: as the task reads it."""
+    """Holds what came of one of several tasks of a document. row: as the task reads it."""
 
     task: Task
     row: Row

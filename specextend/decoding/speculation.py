@@ -97,7 +97,7 @@ step does not stop speculation.
 
 
 class StepCosts:
-    """What was measured of one pair on one device, with corrections from this engine's own steps.
+    """Holds what was measured of one pair on one device, corrected by this engine's own steps.
 
     What slows the machine down slows every step down, so one pace serves all of them: it is learned
     from each step that is taken, and holds for those that are not. What is left is learned slowly

@@ -437,7 +437,7 @@ class Drafter:
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
         """Propose a tree of up to `num_nodes` nodes behind each slot's root; None: of as many as
-        configured.
+        configured. Asked only where there are levels.
         """
         raise NotImplementedError
 

@@ -343,10 +343,7 @@ class Head:
         most_pooled = 1 + num_levels * num_nodes
         most = max(num_nodes, width)
         rows = torch.zeros(batch * most, 8, dtype=torch.int64)
-        pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
-        pool[:, 0, phases.TOKEN] = texts[:, -1]
-        pool[:, 0, phases.PARENT] = -1
-        pool[:, 0, phases.ROW] = torch.arange(1, batch + 1) * width - 1
+        pool = _roots(texts[:, -1], width, most_pooled)
         log_probs = torch.zeros(batch, most_pooled)
         call = self._call.copy()
         [record] = call
@@ -383,6 +380,18 @@ class Head:
         self._layer.launch(call, kinds, x, [hidden], span, stored)
         count = int(own["num_pooled"])
         return pool[:, :count, : phases.PLACE].permute(2, 0, 1).contiguous(), log_probs[:, :count]
+
+
+def _roots(token_ids: Tensor, width: int, most_pooled: int) -> Tensor:
+    """Return the nodes [B, P, 6] of trees that have but their roots [B], each the last of `width`
+    rows.
+    """
+    batch = len(token_ids)
+    pool = torch.zeros(batch, most_pooled, 6, dtype=torch.int64)
+    pool[:, 0, phases.TOKEN] = token_ids
+    pool[:, 0, phases.PARENT] = -1
+    pool[:, 0, phases.ROW] = torch.arange(1, batch + 1) * width - 1
+    return pool
 
 
 @cache
