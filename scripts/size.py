@@ -13,6 +13,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("specextend", "jobs")
+SATELLITES = {
+    "documents": (
+        "specextend/documents/",
+        "specextend/data/document",
+        "specextend/data/batch_requests.py",
+        "specextend/cli/prepare.py",
+    ),
+    "training": ("specextend/training/",),
+    "compiled": ("specextend/attention/compiled/",),
+}
+"""Parts with a limit of their own; the rest of the package is the core."""
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -39,30 +50,38 @@ def count_tokens(source: str) -> int:
     return sum(token.type not in _LAYOUT and token.start not in docstrings for token in tokens)
 
 
-def tokens_by_folder(*folders: str) -> Counter[str]:
-    """Count the tokens of the modules below some folders of the project, by the folder that holds
-    them.
-    """
-    counts: Counter[str] = Counter()
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            counts[path.parent.relative_to(ROOT).as_posix()] += count_tokens(
-                path.read_text(encoding="utf-8")
-            )
-    return counts
+def tokens_by_file(*folders: str) -> Counter[str]:
+    """Count the tokens of each module in `folders`, by its path in the project."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return Counter(
+        {
+            path.relative_to(ROOT).as_posix(): count_tokens(path.read_text(encoding="utf-8"))
+            for path in paths
+        }
+    )
+
+
+def part_of(name: str) -> str:
+    """Return the part of the product that the module `name` belongs to."""
+    for part, prefixes in SATELLITES.items():
+        if name.startswith(prefixes):
+            return part
+    return "core"
 
 
 def measure() -> dict[str, int]:
-    """Return what `tests/size.json` limits."""
+    """Return the sizes that `tests/size.json` limits: modules, and tokens of each part."""
     modules = [path for path in (ROOT / "specextend").rglob("*.py") if path.name != "__init__.py"]
-    return {
-        "modules": len(modules),
-        "tokens": tokens_by_folder(*PRODUCT).total(),
-        "test_tokens": tokens_by_folder("tests").total(),
-    }
+    sizes = Counter(modules=len(modules), tests=tokens_by_file("tests").total())
+    for name, tokens in tokens_by_file(*PRODUCT).items():
+        sizes[part_of(name)] += tokens
+    return dict(sizes)
 
 
 if __name__ == "__main__":
-    for name, number in sorted((tokens_by_folder(*PRODUCT) + tokens_by_folder("tests")).items()):
-        print(f"{number:8,} {name}")
+    folders: Counter[str] = Counter()
+    for module, number in tokens_by_file(*PRODUCT, "tests").items():
+        folders[str(Path(module).parent)] += number
+    for folder, number in sorted(folders.items()):
+        print(f"{number:8,} {folder}")
     print(measure())

@@ -82,7 +82,7 @@ UNDECLARED = {
 }
 """What the package imports under a name that `pyproject.toml` does not have, and why."""
 SIZE = ROOT / "tests" / "size.json"
-"""The most modules (without `__init__`) and tokens of the package and jobs, and tokens of the tests."""
+"""The most modules (without `__init__`), and the most tokens of each part of the product and of the tests."""
 
 
 def name_of(path):
@@ -191,7 +191,7 @@ def test_only_one_module_of_decoding_knows_the_names_of_devices(path):
 
 
 def test_the_project_does_not_grow():
-    """A feature pays for its room: who needs room takes something out first, and lowers the numbers.
+    """Each part has a limit of its own, so that a satellite cannot grow at the core's expense.
 
     `python -m scripts.size` shows where it is.
     """
