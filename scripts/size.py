@@ -14,12 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("specextend", "jobs")
 SATELLITES = {
-    "documents": (
-        "specextend/documents/",
-        "specextend/data/document",
-        "specextend/data/batch_requests.py",
-        "specextend/cli/prepare.py",
-    ),
+    "documents": ("specextend/documents/", "specextend/cli/prepare.py"),
     "training": ("specextend/training/",),
     "compiled": ("specextend/attention/compiled/",),
 }

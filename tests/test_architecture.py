@@ -36,7 +36,7 @@ LAYERS = (
     "loading",
     "summarizer",
     "report",
-    "cluster training",
+    "cluster training documents",
     "job audit",
     "cli",
     "benchmarks",
@@ -44,7 +44,8 @@ LAYERS = (
 )
 OWNERS = {
     "ray": "specextend/cluster/",
-    "pyarrow": "specextend/data/ specextend/report/ specextend/summarizer.py specextend/training/ benchmarks/ scripts/",
+    "pyarrow": "specextend/data/ specextend/documents/ specextend/report/ specextend/summarizer.py "
+    "specextend/training/ benchmarks/ scripts/",
     "transformers": "specextend/models.py specextend/data/prompts.py benchmarks/peers.py benchmarks/sources.py "
     "benchmarks/gpu_pairs.py specextend/proof/ scripts/",
     "huggingface_hub": "specextend/model_files.py",
@@ -55,11 +56,11 @@ OWNERS = {
     "numba": "specextend/attention/",
     "llvmlite": "specextend/attention/",
     "duckdb": "specextend/data/",
-    "datasets": "specextend/data/document_kinds.py",
-    "pypdfium2": "specextend/data/document_kinds.py",
-    "mammoth": "specextend/data/document_kinds.py",
-    "selectolax": "specextend/data/document_kinds.py",
-    "webencodings": "specextend/data/document_kinds.py",
+    "datasets": "specextend/documents/table_rows.py",
+    "pypdfium2": "specextend/documents/pdf.py",
+    "mammoth": "specextend/documents/docx.py",
+    "selectolax": "specextend/documents/html.py",
+    "webencodings": "specextend/documents/html.py",
     "xllamacpp": "benchmarks/llama_server.py",
     "matplotlib": "benchmarks/tables.py",
     "pandas": "benchmarks/tables.py",

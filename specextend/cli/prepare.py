@@ -13,8 +13,8 @@ from specextend.cli.command import in_one_line, show, takes
 from specextend.core import counted, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
-    from specextend.data.document_set import Failure
-    from specextend.data.documents import Prepared
+    from specextend.data.prepared import Failure
+    from specextend.documents.preparation import Prepared
 
 _MOST_NAMED = 5
 _PROGRESS_S = 10
@@ -91,8 +91,8 @@ def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **gi
     """Read files, folders and globs, local or URIs: PDF, DOCX, HTML, Markdown, text, JSON Lines,
     CSV.
     """
-    from specextend.data.document_kinds import DocumentOptions
-    from specextend.data.documents import prepare_documents
+    from specextend.documents.document_options import DocumentOptions
+    from specextend.documents.preparation import prepare_documents
 
     since = time.monotonic()
 
@@ -116,8 +116,9 @@ def hf(
     source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any
 ) -> int:
     """Read a data set of the Hugging Face Hub, or a local folder of one."""
-    from specextend.data.document_kinds import DocumentOptions, hub_rows
-    from specextend.data.documents import prepare_rows
+    from specextend.documents.document_options import DocumentOptions
+    from specextend.documents.preparation import prepare_rows
+    from specextend.documents.table_rows import hub_rows
 
     rows = hub_rows(source, subset, split, given["limit"])
     name = ":".join(filter(None, (source, subset, split)))
@@ -127,7 +128,7 @@ def hf(
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
     """Print the summary, and failures, equal ones once; return the exit code."""
-    from specextend.data.documents import ERRORS
+    from specextend.data.prepared import ERRORS
 
     alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in prepared.failures:
@@ -150,7 +151,7 @@ def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
 @in_one_line
 def openai(source: Path, limit: int | None, output: str) -> int:
     """Read requests in the input format of OpenAI's Batch API."""
-    from specextend.data.batch_requests import BatchRequests, write_requests
+    from specextend.documents.batch_requests import BatchRequests, write_requests
 
     requests = BatchRequests(source)
     show(printable(f"{counted(write_requests(requests, output, limit), 'document')} in {output}"))

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from specextend.core import DocumentKey, ReadOnly, counted, one_line
 from specextend.data.check import ask, check_input, partition_column, partition_types
-from specextend.data.document_set import id_column_of
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
     DocumentError,
@@ -45,6 +44,7 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
+from specextend.data.prepared import id_column_of
 from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
 from specextend.data.storage import Location, check_writable, in_order, is_away
 

@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from specextend.config import RunConfig
-from specextend.data.batch_requests import BatchRequests
 from specextend.data.inputs import InputError
+from specextend.documents.batch_requests import BatchRequests
 from tests.refused import refused
 
 SYSTEM = {"role": "system", "content": "You write one sentence: {short}."}

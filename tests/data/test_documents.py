@@ -14,10 +14,12 @@ import pypdf
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.document_kinds import DocumentOptions, check_packages
-from specextend.data.documents import ERRORS, prepare_documents
 from specextend.data.inputs import InputError
+from specextend.data.prepared import ERRORS
 from specextend.data.storage import resolve, write_bytes
+from specextend.documents.document_options import DocumentOptions
+from specextend.documents.kinds import check_packages
+from specextend.documents.preparation import prepare_documents
 from tests.data.conftest import opened
 from tests.job.conftest import LONGEST_S, specextend
 

@@ -12,8 +12,6 @@ from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, exit_code_of_command
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, DamagedCommitError, read_commits
-from specextend.data.document_kinds import DocumentOptions
-from specextend.data.documents import SourceFile, read_files
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError
@@ -27,6 +25,8 @@ from specextend.data.run_folder import (
     write_success,
 )
 from specextend.data.storage import read_again, write_bytes
+from specextend.documents.document_options import DocumentOptions
+from specextend.documents.file_readers import SourceFile, read_files
 from specextend.report.export import Form, export_answers
 from tests.damage import DAMAGES, damage
 from tests.data.conftest import location, opened

@@ -5,12 +5,11 @@ files it has.
 """
 
 import json
-import re
 import secrets
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from specextend.core import Values
 from specextend.data.database import Database
 from specextend.data.inputs import InputError
 from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
+from specextend.data.prepared import PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
 COUNTS = ("pages_without_text", "unmapped_characters")
@@ -37,7 +37,6 @@ COLUMNS = {
     **dict.fromkeys(COUNTS, pa.int64()),
 }
 """Columns of every data set."""
-_PART = re.compile(r"part-\d{6,}-[0-9a-f]{8}\.parquet")
 _SMALL_BYTES = 32 << 20
 """Parts that are smaller are joined."""
 _EXACT = 1 << 53
@@ -61,16 +60,6 @@ _STRANGERS = """
 """Those of them that are not the same row once more."""
 _GROUP_ROWS = 1024
 _GROUP_BYTES = 1 << 20
-
-
-class Failure(NamedTuple):
-    """A file, or a row of one, that is not in the data set."""
-
-    path: str
-    row: int | None
-    reason: str
-    """Two words that are counted."""
-    message: str
 
 
 def write_rows(rows: Iterable[Values], target: Location) -> int:
@@ -166,7 +155,7 @@ def list_parts(folder: Location) -> dict[str, int]:
     """
     sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
     for name in sizes:
-        if not _PART.fullmatch(name):
+        if not PART_NAME.fullmatch(name):
             raise InputError(
                 f"{folder.path} holds {name}, which is no part of a data set; name a folder of "
                 "its own"
@@ -180,13 +169,6 @@ def new_part(folder: Location) -> Location:
     """
     last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
     return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
-
-
-def id_column_of(names: Iterable[str]) -> str | None:
-    """Return the id column of a data set, which the names of its files tell; None for any other
-    files.
-    """
-    return "id" if all(map(_PART.fullmatch, names)) else None
 
 
 def known_files(folder: Location) -> dict[str, tuple[int, Any]]:

@@ -1,264 +1,39 @@
-"""Files of documents, read in processes of their own and added to one data set.
-
-Another call reads only the files that are new, that have changed or that have failed. A file that
-hangs its reader, or ends it, fails alone.
+"""Files of documents become one data set. Another call reads only the files that are new, that have
+changed or that have failed.
 """
 
-import io
 import json
-import multiprocessing
-import resource
-import secrets
-import signal
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
-from typing import NamedTuple
 
-import pyarrow as pa
-
-from specextend.core import Values, counted, one_line
-from specextend.data.document_kinds import (
-    COMPRESSIONS,
-    ROW_READERS,
-    DocumentOptions,
-    NumberedRow,
-    UnreadableError,
-    as_row,
-    check_packages,
-    kind_of,
-    read_document,
-)
-from specextend.data.document_set import COUNTS, Failure, known_files, new_part, settle, write_rows
+from specextend.core import Values, counted
 from specextend.data.inputs import InputError
 from specextend.data.listing import FoundFile, each_once, find, is_hidden
+from specextend.data.prepared import ERRORS, GONE, LEFT_OUT, Failure, read_errors
 from specextend.data.storage import (
     Location,
-    is_away,
     is_uri,
-    read_again,
-    read_bytes,
     remove_temporary_files,
     resolve,
     write_bytes,
 )
+from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_set import (
+    COUNTS,
+    known_files,
+    new_part,
+    settle,
+    write_rows,
+)
+from specextend.documents.file_readers import Reading, SourceFile, read_files, read_table
+from specextend.documents.kinds import check_packages, kind_of
+from specextend.documents.table_rows import NumberedRow
 
-# Readers
-
-_AHEAD = 64
-"""Most files, for each process, that are read or wait in memory before the first of them is
-done.
-"""
-_HOPELESS = 1000
-"""Bad rows at the beginning of a file after which it is given up."""
-_BUFFER = 1 << 20
-"""Bytes that are read of a table at once: each may be a request of its own."""
-
-
-class SourceFile(NamedTuple):
-    """A file that may become documents."""
-
-    location: Location
-    path: str
-    """Names it in the data set: an absolute path, or a URI."""
-    doc_id: str
-    kind: str
-    size: int
-    modified: datetime
-
-
-class Reading(NamedTuple):
-    """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
-
-    rows: tuple[Values, ...] = ()
-    pending: str | None = None
-    """Temporary name of a part that is whole, but whose failures are not written yet."""
-    failures: tuple[Failure, ...] = ()
-
-
-def _read_file(
-    file: SourceFile, folder: Location, options: DocumentOptions, *, is_again: bool = False
-) -> Reading:
-    """Return what a file holds; one that cannot be read is read once more before anything is said
-    of it.
-    """
-    try:
-        return read_again(file.location, partial(_parse, file, folder, options), file.size)
-    except UnreadableError as error:
-        return _failed(file, error.reason, error.message)
-    except MemoryError:
-        return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
-    # on damaged bytes the parsers raise whatever they run into; the other files go on
-    except Exception as error:  # noqa: BLE001
-        if isinstance(error, OSError) and not is_again:
-            return _read_file(file, folder, options, is_again=True)
-        reason = "unreachable" if is_away(error) else "damaged"
-        said = one_line(error) or type(error).__name__
-        return _failed(file, reason, f"cannot be read: {said}")
-
-
-def _parse(
-    file: SourceFile, folder: Location, options: DocumentOptions, stored: pa.NativeFile
-) -> Reading:
-    """Return what the bytes of a file hold, which may be compressed. Raises UnreadableError."""
-    compression = COMPRESSIONS.get(PurePath(file.path.lower()).suffix)
-    stream = pa.CompressedInputStream(stored, compression) if compression else stored
-    if read_rows := ROW_READERS.get(file.kind):
-        lines = read_rows(io.BufferedReader(stream, _BUFFER), options)
-        return read_table(file, lines, folder, options)
-    row = read_document(file.kind, stream.read(), options)
-    row["title"] = row["title"] or PurePath(file.path).stem
-    return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
-
-
-def _columns(file: SourceFile) -> Values:
-    return {"source_path": file.path, "source_size": file.size, "source_modified": file.modified}
-
-
-def _failed(file: SourceFile, reason: str, message: str) -> Reading:
-    return Reading(failures=(Failure(file.path, None, reason, message),))
-
-
-def read_table(
-    file: SourceFile, lines: Iterable[NumberedRow], folder: Location, options: DocumentOptions
-) -> Reading:
-    """Write the rows of a table as a part that is pending. Raises UnreadableError if the first
-    thousand are bad.
-    """
-    failures: list[Failure] = []
-    pending = f".{secrets.token_hex(8)}.tmp"
-    num_rows = write_rows(_good_rows(file, lines, options, failures), folder.child(pending))
-    if not num_rows and not failures:
-        raise UnreadableError("no text", "has no rows")
-    return Reading(pending=pending if num_rows else None, failures=tuple(failures))
-
-
-def _good_rows(
-    file: SourceFile,
-    lines: Iterable[NumberedRow],
-    options: DocumentOptions,
-    failures: list[Failure],
-) -> Iterator[Values]:
-    for number, (line, values) in enumerate(lines, start=1):
-        try:
-            yield as_row(values, f"{file.doc_id}:{line}", line, options) | _columns(file)
-        except UnreadableError as error:
-            failures.append(Failure(file.path, line, error.reason, error.message))
-            if len(failures) == number == _HOPELESS:
-                message = f"has no good row; one of them {error}"
-                raise UnreadableError(error.reason, message) from error
-
-
-class _Reader:
-    """A process that reads files, and that is replaced when it hangs or ends."""
-
-    def __init__(self, folder: Location, options: DocumentOptions):
-        self._folder = folder
-        self._options = options
-        self._process: SpawnProcess | None = None
-
-    def read(self, file: SourceFile) -> Reading:
-        """Return what a file holds, or that it takes too long or ends the process."""
-        try:
-            if self._process is None:
-                self._start()
-            self._connection.send(file)
-            if self._connection.poll(self._options.time_limit_s + file.size / (1 << 20)):
-                return self._connection.recv()
-            reason = "too slow"
-            message = "was not read in the time that a file may take (--time-limit)"
-        except (EOFError, OSError):
-            reason = "crashed"
-            message = (
-                "ended its reader: it is damaged, or needs more memory than a reader has "
-                "(--memory-limit)"
-            )
-        self.stop()
-        return _failed(file, reason, message)
-
-    def _start(self) -> None:
-        # a fork would copy the locks of pyarrow's threads
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, self._folder, self._options), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._connection.recv()  # the time of a file begins when the process is ready
-
-    def stop(self) -> None:
-        """End the process."""
-        process = self._process
-        self._process = None
-        if process is not None:
-            process.kill()
-            process.join()
-
-
-def read_files(
-    files: Iterable[SourceFile], folder: Location, options: DocumentOptions
-) -> Generator[Reading, None, None]:
-    """Read files in several processes, each driven by a thread; yield what they hold, in order of
-    the files.
-
-    folder: where the parts of tables are written.
-    """
-    readers = [_Reader(folder, options) for _ in range(options.workers)]
-    idle = deque(readers)  # there are as many threads
-
-    def read(file: SourceFile) -> Reading:
-        reader = idle.pop()
-        try:
-            return reader.read(file)
-        finally:
-            idle.append(reader)
-
-    with ThreadPoolExecutor(options.workers) as threads:
-        reading: deque[Future[Reading]] = deque()
-        try:
-            for file in files:
-                reading.append(threads.submit(read, file))
-                if len(reading) >= _AHEAD * options.workers:
-                    yield reading.popleft().result()
-            while reading:
-                yield reading.popleft().result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for reader in readers:
-                reader.stop()
-
-
-def _serve(connection: Connection, folder: Location, options: DocumentOptions) -> None:
-    """Read files, one after the other, until nobody asks for more."""
-    # the one who asks hears it too, and ends this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(
-        resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY)
-    )
-    connection.send(None)
-    with suppress(EOFError):
-        while True:
-            connection.send(_read_file(connection.recv(), folder, options))
-
-
-# The data set
-
-ERRORS = "_errors.jsonl"
-"""Name of the file in a data set that has a line for each file, or row of one, that is not in
-it.
-"""
-LEFT_OUT = "left out"
-GONE = "gone"
-"""Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
 _HIDDEN = (".", "~$")
 """Beginnings of names that users do not see, and of what Word keeps beside an open file."""
 _PART_BYTES = 64 << 20
@@ -476,12 +251,6 @@ def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
         if pattern == (file.relative_path,) or not is_hidden(file.relative_path, _HIDDEN)
     )
     return root, pattern, each_once(wanted)
-
-
-def read_errors(folder: Location) -> list[Failure]:
-    """Return what a data set lacks; nothing of any other folder."""
-    lines = (read_bytes(folder.child(ERRORS)) or b"").decode().split("\n")
-    return [Failure(**json.loads(line)) for line in filter(None, lines)]
 
 
 def _write_errors(folder: Location, failures: Iterable[Failure]) -> None:

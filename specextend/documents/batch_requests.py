@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import Values
-from specextend.data.document_kinds import UnreadableError, json_value
 from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
+from specextend.documents.document_options import UnreadableError
+from specextend.documents.table_rows import json_value
 
 _COLUMNS = pa.schema([("id", "string"), ("text", "string"), ("max_new_tokens", "int32")])
 _GROUP_ROWS = 64

@@ -1,0 +1,140 @@
+"""The text of Word's files, which mammoth turns into HTML."""
+
+import io
+import re
+import zipfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import PurePath
+from xml.etree import ElementTree
+
+from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.html import html_text, local_name
+
+_BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
+"""Parts of a DOCX file that have its text."""
+_DELETED = ("del", "moveFrom")
+_READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
+"""Elements that mammoth leaves out with all that is in them."""
+_OPERATORS = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "deg": "^"}
+"""What stands before the parts of an equation that is written on one line."""
+_OPERANDS = (
+    "f",
+    "sSub",
+    "sSup",
+    "sSubSup",
+    "sPre",
+    "nary",
+    "rad",
+    "func",
+    "limLow",
+    "limUpp",
+    "acc",
+    "bar",
+)
+
+
+def read_docx(data: bytes, options: DocumentOptions) -> tuple[str, str]:
+    """Return the title, or else the first heading, and the text of a DOCX."""
+    import mammoth
+
+    if not data.startswith(b"PK"):
+        raise UnreadableError(
+            "damaged", "is no DOCX file, or needs a password; save it as DOCX without one"
+        )
+    plain = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(plain, "w") as copy:
+        for name in archive.namelist():
+            if name.endswith((".xml", ".rels")):
+                part = archive.read(name)
+                is_body = _BODY.fullmatch(PurePath(name).name)
+                copy.writestr(name, _plain_word(part) if is_body else part)
+    return html_text(mammoth.convert_to_html(plain, convert_image=lambda image: []).value)
+
+
+def _plain_word(part: bytes) -> bytes:
+    """Return a part of a DOCX in which all that a reader sees is text that mammoth reads."""
+    root = ElementTree.fromstring(part)
+    space = root.tag.partition("}")[0] + "}"
+    for node in [*root.iter()]:
+        match local_name(node):
+            case "AlternateContent":
+                texts = (each for each in node if each.findtext(".//{*}t"))
+                node[:] = next(texts, ())
+                node.tag = f"{space}smartTag"
+            case "drawing" | "pict":
+                node[:] = [*_boxes(node)]
+                node.tag = f"{space}pict"
+            case "oMath" | "ruby":
+                formula = _formula(node)
+                node.clear()
+                node.tag = f"{space}r"
+                ElementTree.SubElement(node, f"{space}t").text = formula
+            case "r" | "tc" if _is_hidden(node):
+                node.clear()
+            case "cr":
+                node.tag = f"{space}br"
+            case "ptab":
+                node.tag = f"{space}tab"
+            # of no font of symbols
+            case "sym" if (code := int(node.get(f"{space}char", "0"), 16)) < 0xE000:
+                node.tag = f"{space}t"
+                node.text = chr(code)
+            case "altChunk":
+                message = (
+                    "has parts in other formats; open it in a word processor and save it as DOCX"
+                )
+                raise UnreadableError("damaged", message)
+            case local if local in _READ_THROUGH:
+                node.tag = f"{space}smartTag"
+    return ElementTree.tostring(root)
+
+
+def _is_hidden(node: ElementTree.Element) -> bool:
+    """Return True for a run that is hidden, and a cell of a table that is deleted."""
+    sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
+    return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
+
+
+def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:
+    """Yield the text boxes of a drawing, but not those in another one."""
+    for child in node:
+        if local_name(child) == "txbxContent":
+            yield child
+        else:
+            yield from _boxes(child)
+
+
+def _formula(node: ElementTree.Element) -> str:
+    """Return an equation on one line, such as (a+b)/c, x^2 and √(x+1)."""
+    name = local_name(node)
+    if name == "t":
+        return node.text or ""
+    signs = {
+        "begChr": "(",
+        "endChr": ")",
+        "sepChr": "|",
+        "chr": "∫" if name == "nary" else "\u0302",
+    }
+    for sign in node.iterfind(f"{{*}}{name}Pr/*"):
+        signs[local_name(sign)] = next(iter(sign.attrib.values()), "")
+    parts = []
+    for child in node:
+        which = local_name(child)
+        text = "" if which in _DELETED else _formula(child)
+        if which == "fName":
+            text += " "
+        elif name in _OPERANDS and len(text) > 1 and not text.isdigit():
+            text = f"({text.strip()})"
+        if text:
+            parts.append(_OPERATORS.get(which, "") + text)
+    match name:
+        case "nary":
+            parts.insert(0, signs["chr"])
+        case "rad":
+            parts.insert(-1, "√")
+        case "acc" | "bar":
+            parts.append(signs["chr"])
+        case "d" | "mr" | "eqArr" | "m":
+            return signs["begChr"] + signs["sepChr"].join(parts) + signs["endChr"]
+    return "".join(parts) + " " * (name in _OPERANDS)  # what follows is no part of it

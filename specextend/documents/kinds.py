@@ -1,0 +1,92 @@
+"""Kinds of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one
+in each row.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from specextend.core import Values
+from specextend.data.inputs import InputError
+from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_set import COUNTS
+from specextend.documents.docx import read_docx
+from specextend.documents.html import read_html
+from specextend.documents.pdf import read_pdf
+from specextend.documents.text import HALF_CHARACTER, decode, read_markdown
+
+KINDS = {
+    ".pdf": "pdf",
+    ".docx": "docx",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "xhtml",
+    ".xht": "xhtml",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+"""The kind of a file, by its extension in lower case."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
+"""How a file is compressed, by its last extension in lower case."""
+_PACKAGES = {
+    "pdf": ("pypdfium2",),
+    "docx": ("mammoth", "selectolax"),
+    "html": ("selectolax", "webencodings"),
+    "xhtml": ("selectolax", "webencodings"),
+}
+
+
+def kind_of(name: str) -> str | None:
+    """Return the kind of a file by its name, or None if it is not read; it may be compressed."""
+    path = PurePath(name.lower())
+    if path.suffix in COMPRESSIONS:
+        path = PurePath(path.stem)
+    return KINDS.get(path.suffix)
+
+
+def check_packages(kinds: Iterable[str]) -> None:
+    """Raise InputError, in one line, if a package is missing that files of these kinds need."""
+    for kind in sorted(kinds):
+        missing = [
+            name for name in _PACKAGES.get(kind, ()) if importlib.util.find_spec(name) is None
+        ]
+        if missing:
+            need = f"to read {kind.upper()} takes the package {' and '.join(missing)}"
+            raise InputError(
+                f"{need}: install specextend with its extra `documents`, or leave them out "
+                "(--pattern)"
+            )
+
+
+def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
+    """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
+    UnreadableError, and on damaged bytes whatever the parsers run into.
+    """
+    title, text, *counts = _READERS[kind](data, options)
+    if not text.strip():
+        hint = (
+            ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
+        )
+        raise UnreadableError("no text", f"has no text{hint}")
+    whole = [HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
+    return {"title": " ".join(whole[0].split()), "text": whole[1]} | dict(
+        zip(COUNTS, counts, strict=False)
+    )
+
+
+_READERS: dict[str, Callable[[bytes, DocumentOptions], tuple[Any, ...]]] = {
+    "pdf": read_pdf,
+    "docx": read_docx,
+    "html": read_html,
+    "xhtml": partial(read_html, is_xml=True),
+    "markdown": read_markdown,
+    "text": lambda data, options: ("", decode(data, options.encoding)),
+}
