@@ -385,3 +385,14 @@ def test_dependencies_have_a_range_that_holds_the_pin():
     for requirement in declared():
         assert any(each.operator == ">=" for each in requirement.specifier), f"{requirement}: from which version?"
         assert PINS[canonicalize_name(requirement.name)] in requirement.specifier, f"{requirement} is not the pin"
+
+
+def test_the_wheel_of_torch_for_cuda_can_be_installed_with_the_pins():
+    """CI installs its twin for CPUs, which requires neither triton nor CUDA's libraries, so its record is read."""
+    wheel = json.loads((ROOT / "tests/install/cuda_requirements.json").read_text())
+    assert wheel["torch"] == str(PINS["torch"]), "record it: scripts/cuda_requirements.py"
+    for requirement in map(Requirement, wheel["requires_dist"]):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "", "platform_system": "Linux"}):
+            assert PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    others = {name: version for name, version in wheel["cuda"].items() if PINS.get(name) != Version(version)}
+    assert not others, "pin in constraints.txt what pip resolves"

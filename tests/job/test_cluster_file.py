@@ -21,7 +21,7 @@ def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin():
     """A driver and a cluster of different versions do not speak to each other; torch needs its CUDA."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in constraints if "==" in line)
-    cuda = {"2.13.0": "cu130"}[pins["torch"]]  # of its wheel on PyPI
+    cuda = "cu" + "".join(pins["cuda-toolkit"].split(".")[:2])
     assert CLUSTER["docker"]["image"] == f"rayproject/ray:{pins['ray']}-py311-{cuda}"
     assert not any("wheels" in command for command in CLUSTER["setup_commands"]), "Ray's defaults install a nightly"
     assert CLUSTER["setup_commands"]
