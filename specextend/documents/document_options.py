@@ -2,8 +2,11 @@
 
 import codecs
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+Text = tuple[str, str, Mapping[str, int]]
+"""The title of a file, empty if there is none; its text; and counts by their names in `COUNTS`."""
 
 
 @dataclass(eq=False)

@@ -22,9 +22,9 @@ from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
 from specextend.data.prepared import PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 
-COUNTS = ("pages_without_text", "unmapped_characters")
-"""Columns that say what the text of a PDF lacks: its empty pages, and characters of fonts without a
-map to Unicode.
+COUNTS = ("pages_without_text", "unmapped_characters", "hidden_characters")
+"""Columns that say what a text lacks: a PDF's empty pages and characters of fonts without a map to
+Unicode, and characters that the file has but does not show.
 """
 COLUMNS = {
     "id": pa.string(),

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import PurePath
 from xml.etree import ElementTree
 
-from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.html import html_text, local_name
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
@@ -34,7 +34,7 @@ _OPERANDS = (
 )
 
 
-def read_docx(data: bytes, options: DocumentOptions) -> tuple[str, str]:
+def read_docx(data: bytes, options: DocumentOptions) -> Text:
     """Return the title, or else the first heading, and the text of a DOCX."""
     import mammoth
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from html.entities import entitydefs
 from xml.etree import ElementTree
 
-from specextend.documents.document_options import DocumentOptions
+from specextend.documents.document_options import DocumentOptions, Text
 from specextend.documents.text import decode
 
 _BLOCKS = (
@@ -39,7 +39,7 @@ _CODECS = {"utf-16-le": "utf-8", "utf-16-be": "utf-8", "x-user-defined": "cp1252
 """What the web reads where a page names these."""
 
 
-def read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) -> tuple[str, str]:
+def read_html(data: bytes, options: DocumentOptions, *, is_xml: bool = False) -> Text:
     """Return title and text of a web page."""
     html = decode(data, options.encoding, _named_encoding(data))
     if is_xml:
@@ -78,14 +78,18 @@ def _named_encoding(data: bytes) -> str | None:
     return found and _CODECS.get(found.codec_info.name, found.codec_info.name)
 
 
-def html_text(html: str, *, main_only: bool = False) -> tuple[str, str]:
+def html_text(html: str, *, main_only: bool = False) -> Text:
     """Return the title, or else the first heading, and the text with a line for each block."""
     from selectolax.lexbor import LexborHTMLParser
 
     tree = LexborHTMLParser(html)
     title = tree.css_first("head title") or tree.css_first("h1")
     name = title.text() if title else ""
-    for node in tree.css("script,style,noscript,template"):
+    for node in tree.css("script,style"):
+        node.decompose()
+    num_hidden = 0
+    for node in tree.css("[hidden],noscript,template"):
+        num_hidden += len("".join(node.text().split()))
         node.decompose()
     for node in tree.css(_BOILERPLATE) if main_only else ():
         if not node.css_first(_MAIN):
@@ -100,4 +104,4 @@ def html_text(html: str, *, main_only: bool = False) -> tuple[str, str]:
     lines = (
         " ".join(line.split()) for line in (tree.body.text() if tree.body else "").split(_LINE)
     )
-    return name, "\n".join(filter(None, lines))
+    return name, "\n".join(filter(None, lines)), {"hidden_characters": num_hidden}

@@ -6,12 +6,10 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
 from specextend.core import Values
 from specextend.data.inputs import InputError
-from specextend.documents.document_options import DocumentOptions, UnreadableError
-from specextend.documents.document_set import COUNTS
+from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.docx import read_docx
 from specextend.documents.html import read_html
 from specextend.documents.pdf import read_pdf
@@ -70,23 +68,21 @@ def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
     """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
     UnreadableError, and on damaged bytes whatever the parsers run into.
     """
-    title, text, *counts = _READERS[kind](data, options)
+    title, text, counts = _READERS[kind](data, options)
     if not text.strip():
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
         )
         raise UnreadableError("no text", f"has no text{hint}")
     whole = [HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
-    return {"title": " ".join(whole[0].split()), "text": whole[1]} | dict(
-        zip(COUNTS, counts, strict=False)
-    )
+    return {"title": " ".join(whole[0].split()), "text": whole[1], **counts}
 
 
-_READERS: dict[str, Callable[[bytes, DocumentOptions], tuple[Any, ...]]] = {
+_READERS: dict[str, Callable[[bytes, DocumentOptions], Text]] = {
     "pdf": read_pdf,
     "docx": read_docx,
     "html": read_html,
     "xhtml": partial(read_html, is_xml=True),
     "markdown": read_markdown,
-    "text": lambda data, options: ("", decode(data, options.encoding)),
+    "text": lambda data, options: ("", decode(data, options.encoding), {}),
 }

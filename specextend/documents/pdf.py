@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
 
-from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
@@ -22,8 +22,8 @@ _NO_TITLE = re.compile(
 """Titles that programs write into a PDF by themselves."""
 
 
-def read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int]:
-    """Return title and text of a PDF, its pages without text, and its unmapped characters."""
+def read_pdf(data: bytes, options: DocumentOptions) -> Text:
+    """Return title and text of a PDF, and what its text lacks."""
     import pypdfium2
 
     try:
@@ -60,7 +60,8 @@ def read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str, int, int]
         raise UnreadableError("no characters", message)
     title = pdf.get_metadata_value("Title").strip()
     text = "\n\n".join(filter(None, pages))
-    return "" if _NO_TITLE.match(title) else title, text, pages.count(""), num_unmapped
+    counts = {"pages_without_text": pages.count(""), "unmapped_characters": num_unmapped}
+    return "" if _NO_TITLE.match(title) else title, text, counts
 
 
 def _is_portfolio(pdf: Any) -> bool:

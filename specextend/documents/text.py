@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
-from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -72,8 +72,8 @@ def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
         raise UnreadableError("encoding", message) from error
 
 
-def read_markdown(data: bytes, options: DocumentOptions) -> tuple[str, str]:
+def read_markdown(data: bytes, options: DocumentOptions) -> Text:
     """Return the first heading, and the text as it is written."""
     text = decode(data, options.encoding)
     heading = re.search(r"^#[ \t]+(.+)", text, re.MULTILINE)
-    return heading[1].rstrip().rstrip("#") if heading else "", text
+    return heading[1].rstrip().rstrip("#") if heading else "", text, {}

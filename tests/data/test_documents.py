@@ -126,7 +126,7 @@ def test_a_mixed_folder_becomes_one_data_set(folder, prepare):
     (folder / "deep" / "a.PDF").write_bytes(encrypted(pages("First page.", "", "Third page."), "AES-256"))
     (folder / "b.docx").write_bytes(docx("One &amp; two.", "Three."))
     (folder / "c.html").write_text(
-        "<title>A\n title</title><p>a <b>bold</b>\nword<ul><li>one<li>two</ul><script>x</script>"
+        "<title>A\n title</title><p>a <b>bold</b>\nword<ul><li>one<li>two</ul><script>x</script><p hidden>out"
     )
     (folder / "d.md").write_text("some\n\n# Its title\n\ntext")
     (folder / "e.txt").write_bytes("\ufeffcafé".encode())
@@ -146,6 +146,7 @@ def test_a_mixed_folder_becomes_one_data_set(folder, prepare):
         {"id": "g.csv:3", "title": None, "text": "one\ntwo"},
     ]
     assert rows(folder, "pages")[-1] == "007"
+    assert rows(folder, "hidden_characters")[1] == len("out")
     assert rows(folder, "source_path")[0] == str(folder / "b.docx")
 
 
