@@ -71,9 +71,9 @@ def ask(location: Location, name: str) -> fs.FileInfo:
 
 def check_input(
     listing: Listing, reader: RowReader, output: OutputOptions | None = None
-) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """Check the files; return them with their row counts, and the fields of the passthrough
-    columns.
+) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...], tuple[pa.Field, ...]]:
+    """Check the files; return them with their row counts, the fields of the passthrough columns,
+    and those of the filter's.
 
     Several files are looked at at once. The first file whose store does not answer ends the check:
     it will not answer for the next one either. Raises InputError in one line, which tells of all
@@ -93,10 +93,30 @@ def check_input(
     checked = [each for each in found if not isinstance(each, str)]
     schemas = {file.relative_path: schema for file, schema in checked}
     in_paths = partition_types(schemas)
-    fields = (
-        pa.field(column, _joint_type(column, schemas, in_paths)) for column in options.passthrough
+    passed, filtered = (
+        tuple(pa.field(name, _joint_type(option, name, schemas, in_paths)) for name in columns)
+        for option, columns in (
+            ("input.passthrough", options.passthrough),
+            ("input.filter", options.filter_columns),
+        )
     )
-    return tuple(file for file, _ in checked), tuple(fields)
+    for each in filtered:
+        _check_case(each.name, each.type)
+    return tuple(file for file, _ in checked), passed, filtered
+
+
+def _check_case(name: str, kind: pa.DataType) -> None:
+    """Raise InputError for fields, at any depth, between which a filter cannot choose."""
+    seen: dict[str, str] = {}
+    for each in map(kind.field, range(kind.num_fields)):
+        key = each.name.lower()
+        if key in seen:
+            raise InputError(
+                f"input.filter: {name} has the fields {seen[key]!r} and {each.name!r}, which SQL "
+                "does not tell apart; rename one of them"
+            )
+        seen[key] = each.name
+        _check_case(f"{name}.{each.name}", each.type)
 
 
 def _check_file(
@@ -286,9 +306,9 @@ def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
 
 
 def _joint_type(
-    column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
+    option: str, column: str, schemas: Mapping[str, pa.Schema], in_paths: Mapping[str, pa.DataType]
 ) -> pa.DataType:
-    """Find a type for a passthrough column that holds the values of all files.
+    """Find a type for a column of an option that holds the values of all files.
 
     A file that lacks the column, or has no values in it, takes the type of the others. Raises
     InputError if there is no such type, and for a column that no file has.
@@ -299,7 +319,7 @@ def _joint_type(
         if column in schema.names
     }
     if not own and column not in in_paths:
-        raise _no_column(*next(iter(schemas.items())), column, "input.passthrough")
+        raise _no_column(*next(iter(schemas.items())), column, option)
     typed = {name: kind for name, kind in own.items() if not pa.types.is_null(kind)}
     # Without values anywhere: a type that every reader knows.
     first, kind = next(iter(typed.items()), ("", in_paths.get(column, pa.string())))
@@ -308,15 +328,15 @@ def _joint_type(
             kind = joint_type(kind, other)
         except pa.ArrowException:
             raise InputError(
-                f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make "
-                "them one type"
+                f"{option} {column!r} is {kind} in {first} but {other} in {name}; make them one "
+                "type"
             ) from None
     for name in (name for name in schemas if name not in own):
         try:
             partition_column(name, column, kind, 1)
         except pa.ArrowException as error:
             raise InputError(
-                f"input.passthrough {column!r} is {kind} in {first}, but {name} has "
+                f"{option} {column!r} is {kind} in {first}, but {name} has "
                 f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them "
                 "one type"
             ) from error

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from specextend.core import Values, first_line, one_line
+from specextend.core import Values, counted, did_you_mean, first_line, one_line
 
 _FETCHED_ROWS = 2048
 _LOCK = (
@@ -95,47 +95,47 @@ def temporary_room() -> Iterator[None]:
 
 _EXAMPLE = """it is a condition of SQL, as in lang = 'en' AND pages > 2 AND "a b" IS NOT NULL"""
 _PARSE = """
-WITH parsed AS MATERIALIZED (SELECT json_serialize_sql(?) AS tree),
-used AS MATERIALIZED (
-    SELECT tree->>'error_message' AS error,
-        json_extract_string(tree, '$..class') AS kinds,
-        json_extract_string(tree, '$..function_name') AS functions,
-        list_sort(list_distinct(json_extract_string(tree, '$..column_names[0]'))) AS columns
-    FROM parsed
-),
-refused AS (
-    SELECT lower(kind) AS name FROM (SELECT unnest(kinds) AS kind FROM used)
-    WHERE kind NOT IN ('BETWEEN', 'CASE', 'CAST', 'COLLATE', 'COLUMN_REF', 'COMPARISON',
-        'CONJUNCTION', 'CONSTANT',
-        'FUNCTION', 'OPERATOR', 'TYPE')
-    UNION ALL
-    SELECT function_name || '()' FROM duckdb_functions()
-    WHERE function_name IN (SELECT unnest(functions) FROM used) AND CASE function_type
-        WHEN 'scalar' THEN stability != 'CONSISTENT'
-            OR function_name IN ('age', 'array_resize', 'current_localtime',
-            'current_localtimestamp', 'format', 'generate_series', 'list_resize', 'lpad', 'printf',
-            'range', 'repeat',
-            'rpad')
-        WHEN 'table' THEN function_name = 'unnest'
-        ELSE NOT regexp_full_match(
-            function_name, '(array|list|map)_.*|date_add|days_in_month|fdiv|fmod|nullif|split_part')
-        END
-)
-SELECT CASE
-        WHEN error IS NOT NULL THEN error
-        WHEN EXISTS (FROM refused) THEN (SELECT max(name) FROM refused) || ' is not allowed'
-        WHEN len(columns) = 0 THEN 'it names no column'
-        WHEN len(columns) > (SELECT count(DISTINCT lower(name))
-            FROM (SELECT unnest(columns) AS name))
-            THEN 'it names columns that differ in case alone'
-    END, columns
-FROM used
+WITH parsed AS MATERIALIZED (SELECT json_serialize_sql(?) AS tree)
+SELECT tree->>'error_message' AS error,
+    json_extract_string(tree, '$..class') AS kinds,
+    json_extract_string(tree, '$..function_name') AS functions,
+    json_extract_string(tree, '$..type_name') AS types,
+    list_sort(list_distinct(json_extract_string(tree, '$..column_names[0]'))) AS columns
+FROM parsed
 """
-"""What is wrong with a statement, and the columns that it names.
-
-Refused are subqueries, and functions that see more than one row, have another value at another
-time, or make much of little: the database's limit does not count values that wait to be compared.
+"""The parts of a statement, by kind."""
+_KINDS = {
+    "BETWEEN", "CASE", "CAST", "COLLATE", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT",
+    "FUNCTION", "OPERATOR", "TYPE",
+}  # fmt: skip
+_FUNCTIONS = """
++ - * / // % ^ ** & | ~ << >> @ abs add bit_count cbrt ceil ceiling even exp fdiv floor fmod gcd
+greatest isfinite isinf isnan lcm least ln log log10 log2 mod pow power round sign sqrt trunc xor ||
+^@ ~~ !~~ ~~* !~~* ~~~ ascii bit_length char_length character_length concat contains ends_with
+ilike_escape instr lcase left length like_escape lower ltrim md5 nfc_normalize not_ilike_escape
+not_like_escape octet_length position prefix regexp_extract regexp_full_match regexp_matches reverse
+right rtrim sha1 sha256 split_part starts_with string_split strip_accents strlen strpos substr
+substring suffix trim ucase unicode upper ->> json_array_length json_extract_string json_type
+json_valid json_value century date_add date_diff date_part date_sub date_trunc datediff datepart
+datesub datetrunc day dayname dayofmonth dayofweek dayofyear days_in_month decade epoch epoch_ms
+epoch_ns epoch_us hour isodow isoyear last_day make_date make_time make_timestamp microsecond
+millisecond minute month monthname quarter second strftime strptime time_bucket timezone to_days
+to_hours to_microseconds to_milliseconds to_minutes to_months to_quarters to_seconds to_timestamp
+to_weeks to_years try_strptime week weekday weekofyear year yearweek && @> <@ array_contains
+array_extract array_has array_has_all array_has_any array_length array_position cardinality
+element_at len list_any_value list_avg list_contains list_count list_distinct list_extract
+list_first list_has list_has_all list_has_any list_last list_max list_min list_position list_sort
+list_sum list_unique list_value map_contains map_extract map_extract_value map_keys map_values row
+struct_extract struct_pack if nullif
 """
+"""Functions of one row, with the same value at any time, that is not larger by far than what they
+are given: the database's limit does not count values that wait to be compared.
+"""
+_SCALARS = """
+SELECT type_name FROM duckdb_types()
+WHERE type_category IN ('BOOLEAN', 'DATETIME', 'NUMERIC', 'STRING') OR type_name IN ('blob', 'uuid')
+"""
+"""Types that a filter may cast to: an array may be named at any size."""
 
 
 @cache
@@ -148,10 +148,33 @@ def filter_columns(text: str) -> tuple[str, ...]:
     """Return the columns that a filter reads. Raises ValueError, in one line, for what is no
     condition of a row.
     """
-    [(wrong, columns)] = _database().cursor().execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
-    if wrong is not None:
+    cursor = _database().cursor()
+    [parsed] = cursor.execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
+    error, kinds, functions, types, columns = parsed
+    wrong = error or _refused(kinds, functions, types)
+    if not wrong and not columns:
+        wrong = "it names no column"
+    if not wrong and len({name.lower() for name in columns}) < len(columns):
+        wrong = "it names columns that differ in case alone"
+    if wrong:
         raise ValueError(f"input.filter {text!r} cannot be used ({wrong}); {_EXAMPLE}")
     return tuple(columns)
+
+
+def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | None:
+    """Say which part of a statement is not allowed, such as a subquery."""
+    for kind in kinds:
+        if kind not in _KINDS:
+            return f"{kind.lower()} is not allowed"
+    allowed = _FUNCTIONS.split()
+    for name in functions:
+        if name.lower() not in allowed:
+            return f"{name}() is not allowed{did_you_mean(name, allowed)}"
+    scalars = {name.lower() for [name] in _database().cursor().execute(_SCALARS).fetchall()}
+    for name in types:
+        if name.lower() not in scalars:
+            return f"a cast to {name} is not allowed"
+    return None
 
 
 def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
@@ -175,4 +198,9 @@ def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
             f"{_EXAMPLE}"
         ) from error
     [mask] = found.values()
+    if len(mask) != len(table):
+        raise ValueError(
+            f"input.filter {text!r} gives {counted(len(mask), 'answer')} for "
+            f"{counted(len(table), 'row')}: {_EXAMPLE}"
+        )
     return np.asarray(mask, bool)

@@ -244,7 +244,7 @@ def _limited(
 def _matching(source: Source, text: str, checkpoint: Checkpoint, file: InputFile) -> Ints:
     """Return the rows of a file that a filter matches."""
     masks = [np.zeros(0, bool)]
-    for table in gathered(source.batches(file.number, list(source.options.filter_columns))):
+    for table in gathered(source.filtered(file.number)):
         checkpoint()
         try:
             masks.append(matches(text, table))

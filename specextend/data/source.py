@@ -85,6 +85,8 @@ class Source:
     root: Location
     files: tuple[InputFile, ...]
     passthrough_fields: tuple[pa.Field, ...]
+    filter_fields: tuple[pa.Field, ...] = ()
+    """The driver's: the filter's columns, with types for the values of all files."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files in the input's folder that are not read, by extension."""
     num_repeated: int = 0
@@ -255,13 +257,27 @@ class Source:
         """Return the passthrough columns of a table of `batches` with their types. Raises
         InputError.
         """
+        return self._typed("input.passthrough", self.passthrough_fields, batch, number)
+
+    def filtered(self, number: int) -> Iterator[pa.Table]:
+        """Stream the filter's columns of a file with their types. Raises what `batches` raises, and
+        InputError.
+        """
+        names = list(self.options.filter_columns)
+        for batch in self.batches(number, names):
+            columns = self._typed("input.filter", self.filter_fields, batch, number)
+            yield pa.table(columns, names)
+
+    def _typed(
+        self, option: str, fields: Iterable[pa.Field], batch: pa.Table, number: int
+    ) -> list[pa.ChunkedArray]:
         columns = []
-        for wanted in self.passthrough_fields:
+        for wanted in fields:
             try:
                 columns.append(_typed(batch[wanted.name], wanted.type))
             except pa.ArrowException as error:
                 raise InputError(
-                    f"{self.files[number].relative_path}: input.passthrough {wanted.name!r} has a "
+                    f"{self.files[number].relative_path}: {option} {wanted.name!r} has a "
                     f"value that does not fit into {wanted.type}, the type for all files "
                     f"({one_line(error)}); make them one type"
                 ) from error
@@ -325,7 +341,8 @@ class Source:
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
         path = self.files[number].relative_path
-        kinds = {**self.partitions, **{field.name: field.type for field in self.passthrough_fields}}
+        fields = (*self.passthrough_fields, *self.filter_fields)
+        kinds = {**self.partitions, **{field.name: field.type for field in fields}}
         for name in columns:
             if name not in batch.column_names:
                 batch = batch.append_column(
@@ -438,13 +455,14 @@ def open_source(
     if only is not None:
         sizes = {name: size for name, size in listing.sizes.items() if name in only}
         listing = replace(listing, sizes=sizes)
-    files, passthrough_fields = check_input(listing, reader, output)
+    files, passthrough_fields, filter_fields = check_input(listing, reader, output)
     partitions = partition_types(listing.relative_paths)
     return Source(
         reader,
         listing.root,
         files,
         passthrough_fields,
+        filter_fields,
         listing.skipped,
         listing.num_repeated,
         partitions,

@@ -1,6 +1,7 @@
 """Which rows of its input a run is about: filter, sample, limit, and what earlier runs have done."""
 
 import os
+import re
 from dataclasses import replace
 
 import pyarrow as pa
@@ -66,6 +67,31 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus):
         InputOptions(path="in", sample=1.5)
     with pytest.raises(ValueError, match="credentials"):
         InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
+
+
+@pytest.mark.parametrize(
+    "one, other, message",
+    [
+        ([10, 9], ["10", "9"], "input.filter 'n' is int64 in a.parquet but string in b.parquet; make them one type"),
+        ([{"a": 1, "x": [{"b": 1, "B": 2}]}] * 2, [{"a": 1}] * 2, "n.x.item has the fields 'b' and 'B'"),
+        ([{"land": 1}] * 2, [{"Land": 1}] * 2, "n has the fields 'land' and 'Land', which SQL does not tell apart"),
+        ([1 << 60] * 2, [0.5, 1.5], "input.filter 'n' has a value that does not fit into double"),
+    ],
+)
+def test_a_filter_means_the_same_in_all_files(tmp_path, write, one, other, message):
+    """Text was compared as text, and `m.Land` was `m.land`: exit 0, and some rows too many or too few."""
+    for name, values in (("a", one), ("b", other)):
+        write(f"in/{name}.parquet", {"text": ["t"] * 2, "n": values})
+    with pytest.raises(InputError, match=re.escape(message)):
+        select_rows(open_source(InputOptions(path=str(tmp_path / "in"), filter="n > '9' or n is null")))
+
+
+def test_a_filter_compares_numbers_of_different_files_as_one_type(tmp_path, write):
+    """As text, 1 was `1` in one file and `1.0` in another."""
+    for name, values in (("a", [1, 2]), ("b", [1.0, 0.5]), ("c", [None, None])):
+        write(f"in/{name}.parquet", {"text": ["t"] * 2, "n": values})
+    source = select_rows(open_source(InputOptions(path=str(tmp_path / "in"), filter="n::VARCHAR = '1.0'")))
+    assert [source.place(key) for key in keys_of(source)] == ["a.parquet:0", "b.parquet:0"]
 
 
 def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path, write):
