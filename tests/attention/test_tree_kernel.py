@@ -91,7 +91,10 @@ FITS = covering(SIZES, [80, 90], [*TYPES])
 
 @pytest.mark.parametrize(
     "size, capability, dtype",
-    [((128, 204), 90, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS)],
+    [
+        ((128, 204), 80, torch.bfloat16),  # on which 64 keys to a block spilled
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS),
+    ],
 )
 def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path):
     """Products of scalars or registers in memory would cost more than the kernel saves."""
