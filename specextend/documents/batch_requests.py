@@ -7,7 +7,7 @@ same in all lines.
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Values
+from specextend.core import ReadOnly, Values
 from specextend.data.inputs import InputError
 from specextend.data.parquet import SEALED
 from specextend.data.storage import atomic_output, is_folder, resolve
@@ -26,7 +26,9 @@ _COLUMNS = pa.schema([("id", "string"), ("text", "string"), ("max_new_tokens", "
 _GROUP_ROWS = 64
 URL = "/v1/chat/completions"
 _SHARED = ("temperature", "top_p", "seed", "stop")
-_OWN = ("model", "messages", "max_tokens", "max_completion_tokens")
+_MODEL = "body.model"
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_OWN = ("model", "messages", *_LIMITS)
 _ALWAYS: Values = {
     "input.id_column": "id",
     "input.passthrough": [],
@@ -67,7 +69,7 @@ class BatchRequests:
         return " ".join(
             f"--set {shlex.quote(f'{name}={json.dumps(value)}')}"
             for name, value in settings.items()
-            if value is not None
+            if value is not None and name != _MODEL
         )
 
     def _read(self, number: int, line: str) -> Values:
@@ -80,12 +82,11 @@ class BatchRequests:
         values = _parse(line)
         body = values["body"]
         custom_id = values["custom_id"]
-        if unknown := body.keys() - {*_OWN, *_SHARED}:
-            raise ValueError(f"has body.{min(unknown)}, which is not served; remove it")
         system, text = _messages(body.get("messages"))
         stop = body.get("stop")
         shared = {f"decoding.{name}": body.get(name) for name in _SHARED}
         shared |= {
+            _MODEL: body.get("model"),
             "prompt.system": system,
             "decoding.stop": [stop] if isinstance(stop, str) else stop,
         }
@@ -95,18 +96,27 @@ class BatchRequests:
             if value != self._shared[name]:
                 raise ValueError(
                     f"differs in what a run has only once: {name} would be {value!r} here and is "
-                    f"{self._shared[name]!r} in the first request; put such requests into files "
-                    "of their own"
+                    f"{self._shared[name]!r} in the first request (line "
+                    f"{min(self._lines.values())}); put such requests into files of their own"
                 )
-        limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise ValueError(f"has body.max_tokens {limit!r}; make it a whole number from 1")
+        limit = _limit(body)
         # responses are told apart by it
         if (first := self._lines.setdefault(custom_id, number)) != number:
             raise ValueError(
                 f"has the custom_id {custom_id!r} of line {first}; make them different"
             )
         return {"id": custom_id, "text": text, "max_new_tokens": limit}
+
+
+def _limit(body: ReadOnly) -> int | None:
+    """Return the most tokens of an answer; None if the request names no limit."""
+    given = [body[name] for name in _LIMITS if body.get(name) is not None]
+    for limit in given:
+        if type(limit) is not int or limit < 1:
+            raise ValueError(f"has body.max_tokens {limit!r}; make it a whole number from 1")
+    if given and min(given) < max(given):
+        raise ValueError(f"has {' and '.join(_LIMITS)} that differ; leave one of them out")
+    return given[0] if given else None
 
 
 def _parse(line: str) -> Values:
@@ -118,11 +128,22 @@ def _parse(line: str) -> Values:
         raise ValueError(f"is not served: method and url must be POST and {URL}")
     if not isinstance(values.get("body"), dict):
         raise ValueError("has no body; it holds the messages")
+    _check_keys("the request", values, {"custom_id", "method", "url", "body"})
+    _check_keys("body", values["body"], {*_OWN, *_SHARED})
     return dict(values)
+
+
+def _check_keys(what: str, values: ReadOnly, known: Collection[str]) -> None:
+    """Raise ValueError for a key that would be passed over."""
+    if unknown := values.keys() - known:
+        raise ValueError(f"has {min(unknown)!r} in {what}, which is not served; remove it")
 
 
 def _messages(messages: Any) -> tuple[str | None, str]:
     """Return the system message, if there is one, and the user's."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            _check_keys("a message", message, {"role", "content"})
     match messages:
         case [{"role": "user", "content": content}]:
             return None, _text(content)
@@ -142,9 +163,15 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a message that is no text; images and sounds are not served")
-    return "".join(part["text"] for part in parts)
+    texts = []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                _check_keys("a part of a message", part, {"type", "text"})
+                texts.append(text)
+            case _:
+                raise ValueError("has a message that is no text; images and sounds are not served")
+    return "".join(texts)
 
 
 def write_requests(requests: Iterable[Values], output: str, limit: int | None = None) -> int:

@@ -34,7 +34,7 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
     found = requests(
         tmp_path,
         line("r-1", SYSTEM, user("one"), max_tokens=9, **shared),
-        line("r-2", SYSTEM, user(parts), max_completion_tokens=5, **shared),
+        line("r-2", SYSTEM, user(parts), max_completion_tokens=None, max_tokens=5, **shared),
         line("r-3", SYSTEM | {"role": "developer"}, user("three"), **shared),
     )
     assert list(found) == [
@@ -65,7 +65,22 @@ def test_requests_become_documents_and_the_settings_of_their_run(tmp_path):
         (line(7, user("x")), "has no custom_id; every request needs one, a string"),
         (line("a", user("x")), "in.jsonl:3 has the custom_id 'a' of line 1; make them different"),
         (line("b", user("x")) | {"url": "/v1/embeddings"}, "must be POST and /v1/chat/completions"),
-        (line("b", user("x"), tools=[]), "body.tools, which is not served; remove it"),
+        (line("b", user("x"), tools=[]), "'tools' in body, which is not served; remove it"),
+        (
+            line("b", user("x"), model="gpt-5"),
+            "body.model would be 'gpt-5' here and is 'gpt-4o-mini' in the first request (line 1)",
+        ),
+        (
+            line("b", user("x"), max_tokens=5, max_completion_tokens=6),
+            "max_tokens and max_completion_tokens that differ",
+        ),
+        (line("b", user("x") | {"name": "Ann"}), "'name' in a message, which is not served"),
+        (
+            line("b", user([{"type": "text", "text": "x", "more": 1}])),
+            "'more' in a part of a message, which is not served",
+        ),
+        (line("b", user([{"type": "input_file", "text": "x"}])), "images and sounds are not served"),
+        (line("b", user("x")) | {"priority": 1}, "'priority' in the request, which is not served"),
         (line("b", user("x"), temperature=1), "decoding.temperature would be 1 here and is None in the first request"),
         (line("b", user("x"), user("y")), "than one from the user, behind at most one from the system"),
         (line("b", user([{"type": "image_url"}])), "images and sounds are not served"),
