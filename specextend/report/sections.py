@@ -152,8 +152,8 @@ RUN: Figures = {
     "steps that were speculative": "acceptance.speculative_share",
     "plain steps": "acceptance.num_plain_steps",
     "times that speculation was given up": "acceptance.num_fallbacks",
-    "decode tokens/s": "speed.decode_tokens_per_s",
-    "end-to-end tokens/s": "speed.end_to_end_tokens_per_s",
+    "decode tokens/s of one text": "speed.decode_tokens_per_s",
+    "end-to-end tokens/s of one text": "speed.end_to_end_tokens_per_s",
     "output tokens per second of a worker": "speed.tokens_per_busy_s",
     "retrieval coverage": "retrieval.coverage",
     "retrieval churn": "retrieval.churn",
@@ -175,7 +175,7 @@ OUTCOME: Figures = {
     "time of all starts": "wall_clock.seconds",
     "documents an hour": "wall_clock.documents_per_hour",
     "mean acceptance length": "acceptance.mean_acceptance_length",
-    "decode tokens/s": "speed.decode_tokens_per_s",
+    "decode tokens/s of one text": "speed.decode_tokens_per_s",
 }
 """What the end of a run shows."""
 AUDIT: Figures = {
@@ -199,8 +199,8 @@ BUCKET: Figures = {
     "prompt up to": "bucket",
     "documents": "documents",
     "acceptance length": "mean_acceptance_length",
-    "decode tokens/s": "decode_tokens_per_s",
-    "end-to-end tokens/s": "end_to_end_tokens_per_s",
+    "decode tokens/s of one text": "decode_tokens_per_s",
+    "end-to-end tokens/s of one text": "end_to_end_tokens_per_s",
     "prefill": "time_shares.prefill",
 }
 SLOW: Figures = {

@@ -83,12 +83,17 @@ def test_markup_in_an_id_is_shown_and_does_nothing(visit):
 
 
 def test_the_site_is_read_and_searched_without_a_network(browser, tmp_path):
-    """It is read where nothing may leave the house, from a folder; a link that leads nowhere ends its build."""
+    """It is read where nothing may leave the house, from a folder; a link that leads nowhere ends its build.
+
+    On a telephone commands and tables fit: a reader does not see that a cut line can be scrolled.
+    """
     sphinx = (sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet")
     subprocess.run((*sphinx, "-c", "docs/site", "-d", tmp_path / "kept", ".", tmp_path / "site"), cwd=ROOT, check=True)
     visit = Visit(browser, tmp_path / "site" / "index.html", "telephone")
     visit.page.wait_for_url("**/README.html")
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cut = "[...document.querySelectorAll('article pre, article .table-wrapper')].filter(e => e.scrollWidth > innerWidth)"
+    assert visit.page.evaluate(f"{cut}.map(e => e.closest('.highlight-text') ? 'drawing' : e.innerText)") == ["drawing"]
     visit.page.goto((tmp_path / "site" / "search.html").as_uri() + "?q=load_engine")
     visit.page.locator("#search-results a", has_text="specextend.load_engine").first.click()
     visit.page.get_by_text("Load the models of a configuration").first.wait_for()

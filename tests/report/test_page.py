@@ -102,7 +102,8 @@ def test_the_page_leads_with_what_the_texts_are_worth(report):
     evidence = {"agency": {"documents": 9, "strings": 50, "found": 8}}
     text = Page(to_html(report | {"evidence": evidence, "not_prepared": {"damaged": 2, "password": 1}})).text
     first = text.split("documents an hour")[0]
-    assert "293 of the texts (100%) have a flag, most often short_document." in first
+    assert "293 of 293 documents (100%) have a flag, most often short_document." in first
+    assert "1 of 293 documents (0%) has a flag" in Page(to_html(report | {"flagged_texts": 1})).text
     assert "Of the strings of the answers, 16% stand in their documents." in first
     assert re.search(r"could not read 3 files or rows of the input: damaged 2, password 1\.", first)
     shown, _, folded = to_html(report).partition("<details>")
