@@ -92,7 +92,7 @@ def test_the_site_is_read_and_searched_without_a_network(browser, tmp_path):
     visit = Visit(browser, tmp_path / "site" / "index.html", "telephone")
     visit.page.wait_for_url("**/README.html")
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    cut = "[...document.querySelectorAll('article pre, article .table-wrapper')].filter(e => e.scrollWidth > innerWidth)"
+    cut = "[...document.querySelectorAll('pre, .table-wrapper')].filter(e => e.scrollWidth > innerWidth)"
     assert visit.page.evaluate(f"{cut}.map(e => e.closest('.highlight-text') ? 'drawing' : e.innerText)") == ["drawing"]
     visit.page.goto((tmp_path / "site" / "search.html").as_uri() + "?q=load_engine")
     visit.page.locator("#search-results a", has_text="specextend.load_engine").first.click()
