@@ -8,6 +8,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from specextend.folders import keep_caches_private
+
 if TYPE_CHECKING:
     from specextend.config import RunConfig
     from specextend.core import Completion, Request, SamplingParams
@@ -38,6 +40,7 @@ _OWNERS = {
 }
 
 
+keep_caches_private()  # before torch is imported
 # transformers imports torchao if it is there; it warns of other GPUs
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -17,6 +17,7 @@ from specextend.cluster.progress import Display, open_display
 from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
 from specextend.data.commits import Retry
+from specextend.folders import die
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class _Cancel(Interrupt):
     def __init__(self, event: threading.Event, deadline_s: float):
         super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)
         self._event = event
-        self._terminate = signal.getsignal(signal.SIGTERM)
+        before = signal.getsignal(signal.SIGTERM)
+        self._terminate = die if before is signal.SIG_DFL else before
 
     def install(self) -> None:
         """Listen to Ctrl-C, and take SIGTERM back from Ray for whom it belonged to."""
@@ -159,7 +161,7 @@ class _Cancel(Interrupt):
 def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interrupt]:
     """Make the requests to stop; leave signal handlers and standard streams as they were."""
     interrupt = _Cancel(event, deadline_s)
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     streams = (sys.stdout, sys.stderr)
     interrupt.install()
     try:
@@ -168,4 +170,5 @@ def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interru
         interrupt.disarm()
         sys.stdout, sys.stderr = streams
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

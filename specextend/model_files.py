@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
@@ -35,6 +34,7 @@ from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
+from specextend.folders import temporary_folder
 from specextend.shipped import DEFAULT_TARGET, models_folder
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -400,7 +400,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} holds something already; name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+    with temporary_folder(str(folder.parent)) as temporary:
         whole = Path(temporary, "model")
         whole.mkdir()
         yield whole

@@ -6,11 +6,12 @@ completion.
 """
 
 import json
-import os
 import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from specextend.folders import cache_path
 
 _PACKAGE = Path(__file__).parent
 _IS_CHECKOUT = not (_PACKAGE / "shipped").is_dir()
@@ -43,8 +44,7 @@ def models_folder() -> Path:
     """
     if _IS_CHECKOUT:
         return SHIPPED / ".models"
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "specextend", "models")
+    return cache_path() / "models"
 
 
 def package_version(package: str) -> str | None:

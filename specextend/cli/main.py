@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import click
 
-from specextend.cli.command import call, end
+from specextend.cli.command import run_alone
 from specextend.cli.demo import demo
 from specextend.cli.machine import check
 from specextend.cli.prepare import prepare
@@ -15,7 +15,6 @@ from specextend.cli.report import audit, compare, export, report
 from specextend.cli.run import plan, run, status
 from specextend.cli.settings import config, configs, init
 from specextend.cli.train import train
-from specextend.terminal import guard_streams
 
 
 class InOrder(click.Group):
@@ -58,5 +57,4 @@ for command in (
 
 def main() -> NoReturn:
     """Run the command line of this process."""
-    guard_streams()
-    end(call(specextend, sys.argv[1:] or ["--help"], "specextend"))
+    run_alone(specextend, sys.argv[1:] or ["--help"], "specextend")

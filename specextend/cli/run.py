@@ -28,6 +28,7 @@ from specextend.cli.command import (
     write_json,
 )
 from specextend.core import Values, first_line, printable
+from specextend.folders import leave
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -175,7 +176,7 @@ def status(output: str) -> int:
 
 def _exit_when_told(code: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: os._exit(code))
+        signal.signal(number, lambda number, frame: leave(code))
 
 
 def _set_up() -> None:

@@ -1,7 +1,6 @@
 """The command `train`: distil a draft for a target from text in Parquet files."""
 
 import json
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -65,10 +64,6 @@ def train(
     resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
     configuration, the text or the output folder cannot be used.
     """
-    # a shell may have started us in the background, with SIGINT ignored
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
-
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil

@@ -11,18 +11,20 @@ import math
 import os
 import resource
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, cast
 
 from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
 from specextend.core import counted, first_line
+from specextend.folders import make_temporary, remove
 
 if TYPE_CHECKING:  # they import torch
     from specextend.config import JobOptions, RunConfig
@@ -35,6 +37,8 @@ _LEAST_ADDRESSES = 4 << 30
 """Bytes of addresses of a process with which Ray starts; with 3.1 GiB it waits for a minute, with
 less it aborts.
 """
+_LEAST_ROOM = 32 << 20
+"""Bytes of a disk for the logs and sockets of a private Ray."""
 _LEAST_FILES = 128
 """Open files of a process with which Ray starts and a run has some to spare; with 40 Ray waits for
 half a minute.
@@ -137,12 +141,13 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
 
 def check_limits() -> None:
     """Raise RefusedError if the limits of this process are too low for a private Ray, which would
-    not say so.
+    not say so, and ClusterError if there is no room for its folder.
     """
     wanted = {
         "GiB of addresses (ulimit -v)": (resource.RLIMIT_AS, _LEAST_ADDRESSES, 1 << 30),
         "open files (ulimit -n)": (resource.RLIMIT_NOFILE, _LEAST_FILES, 1),
     }
+    _parent()
     for name, (kind, least, unit) in wanted.items():
         limit = resource.getrlimit(kind)[0]
         if 0 <= limit < least:
@@ -290,7 +295,7 @@ def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
         yield []
         return
     with (
-        _private_folder(interrupt) if is_local() else nullcontext("") as folder,
+        _private_folder() if is_local() else nullcontext("") as folder,
         _attached(interrupt, folder),
     ):
         yield []
@@ -341,28 +346,39 @@ def _watch(interrupt: Interrupt) -> Event:
     return over
 
 
+def _parent() -> str:
+    """Return the folder in which the folder of a private Ray is made. Raises ClusterError if it has
+    no room, for which Ray would wait half a minute.
+    """
+    places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
+    parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
+    with suppress(OSError):  # `make_temporary` says it
+        if (free := shutil.disk_usage(parent).free) < _LEAST_ROOM:
+            raise ClusterError(
+                f"{parent} has room for {free >> 20} MiB, and Ray's logs and sockets need "
+                f"{_LEAST_ROOM >> 20}; make room there, or set TMPDIR to another folder"
+            )
+    return parent
+
+
 @contextmanager
-def _private_folder(interrupt: Interrupt) -> Iterator[str]:
+def _private_folder() -> Iterator[str]:
     """Make a folder for a Ray that no other user can enter; remove it at the end, also if that
     comes by force.
 
     In Ray's own one, which is everybody's, another user could put a socket in the place of one of
     ours.
     """
-    places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
-    parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
     try:
-        made = tempfile.TemporaryDirectory(prefix="sx-", dir=parent, ignore_cleanup_errors=True)
+        folder = make_temporary(_parent(), "sx-")
     except OSError as error:
         raise ClusterError(
             f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder"
         ) from error
-    interrupt.cleanup = (
-        made.cleanup
-    )  # Ray's processes end with this one; killed before it, they take its exit code along
-    with made as folder:
-        yield f"{folder}/ray"  # Ray lets everybody into the folder that it is given
-    made.cleanup()  # once more, for what a process wrote as it ended
+    try:
+        yield folder
+    finally:
+        remove(folder)
 
 
 def _shut_down(interrupt: Interrupt) -> None:
@@ -383,18 +399,33 @@ def _connect(folder: str) -> None:
     import ray
 
     if folder:
-        with _bare_head():
+        with _bare_head(), _tmpdir(folder):
             ray.init(
                 address="local",
                 num_cpus=num_cores(),
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,  # it warns of other threads than the main one
-                _temp_dir=folder,
+                _temp_dir=f"{folder}/ray",  # which Ray lets everybody into
             )
     else:
         _knock(os.environ.get("RAY_ADDRESS", ""))
         ray.init(logging_level=logging.WARNING)
+
+
+@contextmanager
+def _tmpdir(folder: str) -> Iterator[None]:
+    """Let processes that are started meanwhile keep temporary files in a folder that goes with
+    Ray's, because workers are killed.
+    """
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from types import FrameType
 from specextend.core import first_line
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.storage import Location, is_passing
+from specextend.folders import remove_all
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -167,8 +168,6 @@ class Interrupt:
         """The last call before the process is ended by force; it runs on another thread and must be
         quick.
         """
-        self.cleanup: Callable[[], None] = lambda: None
-        """The call after that."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.reason = ""
         """Why the run was told to stop; empty if it was not."""
@@ -227,13 +226,7 @@ class Interrupt:
         if not self._told.wait(deadline_s):
             self.tell("job.deadline_s has passed")
         if not self._over.wait(self._grace_s):
-            end_process(EXIT_INTERRUPTED, self._leave)
-
-    def _leave(self) -> None:
-        try:
-            self.last()
-        finally:
-            self.cleanup()
+            end_process(EXIT_INTERRUPTED, self.last)
 
 
 def end_process(code: int, last: Callable[[], object]) -> None:
@@ -241,15 +234,14 @@ def end_process(code: int, last: Callable[[], object]) -> None:
     never return.
     """
 
-    def leave() -> None:
-        try:
-            last()
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
 
-    thread = threading.Thread(target=leave, daemon=True)
-    thread.start()
-    thread.join(LAST_S)
+    # The folder of a Ray last: without it Ray's processes end, and take this one along.
+    for call in (last, flush, remove_all):
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(LAST_S)
     os._exit(code)

@@ -4,7 +4,6 @@ SQL.
 It works in bounded memory, and has no way to anything but its temporary files.
 """
 
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from specextend.core import Values, counted, did_you_mean, first_line, one_line
+from specextend.folders import make_temporary, remove
 
 _FETCHED_ROWS = 2048
 _LOCK = (
@@ -42,8 +42,9 @@ class Database:
     """
 
     def __init__(self) -> None:
-        folder = tempfile.mkdtemp(prefix="specextend-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        with temporary_room():
+            folder = make_temporary()
+        weakref.finalize(self, remove, folder)
         self._connection = connect(memory_limit="128MB", temp_directory=folder)
 
     def add(self, given: pa.Table, *statements: str) -> list[Values]:

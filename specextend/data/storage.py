@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import secrets
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from specextend.core import Checkpoint, first_line, one_line
+from specextend.folders import temporary_folder
 
 NUM_THREADS = 32
 """Requests to a store that are under way at once: each waits for milliseconds and needs no
@@ -402,7 +402,7 @@ def atomic_output(location: Location) -> Iterator[str]:
     if it raises.
     """
     if not location.is_local:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with temporary_folder() as folder:
             path = os.path.join(folder, "output")
             yield path
             data = pa.memory_map(path).read_buffer() if os.path.getsize(path) else pa.py_buffer(b"")

@@ -37,6 +37,7 @@ from specextend.decoding.device import Graphs, device_name, multiplies_bf16, syn
 from specextend.decoding.model import CachedModel
 from specextend.decoding.speculation import Line, StepCosts
 from specextend.decoding.verification import Verifier
+from specextend.folders import cache_folder
 
 _MOST_WAITING = 0.1
 """Seconds a second that threads may wait for a core: two cores of their own show 0.005, under Ray
@@ -109,17 +110,6 @@ def _waited_s() -> float:
     return sum(waited) if waited else math.nan
 
 
-def cache_folder() -> Path | None:
-    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`; None if there is no home
-    either.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the standard says to ignore relative ones
-        return Path(base, "specextend")
-    home = os.path.expanduser("~")
-    return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
-
-
 def code_sha256() -> str:
     """Compute a hash of the code that is measured or proved, and of what does it."""
     package = Path(__file__).parents[1]
@@ -138,7 +128,6 @@ def _path(kind: str, key: ReadOnly) -> Path | None:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)

@@ -6,7 +6,6 @@ files it has.
 
 import json
 import secrets
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from specextend.data.inputs import InputError
 from specextend.data.parquet import CHECKED, SEALED, fitted, open_parquet
 from specextend.data.prepared import PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
+from specextend.folders import temporary_folder
 
 COUNTS = ("pages_without_text", "unmapped_characters", "hidden_characters")
 """Columns that say what a text lacks: a PDF's empty pages and characters of fonts without a map to
@@ -70,7 +70,7 @@ def write_rows(rows: Iterable[Values], target: Location) -> int:
     become JSON.
     """
     num_rows = 0
-    with tempfile.TemporaryDirectory() as scratch:  # the last row may widen a type
+    with temporary_folder() as scratch:  # the last row may widen a type
         groups = []
         for number, group in enumerate(_groups(rows)):
             names = dict.fromkeys([*COLUMNS, *(name for row in group for name in row)])

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +24,8 @@ from filelock import FileLock
 from specextend.attention.backends import Trial
 from specextend.core import ReadOnly, Values
 from specextend.decoding.device import device_name
-from specextend.decoding.measurements import cache_folder, kept_or_measured
+from specextend.decoding.measurements import kept_or_measured
+from specextend.folders import cache_folder, temporary_folder
 from specextend.proof.subject import Kernels, Subject
 from specextend.shipped import package_version
 
@@ -108,7 +108,6 @@ def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER) -> Proof:
         # a folder that cannot be written, or locks nothing
         with suppress(OSError, NotImplementedError):
             if (folder := cache_folder()) is not None:
-                folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(folder / "proof.lock"))
         proof = prove(subject, ladder, attempt=kept)
     for each in proof.trials:
@@ -186,7 +185,7 @@ def _run_apart(task: ReadOnly, limit_s: float) -> Values:
     """Run a task in a process of its own, and return its result; how it ended is what is wrong if
     it has none.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         out = Path(folder, "found.json")
         child = subprocess.Popen(
             [sys.executable, "-m", "specextend.proof.child", str(out)],
@@ -195,6 +194,7 @@ def _run_apart(task: ReadOnly, limit_s: float) -> Values:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env=os.environ | {"TMPDIR": folder},
             start_new_session=True,  # what it starts, such as a compiler, ends with it
         )
         try:

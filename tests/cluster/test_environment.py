@@ -72,6 +72,7 @@ PRIVATE = """if True:
     from ray._private import worker
     from specextend.cluster.environment import connected
     from specextend.cluster.exits import Interrupt
+    from specextend.folders import leave
 
     interrupt = Interrupt()
     try:
@@ -91,8 +92,7 @@ PRIVATE = """if True:
                 while True:
                     interrupt.check()
             if sys.argv[1] == "force":
-                interrupt.cleanup()
-                os._exit(0)
+                leave(0)
     except (ZeroDivisionError, InterruptedError, Exception) as error:
         print(type(error).__name__, flush=True)
 """

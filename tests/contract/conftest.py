@@ -68,10 +68,16 @@ class Run:
             }
         )
         pq.write_table(table, self.folder / "corpus.parquet", row_group_size=5)
+        self.temporary.mkdir()
 
     @property
     def output(self):
         return self.folder / "output"
+
+    @property
+    def temporary(self):
+        """The folder of temporary files of processes that were started."""
+        return self.folder / "temporary"
 
     def options(self, **job):
         """The sections of the configuration that differ from the file; `job` are options of `job.*`."""
@@ -98,6 +104,7 @@ class Run:
         address = address or ray.get_runtime_context().gcs_address
         # A driver whose head is gone waits a minute for it, else.
         variables = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+        variables["TMPDIR"] = str(self.temporary)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         whole = [sys.executable, *command, "--config", CONFIG, *self.arguments(**job)]
         return subprocess.Popen(whole, env=os.environ | variables, cwd=ROOT, **pipes)

@@ -93,6 +93,7 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     said = end_of(run.start(DYING_DRIVER, kind, *MOMENTS[moment]), 75)
     assert f"interrupted: {kind} received; finished work is on disk" in said
     kept = run.commits()
+    assert not [*run.temporary.iterdir()]
     assert not (run.output / "_run" / "lock").exists()
     assert not (run.output / "_SUCCESS").exists()
     done = len(run.committed())

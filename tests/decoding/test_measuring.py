@@ -14,6 +14,7 @@ from specextend.decoding import measurements
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import CPU, GPU, Graphs
 from specextend.decoding.measurements import choose_sizes, load_step_costs, measure, measure_undisturbed
+from specextend.folders import cache_folder
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
@@ -139,7 +140,7 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "")
     if home == "none":
         monkeypatch.setenv("HOME", "relative")
-        assert measurements.cache_folder() is None
+        assert cache_folder() is None
     assert load_step_costs(engine.target, *CHOICES) is not None
 
 
