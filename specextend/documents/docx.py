@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.html import html_text, local_name
+from specextend.documents.text import num_visible
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
 """Parts of a DOCX file that have its text."""
@@ -43,17 +44,25 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
             "damaged", "is no DOCX file, or needs a password; save it as DOCX without one"
         )
     plain = io.BytesIO()
+    hidden: list[str] = []
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(plain, "w") as copy:
         for name in archive.namelist():
             if name.endswith((".xml", ".rels")):
                 part = archive.read(name)
                 is_body = _BODY.fullmatch(PurePath(name).name)
-                copy.writestr(name, _plain_word(part) if is_body else part)
-    return html_text(mammoth.convert_to_html(plain, convert_image=lambda image: []).value)
+                copy.writestr(name, _plain_word(part, hidden) if is_body else part)
+    html = mammoth.convert_to_html(plain, convert_image=lambda image: []).value
+    title, text, _ = html_text(html)
+    return title, text, {"hidden_characters": num_visible("".join(hidden))}
 
 
-def _plain_word(part: bytes) -> bytes:
-    """Return a part of a DOCX in which all that a reader sees is text that mammoth reads."""
+def _plain_word(part: bytes, hidden: list[str]) -> bytes:
+    """Return a part of a DOCX in which all that a reader sees is text that mammoth reads.
+
+    Args:
+        part: The XML.
+        hidden: Gets the texts that no reader sees.
+    """
     root = ElementTree.fromstring(part)
     space = root.tag.partition("}")[0] + "}"
     for node in [*root.iter()]:
@@ -71,9 +80,22 @@ def _plain_word(part: bytes) -> bytes:
                 node.tag = f"{space}r"
                 ElementTree.SubElement(node, f"{space}t").text = formula
             case "r" | "tc" if _is_hidden(node):
+                hidden += node.itertext()
                 node.clear()
-            case "cr":
+            case "del" | "moveFrom":
+                hidden += node.itertext()
+                node.clear()
+            case "r":
+                for menu in node.iterfind("{*}fldChar/{*}ffData/{*}ddList"):
+                    ElementTree.SubElement(node, f"{space}t").text = _chosen(menu)
+            case "sdt" if node.find("{*}sdtPr/{*}showingPlcHdr") is not None:
+                for text in node.iterfind(".//{*}t"):
+                    text.text = ""
+            case "dstrike":
+                node.tag = f"{space}strike"
+            case "cr" | "br":  # of a page or a column, too
                 node.tag = f"{space}br"
+                node.attrib.clear()
             case "ptab":
                 node.tag = f"{space}tab"
             # of no font of symbols
@@ -94,6 +116,14 @@ def _is_hidden(node: ElementTree.Element) -> bool:
     """Return True for a run that is hidden, and a cell of a table that is deleted."""
     sign = next(chain(node.iterfind("{*}rPr/{*}vanish"), node.iterfind("{*}tcPr/{*}cellDel")), None)
     return sign is not None and not {"0", "false", "off"} & {*sign.attrib.values()}
+
+
+def _chosen(menu: ElementTree.Element) -> str:
+    """Return the entry of a drop-down form field that is chosen: the first, if none is named."""
+    entries = [value for each in menu.iterfind("{*}listEntry") for value in each.attrib.values()]
+    names = [*menu.iterfind("{*}result"), *menu.iterfind("{*}default")]
+    numbers = [int(value) for each in names for value in each.attrib.values()]
+    return entries[numbers[0] if numbers else 0]
 
 
 def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:

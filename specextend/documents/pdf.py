@@ -2,12 +2,14 @@
 
 import ctypes
 import io
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
+from specextend.documents.text import num_visible
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
@@ -16,8 +18,25 @@ _FULL = 0.7
 """A line this long, relative to the long ones of its page, goes on in the next one."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
 """How PDFium writes the end of a line that divides a word."""
+_SPACES = re.compile("[ \t]+")
+_PASSWORD = 1 << 13
+"""Flag of fields that show no characters."""
+_FAR = 8
+"""How much farther a label seems that is above or below its field, and not on its line."""
+_COMPOUND = re.compile(r"\w+(?:-\w+)+")
+_LAST_WORD = re.compile(r"[\w-]*$")
+_FIRST_WORD = re.compile(r"[\w-]*")
+_AND = ("and", "or", "und", "oder", "bzw", "sowie", "et", "ou", "y")
+"""Words after which the second half of a pair stands, as in `pre- and postwar`."""
+_LAYERS = (b"/OCProperties", b"/ObjStm")
+"""Signs of a file that has layers, or whose catalog is compressed and may name some."""
+_LAYER_OFF = re.compile(rb"/OFF\s*\[\s*\d|/BaseState\s*/OFF")
+_SHOWING = (b"Tj", b"TJ", b"'", b'"', b"Do")
+"""Operators that draw text or another object."""
 _NO_TITLE = re.compile(
-    r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Word - ", re.IGNORECASE
+    r"(\(anonymous\)|\(unspecified\)|untitled( document|[-_ ]?\d+)?|(powerpoint )?presentation\d*|document\d*)$|"
+    r"Microsoft \w+ - |.*\.(pdf|docx?|dotx?|odt|rtf|txt|tex|dvi|ps|indd|qxd|xlsx?|pptx?|html?)$",
+    re.IGNORECASE | re.DOTALL,
 )
 """Titles that programs write into a PDF by themselves."""
 
@@ -32,23 +51,27 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
         if error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD:
             raise UnreadableError("password", "needs a password") from error
         raise
-    if pdf.count_attachments() and _is_portfolio(pdf):
+    num_hidden = 0
+    if any(sign in data for sign in _LAYERS) and _LAYER_OFF.search(written := _written(pdf)):
+        num_hidden = _num_characters(pdf)
+        pdf = pypdfium2.PdfDocument(_without_hidden_layers(written))
+        num_hidden -= _num_characters(pdf)
+    if pdf.count_attachments() and re.search(rb"/Collection\s*(<<|\d)", _written(pdf)):
         raise UnreadableError(
             "only a cover", "is a portfolio, whose documents are attached to it; save them as files"
         )
     form = pdf.get_formtype()
     if form == pypdfium2.raw.FORMTYPE_ACRO_FORM:
-        pdf.init_forms()  # it draws fields that bring no appearance
-    pages = []
-    num_unmapped = 0
-    has_fields = False
-    for number in range(len(pdf)):
-        text, unmapped, is_filled = _page_text(pdf, number)
-        num_unmapped += unmapped
-        has_fields |= is_filled
-        pages.append(text if options.keep_lines else join_lines(text))
+        pdf.init_forms()
+    read = [_page_text(pdf, number) for number in range(len(pdf))]
+    pages = [page.text for page in read]
+    num_unmapped = sum(page.num_unmapped for page in read)
+    num_hidden += sum(page.num_hidden for page in read)
+    if not options.keep_lines:
+        compounds = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
+        pages = [join_lines(page, compounds) for page in pages]
     is_static = form == pypdfium2.raw.FORMTYPE_XFA_FOREGROUND
-    if form == pypdfium2.raw.FORMTYPE_XFA_FULL or (is_static and not has_fields):
+    if form == pypdfium2.raw.FORMTYPE_XFA_FULL or (is_static and not any(page.has_notes for page in read)):
         raise UnreadableError(
             "only a cover",
             "is an XFA form, which Adobe's programs alone show; print it as a new PDF",
@@ -60,27 +83,92 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
         raise UnreadableError("no characters", message)
     title = pdf.get_metadata_value("Title").strip()
     text = "\n\n".join(filter(None, pages))
-    counts = {"pages_without_text": pages.count(""), "unmapped_characters": num_unmapped}
+    counts = {
+        "pages_without_text": pages.count(""),
+        "unmapped_characters": num_unmapped,
+        "hidden_characters": num_hidden,
+    }
     return "" if _NO_TITLE.match(title) else title, text, counts
 
 
-def _is_portfolio(pdf: Any) -> bool:
-    """Return True for a PDF that shows its attachments; PDFium tells it from others only when it
-    writes it.
-    """
+def _written(pdf: Any) -> bytes:
+    """Return the file as PDFium writes it: its objects are plain and not encrypted."""
+    from pypdfium2 import raw
+
     written = io.BytesIO()
-    pdf.save(written)
-    return re.search(rb"/Collection\s*(<<|\d)", written.getvalue()) is not None
+    pdf.save(written, flags=raw.FPDF_REMOVE_SECURITY)
+    return written.getvalue()
 
 
-def _page_text(pdf: Any, number: int) -> tuple[str, int, bool]:
-    """Return a page's text with forms and annotations, how much of it no font maps, and whether it
-    has such.
-    """
+def _num_characters(pdf: Any) -> int:
+    return sum(num_visible(page.get_textpage().get_text_range()) for page in pdf)
+
+
+def _without_hidden_layers(data: bytes) -> bytes:
+    """Return a PDF without the text, forms and annotations of layers that are off."""
+    import pypdf
+    from pypdf.generic import ContentStream, DictionaryObject, NameObject, NumberObject
+
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(data))
+    layers: Any = writer.root_object["/OCProperties"]
+    config = layers["/D"]
+    off = config.get("/OFF", [])
+    if config.get("/BaseState") == "/OFF":
+        off = [layer for layer in layers["/OCGs"] if layer not in config.get("/ON", [])]
+    empty = DictionaryObject()
+
+    def is_hidden(holder: Any, key: Any = "/OC") -> bool:
+        layer = holder.get(key, empty)
+        rule = layer.get_object().get("/OCGs", layer)
+        return all(each in off for each in (rule if isinstance(rule, list) else [rule]))
+
+    def seen(holder: Any, stream: Any) -> Any:
+        resources = holder.get("/Resources", empty).get_object()
+        for each in resources.get("/XObject", empty).values():
+            form = each.get_object()
+            if form["/Subtype"] == "/Form":
+                form.set_data(b"" if is_hidden(form) else seen(form, form).get_data())
+        names = resources.get("/Properties", empty).get_object()
+        content = ContentStream(stream, writer)
+        blocks: list[bool] = []
+        kept = []
+        for operands, operator in content.operations:
+            if operator in (b"BDC", b"BMC"):
+                blocks.append(operands[0] == "/OC" and is_hidden(names, operands[1]))
+            elif operator == b"EMC":
+                blocks.pop()
+            if not any(blocks) or operator not in _SHOWING:
+                kept.append((operands, operator))
+        content.operations = kept
+        return content
+
+    for page in writer.pages:
+        page.replace_contents(seen(page, page.get_contents()))
+        for note in page.annotations or []:
+            if is_hidden(note.get_object()):
+                note.get_object()[NameObject("/F")] = NumberObject(2)
+    written = io.BytesIO()
+    writer.write(written)
+    return written.getvalue()
+
+
+class _Page(NamedTuple):
+    """Hold the text of a page, with its forms and annotations, and what it lacks."""
+
+    text: str
+    num_unmapped: int
+    """Characters that no font maps to Unicode."""
+    num_hidden: int
+    """Characters outside of the page."""
+    has_notes: bool
+
+
+def _page_text(pdf: Any, number: int) -> _Page:
     from pypdfium2 import raw
 
     page = pdf[number]
-    texts = [*_free_texts(page)]
+    paper = page.get_bbox()
+    notes = sorted(_notes(pdf.formenv, page), key=lambda note: (-note.box[3], note.box[0]))
     is_filled = (
         raw.FPDFPage_GetAnnotCount(page) > 0
         and raw.FPDFPage_Flatten(page, 0) == raw.FLATTEN_SUCCESS
@@ -89,34 +177,117 @@ def _page_text(pdf: Any, number: int) -> tuple[str, int, bool]:
         page.close()
         page = pdf[number]
     shown = page.get_textpage()
-    text = shown.get_text_range().replace("\r\n", "\n").strip()
-    num_unmapped = sum(
-        map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), range(shown.count_chars()))
-    )
+    text = shown.get_text_range()
+    numbers = range(shown.count_chars())
+    num_unmapped = sum(map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), numbers))
+    num_hidden = 0
+    if notes or num_visible(text) != num_visible(shown.get_text_bounded(*paper)):
+        glyphs = [
+            _Glyph(chr(raw.FPDFText_GetUnicode(shown, each) or 0xFFFD), shown.get_charbox(each, loose=True))
+            for each in numbers
+        ]
+        seen = [glyph for glyph in glyphs if glyph.text in "\r\n" or glyph.is_on(paper)]
+        num_hidden = sum(num_visible(glyph.text) for glyph in glyphs if not glyph.is_on(paper))
+        text = _with_notes(seen, [note for note in notes if note.is_on(paper)])
     page.close()
-    return _DIVIDED.sub("-\n", "\n".join(filter(None, (text, *texts)))), num_unmapped, is_filled
+    text = _DIVIDED.sub("-\n", text.replace("\r\n", "\n").strip())
+    return _Page(text, num_unmapped, num_hidden, is_filled or bool(notes))
 
 
-def _free_texts(page: Any) -> Iterator[str]:
-    """Yield what is typed onto a page without the appearance that PDFium needs to show it."""
+class _Glyph(NamedTuple):
+    """A character, or the text of a field or an annotation, and its place on the page."""
+
+    text: str
+    box: tuple[float, float, float, float]
+    """Left, bottom, right and top."""
+
+    def is_on(self, paper: tuple[float, float, float, float]) -> bool:
+        """Return True if a part lies on the page."""
+        left, bottom, right, top = self.box
+        return left <= paper[2] and right >= paper[0] and bottom <= paper[3] and top >= paper[1]
+
+
+def _notes(form: Any, page: Any) -> Iterator[_Glyph]:
+    """Yield the values of fields and the texts that are typed onto a page, and take them off it."""
     from pypdfium2 import raw
 
-    for i in range(raw.FPDFPage_GetAnnotCount(page)):
+    for i in reversed(range(raw.FPDFPage_GetAnnotCount(page))):
         note = raw.FPDFPage_GetAnnot(page, i)
-        is_text = raw.FPDFAnnot_GetSubtype(note) == raw.FPDF_ANNOT_FREETEXT
-        is_shown = raw.FPDFAnnot_HasKey(note, b"AP") or raw.FPDFAnnot_GetFlags(note) & _HIDDEN
-        if is_text and not is_shown:
-            size = raw.FPDFAnnot_GetStringValue(note, b"Contents", None, 0)
-            buffer = (ctypes.c_ushort * (size // 2))()
-            raw.FPDFAnnot_GetStringValue(note, b"Contents", buffer, size)
-            yield bytes(buffer).decode("utf-16-le").rstrip("\0")
+        if not raw.FPDFAnnot_GetFlags(note) & _HIDDEN and (text := _value(form, note)):
+            place = raw.FS_RECTF()
+            raw.FPDFAnnot_GetRect(note, place)
+            yield _Glyph(text, (place.left, place.bottom, place.right, place.top))
+            raw.FPDFPage_RemoveAnnot(page, i)
         raw.FPDFPage_CloseAnnot(note)
 
 
-def join_lines(text: str) -> str:
+def _value(form: Any, note: Any) -> str:
+    """Return the text that a field or a typed annotation shows; empty for any other."""
+    from pypdfium2 import raw
+
+    kind = raw.FPDFAnnot_GetFormFieldType(form, note) if form else raw.FPDF_FORMFIELD_UNKNOWN
+    if kind in (raw.FPDF_FORMFIELD_CHECKBOX, raw.FPDF_FORMFIELD_RADIOBUTTON):
+        return "[x]" if raw.FPDFAnnot_IsChecked(form, note) else "[ ]"
+    if raw.FPDFAnnot_GetSubtype(note) == raw.FPDF_ANNOT_FREETEXT:
+        return _string(raw.FPDFAnnot_GetStringValue, note, b"Contents")
+    if kind < raw.FPDF_FORMFIELD_COMBOBOX or raw.FPDFAnnot_GetFormFieldFlags(form, note) & _PASSWORD:
+        return ""
+    labels = [
+        _string(raw.FPDFAnnot_GetOptionLabel, form, note, option)
+        for option in range(raw.FPDFAnnot_GetOptionCount(form, note))
+        if raw.FPDFAnnot_IsOptionSelected(form, note, option)
+    ]
+    return ", ".join(labels) or _string(raw.FPDFAnnot_GetFormFieldValue, form, note)
+
+
+def _string(get: Callable[..., int], *given: Any) -> str:
+    """Return the text that a function of PDFium writes into a buffer."""
+    size = get(*given, None, 0)
+    buffer = (ctypes.c_ushort * (size // 2))()
+    get(*given, buffer, size)
+    return bytes(buffer).decode("utf-16-le", "replace").replace("\r", "\n").strip("\0 \n")
+
+
+def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
+    """Return the text of a page with each note beside its label."""
+    texts = [glyph.text for glyph in glyphs] + ["\n"]
+    for note in notes:
+        number, follows = _label(glyphs, note)
+        there = texts[number]
+        texts[number] = f"{there} {note.text} " if follows else f" {note.text} {there}"
+    return _SPACES.sub(" ", "".join(texts))
+
+
+def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:
+    """Return the number of the character beside which a note stands, and whether it follows it.
+
+    The label of a note is the nearest word on its line, unless one above or below is much nearer.
+    """
+    left, bottom, right, top = note.box
+    nearest = math.inf
+    number, follows = len(glyphs), True
+    for each, (text, box) in enumerate(glyphs):
+        middle = (box[1] + box[3]) / 2
+        off_line = max(middle - top, bottom - middle, 0)
+        distance = _FAR * off_line + max(left - box[2], box[0] - right, 0)
+        is_before = middle > top or (middle >= bottom and box[0] < right)
+        if not text.isspace() and (distance < nearest or (distance == nearest and is_before)):
+            nearest = distance
+            number, follows = each, is_before
+    step = 1 if follows else -1
+    while 0 <= number + step < len(glyphs) and not glyphs[number + step].text.isspace():
+        number += step
+    return number, follows
+
+
+def join_lines(text: str, compounds: Container[str]) -> str:
     """Join the lines of each paragraph of a page, and the words that are divided between two.
 
     A short line ends its paragraph; an empty one and an item of a list begin another.
+
+    Args:
+        text: Text of the page.
+        compounds: Words of the document, in lower case, that are written with a hyphen.
     """
     lines = [line.strip() for line in text.splitlines()]
     lengths = sorted(map(len, filter(None, lines))) or [0]
@@ -125,10 +296,21 @@ def join_lines(text: str) -> str:
     previous = ""
     for line in lines:
         if line and previous.endswith("-"):
-            joined[-1] = (joined[-1][:-1] if line[0].islower() else joined[-1]) + line
+            joined[-1] = _welded(joined[-1], line, compounds)
         elif not line or len(previous) < full or _ITEM.match(line):
             joined.append(line)
         else:
             joined[-1] += f" {line}"
         previous = line
     return "\n".join(joined)
+
+
+def _welded(begun: str, line: str, compounds: Container[str]) -> str:
+    """Join a line to a text that ends with a hyphen, which belongs to its word or divides it."""
+    head = _LAST_WORD.search(begun)[0]  # type: ignore[index]
+    tail = _FIRST_WORD.match(line)[0]  # type: ignore[index]
+    if head == "-" or tail in _AND:
+        return f"{begun} {line}"
+    if not line[0].islower() or (head + tail).lower() in compounds:
+        return begun + line
+    return begun[:-1] + line

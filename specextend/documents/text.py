@@ -24,6 +24,11 @@ bytes are all ASCII.
 """
 
 
+def num_visible(text: str) -> int:
+    """Return the number of characters that are no white space."""
+    return sum(map(len, text.split()))
+
+
 def decode(data: bytes, encoding: str | None, named: str | None = None) -> str:
     """Decode text by its mark, or else as it names itself, or else as UTF-8 or as is given.
 
