@@ -59,6 +59,7 @@ OWNERS = {
     "duckdb": "specextend/data/",
     "datasets": "specextend/documents/table_rows.py",
     "pypdfium2": "specextend/documents/pdf.py",
+    "pypdf": "specextend/documents/pdf.py",
     "mammoth": "specextend/documents/docx.py",
     "selectolax": "specextend/documents/html.py",
     "webencodings": "specextend/documents/html.py",

@@ -35,7 +35,7 @@ KINDS = {
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
 """How a file is compressed, by its last extension in lower case."""
 _PACKAGES = {
-    "pdf": ("pypdfium2",),
+    "pdf": ("pypdfium2", "pypdf"),
     "docx": ("mammoth", "selectolax"),
     "html": ("selectolax", "webencodings"),
     "xhtml": ("selectolax", "webencodings"),

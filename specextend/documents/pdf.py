@@ -18,10 +18,10 @@ _FULL = 0.7
 """A line this long, relative to the long ones of its page, goes on in the next one."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
 """How PDFium writes the end of a line that divides a word."""
-_SPACES = re.compile("[ \t]+")
+_SPACES = re.compile(r"[ \r]*([ \n])[ \r\n]*")
 _PASSWORD = 1 << 13
 """Flag of fields that show no characters."""
-_FAR = 8
+_FAR = 40
 """How much farther a label seems that is above or below its field, and not on its line."""
 _COMPOUND = re.compile(r"\w+(?:-\w+)+")
 _LAST_WORD = re.compile(r"[\w-]*$")
@@ -34,7 +34,8 @@ _LAYER_OFF = re.compile(rb"/OFF\s*\[\s*\d|/BaseState\s*/OFF")
 _SHOWING = (b"Tj", b"TJ", b"'", b'"', b"Do")
 """Operators that draw text or another object."""
 _NO_TITLE = re.compile(
-    r"(\(anonymous\)|\(unspecified\)|untitled( document|[-_ ]?\d+)?|(powerpoint )?presentation\d*|document\d*)$|"
+    r"(\(anonymous\)|\(unspecified\)|(untitled|document|presentation)[-_ ]?\d*|untitled document|"
+    r"powerpoint presentation)$|"
     r"Microsoft \w+ - |.*\.(pdf|docx?|dotx?|odt|rtf|txt|tex|dvi|ps|indd|qxd|xlsx?|pptx?|html?)$",
     re.IGNORECASE | re.DOTALL,
 )
@@ -71,7 +72,9 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
         compounds = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
         pages = [join_lines(page, compounds) for page in pages]
     is_static = form == pypdfium2.raw.FORMTYPE_XFA_FOREGROUND
-    if form == pypdfium2.raw.FORMTYPE_XFA_FULL or (is_static and not any(page.has_notes for page in read)):
+    if form == pypdfium2.raw.FORMTYPE_XFA_FULL or (
+        is_static and not any(page.has_notes for page in read)
+    ):
         raise UnreadableError(
             "only a cover",
             "is an XFA form, which Adobe's programs alone show; print it as a new PDF",
@@ -183,7 +186,10 @@ def _page_text(pdf: Any, number: int) -> _Page:
     num_hidden = 0
     if notes or num_visible(text) != num_visible(shown.get_text_bounded(*paper)):
         glyphs = [
-            _Glyph(chr(raw.FPDFText_GetUnicode(shown, each) or 0xFFFD), shown.get_charbox(each, loose=True))
+            _Glyph(
+                chr(raw.FPDFText_GetUnicode(shown, each) or 0xFFFD),
+                shown.get_charbox(each, loose=True),
+            )
             for each in numbers
         ]
         seen = [glyph for glyph in glyphs if glyph.text in "\r\n" or glyph.is_on(paper)]
@@ -230,7 +236,10 @@ def _value(form: Any, note: Any) -> str:
         return "[x]" if raw.FPDFAnnot_IsChecked(form, note) else "[ ]"
     if raw.FPDFAnnot_GetSubtype(note) == raw.FPDF_ANNOT_FREETEXT:
         return _string(raw.FPDFAnnot_GetStringValue, note, b"Contents")
-    if kind < raw.FPDF_FORMFIELD_COMBOBOX or raw.FPDFAnnot_GetFormFieldFlags(form, note) & _PASSWORD:
+    if (
+        kind < raw.FPDF_FORMFIELD_COMBOBOX
+        or raw.FPDFAnnot_GetFormFieldFlags(form, note) & _PASSWORD
+    ):
         return ""
     labels = [
         _string(raw.FPDFAnnot_GetOptionLabel, form, note, option)
@@ -255,7 +264,7 @@ def _with_notes(glyphs: list[_Glyph], notes: list[_Glyph]) -> str:
         number, follows = _label(glyphs, note)
         there = texts[number]
         texts[number] = f"{there} {note.text} " if follows else f" {note.text} {there}"
-    return _SPACES.sub(" ", "".join(texts))
+    return _SPACES.sub(r"\1", "".join(texts))
 
 
 def _label(glyphs: list[_Glyph], note: _Glyph) -> tuple[int, bool]:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -37,9 +38,9 @@ def pdf(*objects, info=""):
     return f"%PDF-1.4\n{numbered}trailer<</Size 99/Root 1 0 R/Info<<{info}>>>>\nstartxref\n0\n%%EOF".encode("latin-1")
 
 
-def pages(*texts, catalog="", page="", more="", title=""):
+def pages(*texts, catalog="", page="", more="", title="", resources=""):
     """Pages of lines in a font that everybody knows, and `more`, for which there is one that nobody does."""
-    fonts = "/Resources<</Font<</F1 3 0 R/F2 4 0 R>>>>"
+    fonts = f"/Resources<</Font<</F1 3 0 R/F2 4 0 R>>{resources}>>"
     objects = [f"<</Type/Catalog/Pages 2 0 R{catalog}>>", "", f"<<{HELVETICA}>>", f"<<{UNKNOWN}>>"]
     kids = ""
     for text in texts:
@@ -193,12 +194,91 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
     assert rows(folder, "text") == ["One report.", "café"]
 
 
-@pytest.mark.parametrize("title", ["(anonymous)", "Untitled", "Microsoft Word - draft.doc"])
+@pytest.mark.parametrize(
+    "title", ["(anonymous)", "Untitled-1", "Microsoft Word - draft", "C:\\\\flex.PDF", "Q3 deck.pptx"]
+)
 def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare, title):
     """The name of the file says more."""
     (folder / "report.pdf").write_bytes(pages("One report.", title=title))
     prepare()
     assert rows(folder, "title") == ["report"]
+
+
+def field(place, kind):
+    return f"<</Type/Annot/Subtype/Widget/F 4/Rect[{place}]/T({place}){kind}/DA(/Helv 12 Tf)>>"
+
+
+BOX = "/FT/Btn/V/{0}/AS/{0}/AP<</N<</Yes<<>>/Off<<>>>>>>"
+BUYER = field("220 112 350 130", "/FT/Tx/V(Bob)")
+SELLER = field("20 112 150 130", "/FT/Tx/V(Alice)")
+
+
+@pytest.mark.parametrize(
+    "labels, fields, text",
+    [
+        ("20 136 Tm (Seller) 220 136 Tm (Buyer)", BUYER + SELLER, "Deed\nSeller Alice Buyer Bob"),
+        ("20 98 Tm (Seller) 220 98 Tm (Buyer)", BUYER, "Deed\nSeller Bob Buyer"),
+        ("20 116 Tm (Buyer: ____)", field("60 112 90 130", "/FT/Tx/V(Bob)"), "Deed\nBuyer: ____ Bob"),
+        (
+            "36 136 Tm (Yes) 96 136 Tm (No)",
+            field("80 134 92 146", BOX.format("Off")) + field("20 134 32 146", BOX.format("Yes")),
+            "Deed\n[x] Yes [ ] No",
+        ),
+        (
+            "20 136 Tm (Country) 20 100 Tm (Pin)",
+            field("90 134 200 146", "/FT/Ch/Ff 131072/V(DE)/Opt[[(DE)(Germany)][(FR)(France)]]")
+            + field("90 96 200 110", "/FT/Tx/Ff 8192/V(1234)"),
+            "Deed\nCountry Germany\nPin ****",
+        ),
+        (
+            "20 116 Tm (Seller) 180 116 Tm (Buyer)",
+            "<</Type/Annot/Subtype/FreeText/F 4/Contents(Bob)/Rect[220 112 350 130]>>",
+            "Deed\nSeller Buyer Bob",
+        ),
+    ],
+)
+def test_the_fields_of_a_pdf_stand_beside_their_labels(labels, fields, text, folder, prepare):
+    """They came after the page in the order of the file: `Yes No` and a mark, and the buyer in the seller's place."""
+    shown = re.sub(r"(\d+) (\d+) Tm", r"1 0 0 1 \1 \2 Tm", labels).replace(")", ") Tj")
+    form = pages("Deed", catalog="/AcroForm<</Fields[]>>", page=f"/Annots[{fields}]", more=shown)
+    (folder / "a.pdf").write_bytes(form)
+    prepare(keep_lines=True)
+    assert rows(folder, "text") == [text]
+
+
+@pytest.mark.parametrize(
+    "page, layers, text, num_hidden",
+    [
+        ("/CropBox[0 0 200 200]", "", "Left half\nlayer", 9),
+        ("/CropBox[200 0 500 200]/Rotate 90", "", "Right half", 13),
+        ("", "/OFF[4 0 R]", "Left half\nRight half", 5),
+        ("", "/BaseState/OFF", "Left half\nRight half", 5),
+        ("", "/BaseState/OFF/ON[4 0 R]", "Left half\nRight half\nlayer", 0),
+    ],
+)
+def test_what_a_pdf_does_not_show_is_left_out_and_counted(page, layers, text, num_hidden, folder, prepare):
+    """Two halves of one sheet both held the whole sheet, and an old layer was read with the new one."""
+    (folder / "a.pdf").write_bytes(
+        pages(
+            "Left half",
+            catalog=f"/OCProperties<</OCGs[4 0 R]/D<<{layers}>>>>",
+            page=page,
+            more="1 0 0 1 220 136 Tm (Right half) Tj 1 0 0 1 20 50 Tm /OC /A BDC (layer) Tj EMC",
+            resources="/Properties<</A 4 0 R>>",
+        )
+    )
+    prepare(keep_lines=True)
+    assert rows(folder, "text", "hidden_characters") == [{"text": text, "hidden_characters": num_hidden}]
+
+
+def test_a_hyphen_that_belongs_to_its_word_stays(folder, prepare):
+    """`Vor-` and `und Nachteile` became `Vorund Nachteile`, and a compound lost the hyphen that it has elsewhere."""
+    (folder / "a.pdf").write_bytes(
+        pages("Vor-\nund Nachteile, a state-of-\nthe-art docu-\nment, Nord-\nSee.", "Still state-of-the-art.")
+    )
+    prepare()
+    text = "Vor- und Nachteile, a state-of-the-art document, Nord-See.\n\nStill state-of-the-art."
+    assert rows(folder, "text") == [text]
 
 
 def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare):
@@ -611,6 +691,21 @@ def test_what_the_text_of_a_pdf_lacks_is_said(folder):
         ),
         ("<w:del><w:r><w:t>old</w:t></w:r></w:del><w:moveFrom><w:r><w:t>old</w:t></w:r></w:moveFrom>", ""),
         ("<w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>", ""),
+        (
+            '<w:r><w:t>end</w:t><w:br w:type="page"/><w:t>start</w:t><w:br w:type="column"/><w:t>more</w:t></w:r>',
+            "end\nstart\nmore",
+        ),
+        (
+            "<w:r><w:t>Buyer:</w:t></w:r><w:sdt><w:sdtPr><w:showingPlcHdr/></w:sdtPr><w:sdtContent><w:r><w:t>Click</w:t>"
+            "</w:r></w:sdtContent></w:sdt>",
+            "Buyer:",
+        ),
+        (
+            '<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="red"/>'
+            '<w:listEntry w:val="blue"/></w:ddList></w:ffData></w:fldChar></w:r><w:r><w:instrText>FORMDROPDOWN'
+            '</w:instrText></w:r><w:r><w:fldChar w:fldCharType="end"/></w:r>',
+            "blue",
+        ),
         ('<w:r><w:sym w:font="Arial" w:char="20AC"/><w:ptab/><w:t>5</w:t></w:r>', "\u20ac 5"),
         ("<w:fldSimple><w:r><w:t>3</w:t><w:cr/><w:t>4</w:t></w:r></w:fldSimple>", "3\n4"),
         (
@@ -626,3 +721,4 @@ def test_a_word_file_has_the_text_that_its_reader_sees(xml, text, folder, prepar
     (folder / "a.docx").write_bytes(docx("one", xml, "two"))
     prepare()
     assert rows(folder, "text") == ["\n".join(filter(None, ("one", text, "two")))]
+    assert rows(folder, "hidden_characters") == [xml.count("old") * 3 + xml.count("hidden") * 6]
