@@ -66,7 +66,7 @@ OWNERS = {
     "xllamacpp": "benchmarks/llama_server.py",
     "matplotlib": "benchmarks/tables.py",
     "pandas": "benchmarks/tables.py",
-    "jinja2": "specextend/report/page.py specextend/data/instructions.py",
+    "jinja2": "specextend/report/page.py specextend/data/instructions.py specextend/data/prompts.py",
     "pydantic": "specextend/config.py specextend/data/run_folder.py specextend/drafters/ benchmarks/benchmark.py",
     "yaml": "specextend/config.py benchmarks/benchmark.py",
     "click": "specextend/cli/",

@@ -10,18 +10,20 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import Undefined, meta, nodes
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import Values, first_line, mended
+from specextend.core import Values, did_you_mean, first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -68,6 +70,8 @@ _CHANCE = re.compile(r"\| *random\b|\blipsum\(|<[\w ,.'<>-]+ at 0x[0-9a-f]{6,}>"
 """What a chat template must not ask of jinja2, nor write."""
 _PROBE = "\u20630" * 50_000
 """A long document that looks like no text, to see what a chat template does with one."""
+_MARKS = range(0xE000, 0xF8FF)
+"""Characters for private use, of which each message has another one when a template is checked."""
 _STAND_INS = range(0xF0000, 0xFFFFE)
 """Characters for private use. Some that a document lacks stand for the first ones of control tokens
 in its text.
@@ -190,7 +194,7 @@ class Prompts:
         self._control_begins = re.compile(f"(?={names})(.)", re.DOTALL)
         self._bos = _bos(tokenizer)
         source = template_source(tokenizer, options)
-        self._chat = _chat(tokenizer, options, source)
+        self._chat = _Chat(tokenizer, options, source)
         said = (source, tokenizer.get_added_vocab())
         self._thinking = next(
             (pair for place in said for pair in THINKING if pair[1] in place), None
@@ -208,6 +212,7 @@ class Prompts:
         )
         with _at_most(TEMPLATE_S):
             rendered = self._rendered(_PROBE)
+            self._chat.check()
         if (count := rendered.count(_PROBE)) != 1:
             raise ValueError(
                 f"the chat template renders a document {count} times, but must render all of it "
@@ -407,7 +412,7 @@ class Prompts:
             free = (chr(code) for code in _STAND_INS if chr(code) not in data)
             stand_ins = dict(zip({token[0] for token in self._names}, free, strict=False))
             data = self._control_begins.sub(lambda found: stand_ins[found[1]], data)
-        written = self._chat(before + data + after if instruction is None else data)
+        written = self._chat.write(before + data + after if instruction is None else data)
         named = self._control.sub(lambda found: self._names[found[0]], written)
         return named.translate({ord(other): first for first, other in stand_ins.items()})
 
@@ -482,43 +487,109 @@ def with_time(options: PromptOptions, tokenizer: Any, recorded: str | None) -> P
     return replace(options, template_options=options.template_options | {CLOCK: time})
 
 
-def _chat(tokenizer: Any, options: PromptOptions, source: str) -> Callable[[str], str]:
-    """Return what writes the prompt around a user message. Raises ValueError for a bad template or
-    time.
+_Turn = tuple[str, str, str]
+"""A message: what it is in the configuration, its role and its content."""
+
+
+class _Chat:
+    """The chat template with what a run says around a user message. Raises ValueError for a bad
+    template or time.
     """
-    from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
-    if found := _CHANCE.search(source):
-        raise ValueError(
-            f"the chat template draws at random ({found[0]}), so that each process has another "
-            "prompt"
-        )
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    for example in options.examples:
-        messages += [
-            {"role": "user", "content": example.user},
-            {"role": "assistant", "content": example.assistant},
-        ]
-    told = str(options.template_options.get(CLOCK, datetime.now()))
-    try:
-        now = datetime.fromisoformat(told)
-    except ValueError:
-        raise ValueError(
-            f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}"
-        ) from None
-    variables = {
-        "tools": None,
-        "documents": None,
-        **tokenizer.special_tokens_map,
-        **options.template_options,
-        CLOCK: now.strftime,
-        "add_generation_prompt": True,
-    }
-
-    def write(content: str) -> str:
+    def __init__(self, tokenizer: Any, options: PromptOptions, source: str):
+        if found := _CHANCE.search(source):
+            raise ValueError(
+                f"the chat template draws at random ({found[0]}), so that each process has another "
+                "prompt"
+            )
+        told = str(options.template_options.get(CLOCK, datetime.now()))
         try:
-            asked = [*messages, {"role": "user", "content": content}]
-            return str(compile_template(source).render(variables, messages=asked))
+            now = datetime.fromisoformat(told)
+        except ValueError:
+            raise ValueError(
+                f"prompt.template_options.{CLOCK} must be a time like 2026-01-31T08:00, got {told}"
+            ) from None
+        self._source = source
+        self._options = dict(options.template_options)
+        self._fixed = {CLOCK: now.strftime, "add_generation_prompt": True}
+        self._variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
+        self._own = {CLOCK} if CLOCK in source else set()
+        if tokenizer.chat_template:
+            self._own.add("chat_template")
+        turns: list[_Turn] = []
+        if options.system:
+            turns.append(("prompt.system", "system", options.system))
+        for number, example in enumerate(options.examples):
+            turns += [
+                (f"prompt.examples[{number}].user", "user", example.user),
+                (f"prompt.examples[{number}].assistant", "assistant", example.assistant),
+            ]
+        self._turns = turns
+
+    def write(self, content: str) -> str:
+        """Write the prompt around a user message. Raises ValueError if a message is not all in
+        it.
+        """
+        turns = [*self._turns, ("the document's message", "user", content)]
+        return self._whole(turns, self._options)
+
+    def check(self) -> None:
+        """Raise ValueError for a message or an option that the template takes no notice of."""
+        marks = map(chr, _MARKS)
+        turns = [*self._turns, ("the document's message", "user", "x")]
+        told_apart = [(what, role, next(marks) * len(text)) for what, role, text in turns]
+        self._whole(told_apart, self._options)
+        if options := self._options.keys() - self._own:
+            self._check_options(options, turns)
+
+    def _check_options(self, names: set[str], turns: list[_Turn]) -> None:
+        tree = self._template.environment.parse(self._source)
+        known = meta.find_undeclared_variables(tree) - self._fixed.keys() - {"messages"}
+        for name in sorted(names - known):
+            raise ValueError(
+                f"prompt.template_options.{name}: the chat template takes no such variable"
+                f"{did_you_mean(name, known)}; it takes {', '.join(sorted(known)) or 'none'}"
+            )
+        texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        for name in sorted(names):
+            for value, put in _leaves(self._options[name]):
+                others: dict[Any, list[Any]] = {True: [False, Undefined()], False: [True]}
+                tried = others.get(value) or [f"{value}x", *(texts - {""})]
+                if not any(self._tells(turns, {name: put(other)}) for other in tried):
+                    raise ValueError(
+                        f"prompt.template_options.{name}: the chat template does not look at "
+                        f"{json.dumps(value)}: give what it tests, such as true or false without "
+                        "quotes, or leave it out"
+                    )
+
+    def _tells(self, turns: list[_Turn], other: Values) -> bool:
+        """Return True if another value of an option makes another prompt, or none."""
+        try:
+            return self._render(turns, self._options | other) != self._render(turns, self._options)
+        except ValueError:
+            return True
+
+    def _whole(self, turns: list[_Turn], options: Values) -> str:
+        written = self._render(turns, options)
+        for what, _, text in turns:
+            if text.strip() not in written and _dense(text) not in _dense(written):
+                raise ValueError(
+                    f"the chat template does not render all of {what}; change that, or take a "
+                    "model whose template does"
+                )
+        return written
+
+    @property
+    def _template(self) -> Any:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return _compile_jinja_template(self._source)
+
+    def _render(self, turns: list[_Turn], options: Values) -> str:
+        messages = [{"role": role, "content": content} for _, role, content in turns]
+        given = {**self._variables, **options, **self._fixed, "messages": messages}
+        try:
+            return str(self._template.render(given))
         except TimeoutError:
             raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
         except Exception as error:
@@ -527,7 +598,27 @@ def _chat(tokenizer: Any, options: PromptOptions, source: str) -> Callable[[str]
                 "system message, leave out prompt.system"
             ) from error
 
-    return write
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def _leaves(value: Any) -> Iterator[tuple[str | bool, Callable[[Any], Any]]]:
+    """Yield each text and truth value of an option, with a function that puts another in its
+    place.
+    """
+    if isinstance(value, str | bool):
+        yield value, lambda other: other
+    elif isinstance(value, Mapping | Sequence):
+        for key in value if isinstance(value, Mapping) else range(len(value)):
+            for leaf, put in _leaves(value[key]):
+                yield leaf, partial(_with, value, key, put)
+
+
+def _with(value: Any, key: Any, put: Callable[[Any], Any], other: Any) -> Any:
+    changed = copy.copy(value)
+    changed[key] = put(other)
+    return changed
 
 
 @contextmanager

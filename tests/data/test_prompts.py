@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import re
 import string
 from datetime import date, datetime
 from itertools import chain, product
@@ -206,7 +207,7 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     [
         ("{{ raise_exception('no system role') }}", "refuses the prompt .*leave out prompt.system"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "renders a document 2 times"),
-        ("{{ messages[-1].content[:900] }}", "must render all of it once"),
+        ("{{ messages[-1].content[:900] }}", "does not render all of the document's message"),
         ("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4, r"does not end within 1 s"),
         ("{{ ['a', 'b'] | random }} {{ messages[0].content }}", "draws at random"),
         ("{{ messages[0].content }} {{ messages | map('upper') }}", "a place in memory"),
@@ -219,6 +220,76 @@ def test_a_template_that_cannot_take_the_document_is_refused(plain_tokenizer, te
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
         Prompts(tokenizer, PromptOptions(), 1000)
+
+
+EXAMPLES = (Example(user="Do: a b", assistant="It."), Example(user="Do: a b", assistant="<t></think> Is."))
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, dropped",
+    [
+        ("{{ messages[-1].content }}", "prompt.system"),
+        ("{{ messages[0].content[:9] }}{% for m in messages[1:] %}{{ m.content }}{% endfor %}", "prompt.system"),
+        ("{% for m in [messages[0]] + messages[2:] %}{{ m.content }}{% endfor %}", "prompt.examples[0].user"),
+        ("{% for m in messages %}{{ m.content if m.role != 'assistant' }}{% endfor %}", "prompt.examples[0].assistant"),
+        ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}", "prompt.examples[1].assistant"),
+        ("{% for m in messages %}{{ m.content.split('\n\n')[-1] }}{% endfor %}", "the document's message"),
+        ("{% for m in messages %}{{ m.content | replace(' ', '  ') | trim }}{% endfor %}", None),
+    ],
+)
+def test_a_template_that_drops_what_it_is_given_is_refused(chat_tokenizer, template, dropped):
+    """A night's documents were summarised without the system message, and nobody was told."""
+    tokenizer = copy.copy(chat_tokenizer)
+    tokenizer.chat_template = template
+    options = PromptOptions(system="Be brief: a b Do: a b", examples=EXAMPLES)
+    if dropped is None:
+        assert Prompts(tokenizer, options, 10_000).num_template_tokens
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"the chat template does not render all of {dropped};")):
+            Prompts(tokenizer, options, 10_000)
+
+
+@pytest.mark.parametrize(
+    "template, options, message",
+    [
+        (
+            "{% if think %}T{% endif %}",
+            {"thinks": True},
+            "thinks: the chat template takes no such variable; did you mean think?",
+        ),
+        (
+            "{% macro f(think) %}{{ think }}{% endmacro %}{{ f(1) }}{# think #}",
+            {"think": True},
+            "no such variable; it takes none",
+        ),
+        ("", {"messages": []}, "messages: the chat template takes no such variable"),
+        ("", {CLOCK: "2026-01-31"}, "strftime_now: the chat template takes no such variable"),
+        ("{% if think %}T{% endif %}", {"think": "false"}, 'think: the chat template does not look at "false": give'),
+        ("{% if think is defined and think is false %}T{% endif %}", {"think": "no"}, 'does not look at "no"'),
+        ("{% set t = think | default(true) %}{{ 'T' if not t else 'F' }}", {"think": "off"}, 'does not look at "off"'),
+        (
+            "{% macro f(t) %}{% if t.on %}T{% endif %}{% endmacro %}{{ f(think) }}",
+            {"think": {"on": "0"}},
+            'look at "0"',
+        ),
+        ("{% if think == 'on' %}T{% endif %}", {"think": True}, "does not look at true"),
+        ("{% if think == 'on' %}T{% endif %}", {"think": "off"}, None),
+        ("{% if think is defined %}T{% endif %}", {"think": True}, None),
+        ("{% if think %}Effort: {{ think }}{% endif %}", {"think": "low"}, None),
+        ("{% if think not in ['a', 'b'] %}{{ raise_exception('') }}{% endif %}", {"think": "a"}, None),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", {"tools": [{"name": "x", "strict": True}]}, None),
+    ],
+)
+def test_an_option_that_the_template_takes_no_notice_of_is_refused(chat_tokenizer, template, options, message):
+    """`enable_thinking: "false"` is true for a template, and a misspelt one nothing: a night of thoughts."""
+    tokenizer = copy.copy(chat_tokenizer)
+    tokenizer.chat_template = template + EACH
+    if message is None:
+        assert shown(tokenizer, "x", template_options=options)
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Prompts(tokenizer, PromptOptions(template_options=options), 10_000)
 
 
 WORDS = "The committee found that reports, once written, are not read. In 1,024 cases (see below) nobody's was.\n"
