@@ -82,6 +82,11 @@ def prepare() -> None:
         metavar="GIB",
         help="of each process that reads (4)",
     ),
+    click.option(
+        "--reader",
+        metavar="MODULE:FUNCTION",
+        help="your function from path and bytes to a text, texts of pages, or None",
+    ),
     click.option("--workers", type=_POSITIVE, help="processes that read files; all processors"),
     click.option("--remove-gone", is_flag=True, help="remove documents whose file is gone"),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,9 @@ def init(path: str, config: tuple[str, ...], to: Path | None) -> int:
     )
     if found.differs:
         show(printable(f"the files differ: {found.differs}"))
+    if found.skipped:
+        prepared = f"specextend prepare documents {shlex.quote(path)} --output out/{stem}-documents"
+        show(printable(f"not read, for they are no Parquet: {found.skipped}; run {prepared}"))
     has = tuple(filter(None, (found.text, found.id, *found.others)))
     for column in sorted({*Instruction("prompt.instruction", instruction).columns} - {*has}):
         wanted = f"the task wants a column {column}; the data has {', '.join(has)}"

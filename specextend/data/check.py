@@ -26,7 +26,7 @@ from specextend.data.inputs import (
     unreachable,
     unreadable,
 )
-from specextend.data.listing import Listing, check_apart, list_input
+from specextend.data.listing import Listing, check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     compact_columns,
     gathered,
@@ -434,6 +434,8 @@ class Guess(NamedTuple):
     """How the columns of another file differ, in one line; empty if they do not in those looked
     at.
     """
+    skipped: str
+    """Numbers of other files in the folder, by extension; empty if there are none."""
 
 
 def guess_columns(path: str) -> Guess:
@@ -458,7 +460,15 @@ def guess_columns(path: str) -> Guess:
     found, why = _guess_id(columns, lengths, rows)
     others = tuple(column for column in table.column_names if column not in (text, found))
     why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
-    return Guess(text, why_text, found, why, others, _difference(listing, table.schema))
+    return Guess(
+        text,
+        why_text,
+        found,
+        why,
+        others,
+        _difference(listing, table.schema),
+        describe_skipped(listing.skipped),
+    )
 
 
 def _guess_text(name: str, columns: dict[str, pa.ChunkedArray], lengths: dict[str, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.storage import Location, is_passing, is_uri, resolve
 
-_SUFFIXES = (".parquet", ".pq", ".parq")
+PARQUET = (".parquet", ".pq", ".parq")
 """Extensions of Parquet files in a folder, in upper or lower case."""
 _TABLES = {"_delta_log": "a Delta", ".hoodie": "a Hudi", "metadata": "an Iceberg"}
 """Folders in which formats of tables keep which of their files count."""
@@ -89,14 +90,14 @@ def list_input(path: str) -> Listing:
             f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` "
             "does not)"
         )
-    wanted = [file for file in files if pattern or file.relative_path.lower().endswith(_SUFFIXES)]
+    wanted = [file for file in files if pattern or file.relative_path.lower().endswith(PARQUET)]
     skipped = Counter(_ending(file.relative_path) for file in {*files}.difference(wanted))
     if not wanted:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
-            f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a "
-            "folder that holds some, or a glob (specextend prepare documents makes Parquet of PDF, "
-            "DOCX, HTML, text, JSONL and CSV)"
+            f"input.path {path} has no file that ends in {', '.join(PARQUET)}{there}; give a "
+            "folder that holds some, or a glob, or make Parquet of documents: specextend prepare "
+            f"documents {shlex.quote(path)} --output FOLDER"
         )
     for folder, kind in below.items():
         if any(f"/{file.relative_path}".startswith(f"/{folder}/") for file in wanted):

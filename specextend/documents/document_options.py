@@ -46,6 +46,10 @@ class DocumentOptions:
     """Seconds that a file may take, and one more for each MiB of it."""
     memory_gib: float = 4.0
     """Memory that a process which reads files may take."""
+    reader: str | None = None
+    """Function that gets the path and the bytes of each file and returns its text, the texts of its
+    pages, or None to leave the file to specextend: `module:function`.
+    """
     limit: int | None = None
     """Most files that one call reads."""
     remove_gone: bool = False

@@ -1,31 +1,36 @@
 """Processes that read files. A file that hangs its reader, or ends it, fails alone."""
 
+import importlib
 import io
 import multiprocessing
+import operator
+import os
 import resource
 import secrets
 import signal
+import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from specextend.core import Values, one_line
+from specextend.data.inputs import InputError
 from specextend.data.prepared import Failure
 from specextend.data.storage import (
     Location,
     is_away,
     read_again,
 )
-from specextend.documents.document_options import DocumentOptions, UnreadableError
+from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.document_set import (
     write_rows,
 )
@@ -73,6 +78,8 @@ def _read_file(
         return read_again(file.location, partial(_parse, file, folder, options), file.size)
     except UnreadableError as error:
         return _failed(file, error.reason, error.message)
+    except InputError:
+        raise
     except MemoryError:
         return _failed(file, "too large", "needs more memory than a file may take (--memory-limit)")
     # on damaged bytes the parsers raise whatever they run into; the other files go on
@@ -93,9 +100,59 @@ def _parse(
     if read_rows := ROW_READERS.get(file.kind):
         lines = read_rows(io.BufferedReader(stream, _BUFFER), options)
         return read_table(file, lines, folder, options)
-    row = read_document(file.kind, stream.read(), options)
+    data = stream.read()
+    row = read_document(file.kind, data, options, _given(file.path, data, options))
     row["title"] = row["title"] or PurePath(file.path).stem
     return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
+
+
+def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:
+    """Return what the reader of the user makes of a file; None leaves it to ours.
+
+    Raises:
+        UnreadableError: The reader failed.
+        InputError: The reader cannot be loaded, or returned something else than texts.
+    """
+    if options.reader is None:
+        return None
+    try:
+        pages = load_reader(options.reader)(path, data)
+    except MemoryError:
+        raise
+    except Exception as error:
+        said = f"made {options.reader} fail: {type(error).__name__}: {one_line(error)}"
+        raise UnreadableError("reader failed", said) from error
+    if pages is None:
+        return None
+    texts = [pages] if isinstance(pages, str) else pages
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            f"{options.reader} returned {type(pages).__name__} for {path}; return a text, a list "
+            "of the texts of pages, or None"
+        )
+    texts = [text.strip() for text in texts]
+    return "", "\n\n".join(filter(None, texts)), {"pages_without_text": texts.count("")}
+
+
+@cache
+def load_reader(name: str) -> Callable[[str, bytes], Any]:
+    """Import a function by `module:function`, also from the current folder.
+
+    Raises:
+        InputError: There is no such function, or its module cannot be imported.
+    """
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = operator.attrgetter(function)(importlib.import_module(module))
+        if not callable(found):
+            raise TypeError(f"{function} is no function")
+        return found
+    except Exception as error:
+        raise InputError(
+            f"--reader {name} cannot be loaded ({type(error).__name__}: {one_line(error)}); give "
+            "module:function, and install what the module imports"
+        ) from error
 
 
 def _columns(file: SourceFile) -> Values:
@@ -148,10 +205,10 @@ class _Reader:
         """Return what a file holds, or that it takes too long or ends the process."""
         try:
             if self._process is None:
-                self._start()
+                self.start()
             self._connection.send(file)
             if self._connection.poll(self._options.time_limit_s + file.size / (1 << 20)):
-                return self._connection.recv()
+                return self._answer()
             reason = "too slow"
             message = "was not read in the time that a file may take (--time-limit)"
         except (EOFError, OSError):
@@ -163,7 +220,8 @@ class _Reader:
         self.stop()
         return _failed(file, reason, message)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process. Raises InputError if the reader of the user cannot be loaded."""
         # a fork would copy the locks of pyarrow's threads
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -172,15 +230,35 @@ class _Reader:
         )
         self._process.start()
         theirs.close()
-        self._connection.recv()  # the time of a file begins when the process is ready
+        self._answer()  # the time of a file begins when the process is ready
+
+    def _answer(self) -> Any:
+        answer = self._connection.recv()
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
 
     def stop(self) -> None:
         """End the process."""
         process = self._process
         self._process = None
         if process is not None:
+            with suppress(ProcessLookupError):  # it may not have a group yet
+                os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
+
+
+def check_reader(folder: Location, options: DocumentOptions) -> None:
+    """Raise InputError if the reader of the user cannot be loaded in a process that reads files."""
+    reader = _Reader(folder, options)
+    try:
+        reader.start()
+    except EOFError as error:
+        message = f"--reader {options.reader} ended its process while it was loaded"
+        raise InputError(f"{message}; it may need more memory (--memory-limit)") from error
+    finally:
+        reader.stop()
 
 
 def read_files(
@@ -223,7 +301,14 @@ def _serve(connection: Connection, folder: Location, options: DocumentOptions) -
     resource.setrlimit(
         resource.RLIMIT_AS, (int(options.memory_gib * (1 << 30)), resource.RLIM_INFINITY)
     )
-    connection.send(None)
-    with suppress(EOFError):
-        while True:
-            connection.send(_read_file(connection.recv(), folder, options))
+    os.setsid()  # programs that a reader starts end with it
+    sys.stdout = sys.stderr
+    try:
+        if options.reader is not None:
+            load_reader(options.reader)
+        connection.send(None)
+        with suppress(EOFError):
+            while True:
+                connection.send(_read_file(connection.recv(), folder, options))
+    except InputError as error:
+        connection.send(error)

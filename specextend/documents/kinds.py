@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from specextend.core import Values
 from specextend.data.inputs import InputError
+from specextend.data.prepared import LEFT_OUT
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.docx import read_docx
 from specextend.documents.html import read_html
@@ -34,6 +35,15 @@ KINDS = {
 """The kind of a file, by its extension in lower case."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
 """How a file is compressed, by its last extension in lower case."""
+_OTHERS = {
+    b"{\\rtf": "RTF",
+    b"\xd0\xcf\x11\xe0": "an old Office file",
+    b"PK\3\4": "a ZIP archive",
+    b"PAR1": "Parquet",
+}
+"""Beginnings of files that are not read, whatever their name."""
+OTHER = "other"
+"""Kind of a file that only `--reader` may read."""
 _PACKAGES = {
     "pdf": ("pypdfium2", "pypdf"),
     "docx": ("mammoth", "selectolax"),
@@ -64,11 +74,13 @@ def check_packages(kinds: Iterable[str]) -> None:
             )
 
 
-def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
+def read_document(
+    kind: str, data: bytes, options: DocumentOptions, given: Text | None = None
+) -> Values:
     """Return title, empty if there is none, and text of a file, and of a PDF what it lacks. Raises
     UnreadableError, and on damaged bytes whatever the parsers run into.
     """
-    title, text, counts = _READERS[kind](data, options)
+    title, text, counts = given or _READERS[kind](data, options)
     if not text.strip():
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
@@ -78,11 +90,26 @@ def read_document(kind: str, data: bytes, options: DocumentOptions) -> Values:
     return {"title": " ".join(whole[0].split()), "text": whole[1], **counts}
 
 
+def _read_text(data: bytes, options: DocumentOptions) -> Text:
+    for sign, name in _OTHERS.items():
+        if data.startswith(sign):
+            message = f"is {name} and no text; save it as DOCX or PDF, or read it with --reader"
+            raise UnreadableError("other kind", message)
+    return "", decode(data, options.encoding), {}
+
+
+def _read_other(data: bytes, options: DocumentOptions) -> Text:
+    raise UnreadableError(
+        LEFT_OUT, f"is of a kind that is not read, and {options.reader} gave None"
+    )
+
+
 _READERS: dict[str, Callable[[bytes, DocumentOptions], Text]] = {
     "pdf": read_pdf,
     "docx": read_docx,
     "html": read_html,
     "xhtml": partial(read_html, is_xml=True),
     "markdown": read_markdown,
-    "text": lambda data, options: ("", decode(data, options.encoding), {}),
+    OTHER: _read_other,
+    "text": _read_text,
 }

@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from specextend.core import Values, counted
 from specextend.data.inputs import InputError
-from specextend.data.listing import FoundFile, each_once, find, is_hidden
+from specextend.data.listing import PARQUET, FoundFile, each_once, find, is_hidden
 from specextend.data.prepared import ERRORS, GONE, LEFT_OUT, Failure, read_errors
 from specextend.data.storage import (
     Location,
@@ -30,10 +30,23 @@ from specextend.documents.document_set import (
     settle,
     write_rows,
 )
-from specextend.documents.file_readers import Reading, SourceFile, read_files, read_table
-from specextend.documents.kinds import check_packages, kind_of
+from specextend.documents.file_readers import (
+    Reading,
+    SourceFile,
+    check_reader,
+    read_files,
+    read_table,
+)
+from specextend.documents.kinds import OTHER, check_packages, kind_of
 from specextend.documents.table_rows import NumberedRow
 
+_AS_IT_IS = (
+    "is Parquet, which specextend run reads as it is: specextend init FILE writes its configuration"
+)
+_OTHER_KIND = (
+    "is of a kind that is not read; --pattern takes it if it is text, --reader if a function of "
+    "yours reads it"
+)
 _HIDDEN = (".", "~$")
 """Beginnings of names that users do not see, and of what Word keeps beside an open file."""
 _PART_BYTES = 64 << 20
@@ -111,7 +124,10 @@ def prepare_documents(
     todo = new[: options.limit]
     paths = {file.path for file in todo}
     failures += [failure for failure in named if failure.path in listed - paths]
-    check_packages({file.kind for file in todo})
+    if options.reader is None:
+        check_packages({file.kind for file in todo})
+    else:
+        check_reader(folder, options)
     gone = known.keys() - listed
     message = (
         "is not found this time; its documents "
@@ -211,11 +227,8 @@ def find_files(
             )
             found.setdefault(path, SourceFile(location, path, doc_id, kind, file.size, modified))
     if not found:
-        seen = f"; {counted(len(others), 'file')} of other kinds" if others else ""
-        raise InputError(
-            f"there is no file to read in {', '.join(sources)}{seen}; --pattern names those to "
-            "read as text"
-        )
+        why = {failure.message: f"; {name} {failure.message}" for name, failure in others.items()}
+        raise InputError(f"there is no file to read in {', '.join(sources)}{''.join(why.values())}")
     return sorted(found.values(), key=lambda file: file.path), list(others.values())
 
 
@@ -225,13 +238,19 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
         return Failure(
             path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it"
         )
+    if relative.lower().endswith(PARQUET):
+        if is_named:
+            raise InputError(f"{path} {_AS_IT_IS}")
+        return Failure(path, None, LEFT_OUT, _AS_IT_IS)
     is_wanted = is_named or any(PurePath(relative).match(pattern) for pattern in options.patterns)
     if options.patterns and not is_wanted:
         return Failure(path, None, LEFT_OUT, "has a name that no pattern matches")
-    kind = kind_of(relative) or ("text" if is_wanted else None)
-    return kind or Failure(
-        path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it"
-    )
+    kind = kind_of(relative)
+    if kind is None and options.reader:
+        kind = OTHER
+    elif kind is None and is_wanted:
+        kind = "text"
+    return kind or Failure(path, None, LEFT_OUT, _OTHER_KIND)
 
 
 def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:

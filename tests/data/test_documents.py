@@ -316,6 +316,61 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
     assert len(list(Path(f"{folder}.out").glob("part-*"))) == 1
 
 
+READER = """
+import os, sys
+not_callable = 5
+def wrong(path, data):
+    return 5
+def read(path, data):
+    print("a line that is no result")
+    match os.path.basename(path):
+        case "dies.png":
+            os.kill(os.getpid(), 9)
+        case "fails.tiff":
+            raise KeyError("page 3")
+        case "ours.html" | "photo.jpg":
+            return None
+    return ["first\\0", " ", data.decode()]
+"""
+
+
+def test_a_reader_of_ones_own_takes_what_it_wants_and_its_faults_are_those_of_files(folder, prepare, monkeypatch):
+    """Text recognition, tables and slides need other programs, which fail, die and leave pages empty."""
+    monkeypatch.chdir(folder.parent)
+    Path("mine.py").write_text(READER)
+    for name in ("dies.png", "fails.tiff", "ours.html", "photo.jpg", "scan.pdf"):
+        (folder / name).write_text("<p>page")
+    bad = {
+        "mine:wrong": "returned int for",
+        "mine:none": "AttributeError",
+        "mime:read": "ModuleNotFound",
+        "mine": "give module:function",
+    }
+    for name, said in bad.items() | {("mine:not_callable", "no function")}:
+        with pytest.raises(InputError, match=said):
+            prepare(reader=name)
+    assert not prepare(patterns=["*.html"]).has_failed
+    prepare(reader="mine:read")
+    assert rows(folder, "id", "text", "pages_without_text") == [
+        {"id": "ours.html", "text": "page", "pages_without_text": None},
+        {"id": "scan.pdf", "text": "first\ufffd\n\n<p>page", "pages_without_text": 1},
+    ]
+    assert failures(folder) == {"dies.png": "crashed", "fails.tiff": "reader failed", "photo.jpg": "left out"}
+
+
+def test_what_is_no_text_is_named_with_what_reads_it(folder, prepare):
+    """RTF was read with its codes, and Parquet was sent to `--pattern`, which took it for text that is not UTF-8."""
+    (folder / "a.rtf").write_text(r"{\rtf1 text}")
+    (folder / "b.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"b\.parquet is Parquet, which specextend run reads as it is"):
+        prepare(f"{folder}/b.parquet")
+    for patterns, said in (((), "a.rtf is of a kind .*--reader"), (["*.parquet"], "b.parquet is Parquet, .* init")):
+        with pytest.raises(InputError, match=f"there is no file to read in .*{said}"):
+            prepare(patterns=patterns)
+    assert prepare(patterns=["*.rtf"]).has_failed
+    assert failures(folder) == {"a.rtf": "other kind", "b.parquet": "left out"}
+
+
 def test_a_file_that_hangs_its_reader_fails_alone(folder, prepare):
     """Elements inside each other, 400,000 deep, take minutes."""
     (folder / "a.html").write_text("<div>" * 400_000)

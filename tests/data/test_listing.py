@@ -37,7 +37,9 @@ def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path, write
     assert source.warning == f"files not read in {tmp_path}/in: {said}"
     assert opened(f"{tmp_path}/in/*.parquet").warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
-    with pytest.raises(InputError, match=r"in .parquet, .pq, .parq, only 2 .jsonl, .*prepare documents makes Parquet"):
+    with pytest.raises(
+        InputError, match=r"in .parquet, .pq, .parq, only 2 .jsonl, .*specextend prepare documents .*in --output FOLDER"
+    ):
         list_input(str(tmp_path / "in"))
 
 

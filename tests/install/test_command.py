@@ -260,7 +260,9 @@ def test_init_says_what_the_data_lacks_for_the_task(tmp_path, monkeypatch):
     texts = [f"Report {number} of the committee, which met." for number in range(12)]
     write_corpus(tmp_path / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
     write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
+    (tmp_path / "data" / "c.pdf").touch()
     ended = specextend("init", "data", "--config", "tiny-random", "--config", "question").exits(0)
+    assert ": 1 .pdf; run specextend prepare documents data --output out/data-documents\n" in ended.stdout
     assert "of the id: Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
     assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
     assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
