@@ -4,7 +4,7 @@ import io
 import re
 import zipfile
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count
 from pathlib import PurePath
 from xml.etree import ElementTree
 
@@ -14,6 +14,9 @@ from specextend.documents.text import num_visible
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
 """Parts of a DOCX file that have its text."""
+_NOTE = re.compile(r'<li id="(foot|end)note-[^"]*"><p>')
+"""How mammoth begins a note, without the mark that it has in the text."""
+_BACK = re.compile(r'<a href="#(foot|end)note-ref-[^"]*">↑</a>')
 _DELETED = ("del", "moveFrom")
 _READ_THROUGH = ("oMathPara", "fldSimple", "dir", "bdo", "subDoc")
 """Elements that mammoth leaves out with all that is in them."""
@@ -52,6 +55,8 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
                 is_body = _BODY.fullmatch(PurePath(name).name)
                 copy.writestr(name, _plain_word(part, hidden) if is_body else part)
     html = mammoth.convert_to_html(plain, convert_image=lambda image: []).value
+    marks = count(1)
+    html = _NOTE.sub(lambda _: f"<li><p>[{next(marks)}] ", _BACK.sub("", html))
     title, text, _ = html_text(html)
     return title, text, {"hidden_characters": num_visible("".join(hidden))}
 
@@ -75,10 +80,10 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
                 node[:] = [*_boxes(node)]
                 node.tag = f"{space}pict"
             case "oMath" | "ruby":
-                formula = _formula(node)
+                equation = _formula(node)
                 node.clear()
                 node.tag = f"{space}r"
-                ElementTree.SubElement(node, f"{space}t").text = formula
+                ElementTree.SubElement(node, f"{space}t").text = equation
             case "r" | "tc" if _is_hidden(node):
                 hidden += node.itertext()
                 node.clear()

@@ -1,6 +1,4 @@
-"""Kinds of files: PDF, DOCX, HTML, Markdown and text hold one document, JSON Lines and CSV one
-in each row.
-"""
+"""Kinds of files: JSON Lines and CSV hold a document in each row, the others one."""
 
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -15,10 +13,12 @@ from specextend.documents.docx import read_docx
 from specextend.documents.html import read_html
 from specextend.documents.pdf import read_pdf
 from specextend.documents.text import HALF_CHARACTER, decode, read_markdown
+from specextend.documents.zipped_xml import read_epub
 
 KINDS = {
     ".pdf": "pdf",
     ".docx": "docx",
+    ".epub": "epub",
     ".html": "html",
     ".htm": "html",
     ".xhtml": "xhtml",
@@ -47,6 +47,7 @@ OTHER = "other"
 _PACKAGES = {
     "pdf": ("pypdfium2", "pypdf"),
     "docx": ("mammoth", "selectolax"),
+    "epub": ("selectolax", "webencodings"),
     "html": ("selectolax", "webencodings"),
     "xhtml": ("selectolax", "webencodings"),
 }
@@ -87,6 +88,7 @@ def read_document(
         )
         raise UnreadableError("no text", f"has no text{hint}")
     whole = [HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
+    whole = [each.replace("\xad", "") for each in whole]  # shown only where a line ends
     return {"title": " ".join(whole[0].split()), "text": whole[1], **counts}
 
 
@@ -107,6 +109,7 @@ def _read_other(data: bytes, options: DocumentOptions) -> Text:
 _READERS: dict[str, Callable[[bytes, DocumentOptions], Text]] = {
     "pdf": read_pdf,
     "docx": read_docx,
+    "epub": read_epub,
     "html": read_html,
     "xhtml": partial(read_html, is_xml=True),
     "markdown": read_markdown,

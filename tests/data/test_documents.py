@@ -35,7 +35,8 @@ UNKNOWN = (
 def pdf(*objects, info=""):
     """A file of objects, of which the first is its catalog; a reader finds them although there is no table of them."""
     numbered = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, start=1))
-    return f"%PDF-1.4\n{numbered}trailer<</Size 99/Root 1 0 R/Info<<{info}>>>>\nstartxref\n0\n%%EOF".encode("latin-1")
+    numbered += f"98 0 obj\n<<{info}>>\nendobj\n"
+    return f"%PDF-1.4\n{numbered}trailer<</Size 99/Root 1 0 R/Info 98 0 R>>\nstartxref\n0\n%%EOF".encode("latin-1")
 
 
 def pages(*texts, catalog="", page="", more="", title="", resources=""):
@@ -195,13 +196,20 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
 
 
 @pytest.mark.parametrize(
-    "title", ["(anonymous)", "Untitled-1", "Microsoft Word - draft", "C:\\\\flex.PDF", "Q3 deck.pptx"]
+    "title, wanted",
+    [
+        *(
+            (title, "report")
+            for title in ("(anonymous)", "Untitled-1", "Microsoft Word - x", "C:\\\\flex.PDF", "Q3 x.pptx")
+        ),
+        ("Untitled lives", "Untitled lives"),
+    ],
 )
-def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare, title):
-    """The name of the file says more."""
+def test_a_title_that_a_program_wrote_by_itself_is_none(folder, prepare, title, wanted):
+    """The name of the file says more. The title in these files was not read, whatever it was."""
     (folder / "report.pdf").write_bytes(pages("One report.", title=title))
     prepare()
-    assert rows(folder, "title") == ["report"]
+    assert rows(folder, "title") == [wanted]
 
 
 def field(place, kind):
@@ -314,6 +322,34 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(folder, prepare
     assert rows(folder, "text") == ["changed", "c", "d", "é", "new", "1", "2"]
     assert failures(folder) == {"b.txt": "gone"}
     assert len(list(Path(f"{folder}.out").glob("part-*"))) == 1
+
+
+def packed(**files):
+    """A ZIP of files, which are named with `__` for `/`."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name.replace("__", "/").replace("_xml", ".xml"), text)
+    return written.getvalue()
+
+
+CHAPTER = '<html xmlns="http://www.w3.org/1999/xhtml"><body><script src="x"/><h1>{}</h1></body></html>'
+BOOK = {
+    "META-INF__container_xml": '<x><rootfile full-path="book/x.opf"/></x>',
+    "book__x.opf": "<x><title>Book</title><item id='b' href='b.xhtml'/><item id='a' href='t/a%20b.xhtml'/>"
+    "<itemref idref='a'/><itemref idref='b'/></x>",
+    "book__b.xhtml": CHAPTER.format("Two"),
+    "book__t__a b.xhtml": CHAPTER.format("One"),
+}
+
+
+def test_a_book_is_read_in_its_order(folder, prepare):
+    """That of its index, not of the archive; what is encrypted is not taken for text in another encoding."""
+    (folder / "a.epub").write_bytes(packed(**BOOK))
+    (folder / "b.epub").write_bytes(packed(**{"META-INF__encryption_xml": "x.xhtml"}))
+    prepare()
+    assert rows(folder, "title", "text") == [{"title": "Book", "text": "One\n\nTwo"}]
+    assert failures(folder) == {"b.epub": "password"}
 
 
 READER = """
