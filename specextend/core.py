@@ -215,6 +215,14 @@ def read_json(text: str, **options: Any) -> Any:
     return mended(value) if "\\u" in text else value
 
 
+def unique_fields(fields: list[tuple[str, Any]]) -> Values:
+    """Return an object of JSON. Raises ValueError if it would lose a field."""
+    values = dict(fields)
+    if len(values) < len(fields):
+        raise ValueError(f"two of the fields {', '.join(values)} have one name")
+    return values
+
+
 def counted(count: int, noun: str) -> str:
     """Put a count before a noun whose plural ends in s: `1 row`, `2,000 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

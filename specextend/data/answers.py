@@ -3,14 +3,25 @@ it.
 """
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Choice, ReadOnly, Values, did_you_mean, one_line, read_json
+from specextend.core import (
+    Choice,
+    ReadOnly,
+    Values,
+    did_you_mean,
+    one_line,
+    read_json,
+    unique_fields,
+)
 
 _ARROW = {
     "string": pa.string(),
@@ -35,9 +46,24 @@ _LONG_TOKEN = 16
 """Characters of a long token."""
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 _EXACT = 1 << 53
-"""Largest integer up to which every program reads the same number; a range keeps a model from
-endless digits.
+"""Largest integer up to which every program reads the same number, grammars among them; a range
+keeps a model from endless digits.
 """
+_PASSED_OVER = {
+    "nullable": 'write type: [TYPE, "null"]',
+    "x-nullable": 'write type: [TYPE, "null"]',
+    "optional": "write the names of the other fields into required",
+    "divisibleBy": "write multipleOf",
+    "disallow": "write enum",
+    "extends": "write all in one",
+    "formatMinimum": "write pattern",
+    "formatMaximum": "write pattern",
+    "formatExclusiveMinimum": "write pattern",
+    "formatExclusiveMaximum": "write pattern",
+}
+"""Keywords of other dialects that would change a schema's meaning, but which no grammar heeds."""
+_DECIMAL = secrets.token_hex(8)
+"""Text around a number that no float holds, while JSON is written."""
 
 
 def schema_of(given: str | ReadOnly) -> str:
@@ -73,8 +99,8 @@ def schema_of(given: str | ReadOnly) -> str:
             f"output.schema: required names {unknown[0]}, which is no "
             f"field{did_you_mean(str(unknown[0]), names)}"
         )
+    _check_keywords("", schema)
     for name, field in _properties(schema).items():
-        _check_keywords(name, field)
         kind = _arrow(name, field, schema)
         _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
         if (rule := field.get("merge")) not in (None, *RULES):
@@ -144,7 +170,11 @@ def _each_once(values: Iterable[Any]) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    def whole(number: Decimal) -> str:
+        return f"{_DECIMAL}{number}{_DECIMAL}"
+
+    text = json.dumps(value, ensure_ascii=False, default=whole)
+    return re.sub(f'"{_DECIMAL}(.*?){_DECIMAL}"', r"\1", text)
 
 
 def answer_fields(schema: str | None) -> list[pa.Field]:
@@ -189,7 +219,7 @@ def merge_answers(schema: str, texts: Sequence[str]) -> str:
     `majority` the most frequent of those, the first of equals; `union` makes one list of all
     values, each once.
     """
-    answers = [read_json(text) for text in texts]
+    answers = [read_json(text, parse_float=_number) for text in texts]
     merged = {}
     for name, field in _properties(json.loads(schema)).items():
         given = [answer[name] for answer in answers if name in answer]
@@ -260,14 +290,14 @@ def whole_answer(text: str) -> str | None:
     """
     if _parsed(text) is None:
         return None
-    answer = read_json(text)
-    return text if answer == json.loads(text) else _text(answer)
+    answer = read_json(text, parse_float=_number)
+    return text if answer == json.loads(text, parse_float=_number) else _text(answer)
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as a column; null for one that it cannot hold."""
+    """Return values as a column; null for one that it cannot hold exactly."""
     try:
-        return pa.array(values, kind)
+        return pa.array([_fitted(value, kind) for value in values], kind)
     except (ValueError, TypeError, OverflowError):
         if len(values) == 1:
             return pa.nulls(1, kind)
@@ -276,16 +306,39 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 def _parsed(text: str | None) -> Values | None:
     try:
-        value = read_json(text or "", parse_int=_number)
+        value = read_json(text or "", parse_float=_number)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
 
-def _number(digits: str) -> int | float:
-    """Return an integer, as a float if a column of numbers would not take it."""
+def _number(digits: str) -> float | Decimal:
+    """Return a number that is no integer, as a float if that is written with the same digits.
+
+    Raises ValueError for one of which no computer knows the exponent.
+    """
     number = float(digits)
-    return int(digits) if abs(number) <= _EXACT else number
+    try:
+        exact = Decimal(digits)
+    except ArithmeticError:
+        raise ValueError(f"{digits} is out of range") from None
+    return number if Decimal(repr(number)) == exact else exact
+
+
+def _fitted(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with floats where a column has them. Raises ValueError if one has fewer
+    digits.
+    """
+    if pa.types.is_list(kind) and isinstance(value, list):
+        return [_fitted(each, kind.value_type) for each in value]
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        return {field.name: _fitted(value.get(field.name), field.type) for field in kind}
+    if pa.types.is_floating(kind) and type(value) is int and float(value) == value:
+        return float(value)
+    is_broken = pa.types.is_integer(kind) and type(value) is float and value % 1
+    if is_broken or isinstance(value, Decimal):
+        raise ValueError(f"{value} does not fit into {kind}")
+    return value
 
 
 def _read(given: str) -> Values:
@@ -293,7 +346,11 @@ def _read(given: str) -> Values:
     is_text = given.startswith('{"')
     where = "output.schema" if is_text else f"output.schema {given}"
     try:
-        schema = json.loads(given if is_text else Path(given).read_bytes())
+        schema = json.loads(
+            given if is_text else Path(given).read_bytes(),
+            parse_float=_number,
+            object_pairs_hook=unique_fields,
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read as JSON: {one_line(error)}") from None
     if not _is_object(schema):
@@ -349,6 +406,11 @@ def _bounded(schema: Any) -> Any:
     """Return a schema whose objects have no unnamed fields, and whose integers fit a column."""
     if isinstance(schema, list):
         return [_bounded(each) for each in schema]
+    if isinstance(schema, Decimal | int | float) and not _is_exact(schema):
+        raise ValueError(
+            f"output.schema: {schema} is not decoded exactly, as numbers are up to {_EXACT} and "
+            "with up to 17 digits: make its field a string, or leave out the limit"
+        )
     if not isinstance(schema, Mapping):
         return schema
     bounded = {name: _bounded(each) for name, each in schema.items()}
@@ -356,12 +418,12 @@ def _bounded(schema: Any) -> Any:
     if kinds == "object":
         bounded.setdefault("additionalProperties", False)
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
-        for name, limit in (("minimum", -_EXACT), ("maximum", _EXACT)):
-            given = schema.get(name, limit)
-            bounded[name] = (
-                given if not isinstance(given, int | float) or abs(given) <= _EXACT else limit
-            )
+        bounded = {"minimum": -_EXACT, "maximum": _EXACT} | bounded
     return bounded
+
+
+def _is_exact(number: Decimal | int | float) -> bool:
+    return not isinstance(number, Decimal) and abs(number) <= _EXACT
 
 
 def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()) -> pa.DataType:
@@ -419,13 +481,26 @@ def _arrow(name: str, schema: Any, whole: ReadOnly, within: tuple[str, ...] = ()
 
 
 def _check_keywords(name: str, field: Any) -> None:
-    """Raise ValueError for a keyword that is likely misspelt, and for limits that leave nothing."""
+    """Raise ValueError for a keyword that is likely misspelt, or that no grammar heeds, and for
+    limits that leave nothing.
+    """
     if isinstance(field, list):
         for each in field:
             _check_keywords(name, each)
     if not isinstance(field, Mapping):
         return
-    for keyword in field:
+    for keyword, value in field.items():
+        if keyword in _PASSED_OVER and value is not False:
+            raise ValueError(
+                f"output.schema: field {name}: {keyword} is no keyword of JSON Schema, and would "
+                f"be passed over: {_PASSED_OVER[keyword]}"
+            )
+        if keyword in ("exclusiveMinimum", "exclusiveMaximum", "required") and type(value) is bool:
+            raise ValueError(
+                f"output.schema: field {name}: {keyword} must be "
+                f"{'a list of names' if keyword == 'required' else 'a number'}, as JSON Schema has "
+                f"it since 2013, got {_text(value)}"
+            )
         if near := did_you_mean(str(keyword), () if keyword in _LIMITING else _LIMITING, _ALIKE):
             raise ValueError(
                 f"output.schema: field {name}: {keyword} is no keyword of JSON Schema{near}"
@@ -436,8 +511,11 @@ def _check_keywords(name: str, field: Any) -> None:
         if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
             raise ValueError(f"output.schema: field {name}: {low} {least} is above {high} {most}")
     for key, each in _properties(field).items():
-        _check_keywords(f"{name}.{key}", each)
-    for keyword in ("items", "anyOf", "oneOf", "allOf"):
+        _check_keywords(f"{name}.{key}" if name else key, each)
+    for keyword in ("$defs", "definitions"):
+        for key, each in dict(field.get(keyword) or {}).items():
+            _check_keywords(key, each)
+    for keyword in ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"):
         _check_keywords(name, field.get(keyword))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-from specextend.core import Values, one_line
+from specextend.core import Values, one_line, unique_fields
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.documents.document_options import DocumentOptions, UnreadableError
 from specextend.documents.document_set import COLUMNS
@@ -74,7 +74,7 @@ def _json_rows(file: BinaryIO, options: DocumentOptions) -> Iterator[NumberedRow
 def json_value(text: str) -> Any:
     """Return a JSON value whose characters are whole. Raises UnreadableError."""
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_float=_number)
+        value = json.loads(text, object_pairs_hook=unique_fields, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise UnreadableError("bad row", f"is not JSON: {one_line(error)}") from error
     if "\\u" in text and HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False)):
@@ -82,14 +82,6 @@ def json_value(text: str) -> Any:
             "bad row", "contains half of a surrogate pair, which is not a character; repair it"
         )
     return value
-
-
-def _object(fields: list[tuple[str, Any]]) -> Values:
-    """Return an object of JSON. Raises ValueError if it would lose a field."""
-    values = dict(fields)
-    if len(values) < len(fields):
-        raise ValueError(f"two of the fields {', '.join(values)} have one name")
-    return values
 
 
 def _number(text: str) -> float:

@@ -1,6 +1,7 @@
 """Schemas of answers: what they may say, and the shortest answer, by which a limit of tokens is checked."""
 
 import json
+import re
 
 import pyarrow as pa
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from specextend.data.answers import answer_columns, merge_answers, schema_of, shortest_answer, whole_answer
 from specextend.data.commits import CommitWriter, read_commit
 from specextend.data.quality import find_evidence
+from tests.refused import refused
 
 
 def whole(field, **others):
@@ -30,6 +32,56 @@ def test_the_shortest_answer_is_one(field, shortest):
     """Keywords that vendors and people add are no errors."""
     schema = schema_of(whole(field, **{"$defs": {"kind": {"const": "x"}}}))
     assert json.loads(shortest_answer(schema)) == {"a": shortest}
+
+
+BIG = 1413617112501850121
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ({"enum": [1, BIG]}, f"output.schema: {BIG} is not decoded exactly, as numbers are up to"),
+        ({"type": "array", "items": {"const": BIG}}, f"{BIG} is not decoded exactly"),
+        ({"type": "array", "items": {"$ref": "#/$defs/big"}}, f"{-BIG} is not decoded exactly"),
+        ({"type": "integer", "maximum": 2**63 - 1}, f"{2**63 - 1} is not decoded exactly"),
+        ({"type": "number", "multipleOf": 2**53 + 1}, f"{2**53 + 1} is not decoded exactly"),
+        ('{"const": 0.12345678901234567890}', "0.12345678901234567890 is not decoded exactly"),
+        ('{"type": "integer", "maximum": 1e400}', "1E.400 is not decoded exactly"),
+        ('{"type": "string", "maxLength": 9, "maxLength": 8}', "two of the fields type, maxLength have one name"),
+        ({"type": "string", "nullable": True}, 'field a: nullable is no keyword .*: write type: \\[TYPE, "null"\\]'),
+        ({"type": "array", "items": {"type": "string", "nullable": True}}, "field a: nullable is no keyword"),
+        ({"$ref": "#/$defs/open"}, "field open.b: nullable is no keyword"),
+        ({"type": "integer", "exclusiveMinimum": True}, "field a: exclusiveMinimum must be a number"),
+        ({"type": "string", "required": True}, "field a: required must be a list of names"),
+        ({"type": "number", "divisibleBy": 2}, "field a: divisibleBy is no keyword .* write multipleOf"),
+    ],
+)
+def test_what_a_grammar_would_round_or_pass_over_is_refused(field, message):
+    """A label was right in the text and another number in its column; `nullable` fields were never null."""
+    inner = {"type": "object", "properties": {"b": {"type": "string", "nullable": True}}}
+    defs = {"big": {"enum": [-BIG]}} if "big" in str(field) else {"open": inner} if "open" in str(field) else {}
+    text = whole("FIELD", **{"$defs": defs}).replace('"FIELD"', field if isinstance(field, str) else json.dumps(field))
+    assert re.search(message, refused(schema_of, text))
+
+
+def test_a_column_holds_the_number_that_the_text_says_or_null():
+    """A model writes as many digits as it likes; a column has the same number, or none."""
+    schema = schema_of({"a": "number", "b": ["number"], "c": "integer", "d": {"type": "string", "nullable": False}})
+    texts = [
+        '{"a": 0.1, "b": [1e3, -0.50], "c": 7, "d": "0.1000000000000000000001"}',
+        f'{{"a": {BIG}, "b": [1, {BIG}], "c": {BIG}, "d": ""}}',
+        f'{{"a": {2**60}, "b": [0.12345678901234567890], "c": 1.5, "d": ""}}',
+        '{"a": 1e999, "b": [5e-324], "c": 2.0, "d": ""}',
+    ]
+    columns = [each.to_pylist() for each in answer_columns(schema, pa.chunked_array([texts]))]
+    assert columns[:3] == [
+        [0.1, None, float(2**60), None],
+        [[1000.0, -0.5], None, None, [5e-324]],
+        [7, BIG, None, 2],
+    ]
+    digits = '{"a": 0.12345678901234567890, "d": "\\ud800"}'
+    assert merge_answers(schema, [digits]) == '{"a": 0.12345678901234567890, "d": "\ufffd"}'
+    assert whole_answer(digits) == '{"a": 0.12345678901234567890, "d": "\ufffd"}'
 
 
 @pytest.mark.parametrize("least", [10**9, 10**4])
