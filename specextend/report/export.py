@@ -412,6 +412,7 @@ def _flat(table: pa.Table, is_safe: bool) -> pa.Table:
     """
     columns = []
     for column in map(_spelled, table.columns):
+        _check_offsets(column)
         if column.type.num_fields:
             column = _as_text(column, _json)
         if is_safe and is_text(column.type):
@@ -448,12 +449,28 @@ def _spelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
             column.cast("int64"), lambda value: f"PT{Decimal(value).scaleb(_DIGITS[kind.unit]):f}S"
         )
     if kind in (pa.time64("ns"), pa.timestamp("ns", getattr(kind, "tz", None))):
+        _check_offsets(column)
         return pc.replace_substring(column.cast("large_string"), pattern=" ", replacement="T")
     return (
         column
         if pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or kind.num_fields
         else _as_text(column, _text)
     )
+
+
+def _check_offsets(column: pa.ChunkedArray) -> None:
+    """Raise ValueError for a time of whose offset Arrow's text would lose the seconds."""
+    kind = column.type
+    if not pa.types.is_timestamp(kind) or kind.tz is None:
+        return
+    times = column.drop_null()
+    local = pc.local_timestamp(times).cast("int64")
+    offsets = pc.subtract(local, times.cast("int64")).to_numpy()
+    if (offsets % (60 * 10 ** -_DIGITS[kind.unit])).any():
+        raise ValueError(
+            f"{kind} has times whose offset has seconds, as before time zones, which only Parquet "
+            "holds; export to .parquet, or write the column in UTC"
+        )
 
 
 def _as_text(column: pa.ChunkedArray, spell: Callable[[Any], str]) -> pa.ChunkedArray:

@@ -180,10 +180,19 @@ def test_every_value_is_written_without_quotes_inside_of_quotes(night, tmp_path)
     }
     [line] = (tmp_path / "to.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {"doc_id": "a"} | SPELLED
-    times = pa.table({"doc_id": ["a"], "t": pa.array([[1]], pa.list_(pa.time64("ns")))})
-    write_table(location(run / "summaries" / "part-00000.parquet"), times)
-    for ending, code in (("csv", 2), ("jsonl", 2), ("parquet", 0)):
-        assert specextend("export", run, "--to", tmp_path / f"times.{ending}").code == code
+    old = -2_600_000_000  # in 1887 Berlin was 53 minutes and 28 seconds before Greenwich
+    for number, (times, *codes) in enumerate(
+        (
+            (pa.array([[1]], pa.list_(pa.time64("ns"))), 2, 2),
+            (pa.array([old], pa.timestamp("s", "Europe/Berlin")), 2, 0),
+            (pa.array([old * 10**9], pa.timestamp("ns", "Europe/Berlin")), 2, 2),
+            (pa.array([None], pa.timestamp("ns", "Europe/Berlin")), 0, 0),
+        )
+    ):
+        write_table(location(run / "summaries" / "part-00000.parquet"), pa.table({"doc_id": ["a"], "t": times}))
+        for ending, code in zip(("csv", "jsonl", "parquet"), (*codes, 0), strict=True):
+            assert specextend("export", run, "--to", tmp_path / f"times{number}.{ending}").code == code
+    assert '"1887-08-11T10:40:08+00:53:28"' in (tmp_path / "times1.jsonl").read_text()
 
 
 def test_a_spreadsheet_executes_no_text_that_a_document_has_brought(night, stopped, tmp_path):
