@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date
+from decimal import Decimal
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -717,6 +719,18 @@ class _PlainValues(yaml.SafeLoader):
                 None, None, f"key {twice} is repeated", node.start_mark
             )
         return mapping
+
+    def construct_exact_float(self, node: yaml.ScalarNode) -> float:
+        value: float = self.construct_yaml_float(node)
+        with suppress(ArithmeticError):  # infinity and the like have other names in YAML
+            if Decimal(node.value.replace("_", "")) != Decimal(repr(value)):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{node.value} has more digits than a number holds", node.start_mark
+                )
+        return value
+
+
+_PlainValues.add_constructor("tag:yaml.org,2002:float", _PlainValues.construct_exact_float)
 
 
 def parse(key: str, text: str) -> Any:

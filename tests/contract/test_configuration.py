@@ -164,8 +164,9 @@ def test_all_mistakes_are_said_at_once(config_file):
             "an alias is not taken, write the value itself (line 2, column",
         ),
         ("a: " + "[" * 5000 + "]" * 5000, "is not valid YAML: maximum recursion depth"),
+        ("a: {enum: [0.1, .inf, 1.23456789012345678]}", "1.23456789012345678 has more digits than a number holds"),
     ],
-    ids=["repeated key", "broken", "list", "no file", "alias bomb", "deep"],
+    ids=["repeated key", "broken", "list", "no file", "alias bomb", "deep", "digits"],
 )
 def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, message):
     """YAML itself would keep the last of two equal sections without a word, and ten lines of aliases of aliases are a
