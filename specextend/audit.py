@@ -2,7 +2,7 @@
 without one.
 
 It says whether the run's texts are those of plain decoding, and how many times as fast they come
-with the draft.
+with the draft. Both sides take turns, because a machine is faster at one time than at another.
 """
 
 import random
@@ -23,13 +23,17 @@ from specextend.document_requests import Summary
 from specextend.loading import load_engine, usable_bytes, with_batch_size
 from specextend.models import target_device
 from specextend.report.result_rows import find_rows
-from specextend.stats import DecodingStats
+from specextend.stats import DecodingStats, spread
 from specextend.summarizer import DecodedRow, RowDecoder
 
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Lead of a token in logits, by the target's dtype, which rounding can turn round
 (`docs/dev/log.md`).
 """
+TURNS = 4
+"""Times that each side decodes the sample; an even number, so that each begins as often."""
+_Turn = dict[bool, list[DecodedRow]]
+"""The sample as decoded with drafts (True) and without."""
 _LENGTHS = ("num_prompt_tokens", "num_output_tokens", "num_requests")
 _COLUMNS = ("doc_id", "summary", "reasoning", "part_summaries", *_LENGTHS, "max_new_tokens")
 
@@ -53,9 +57,9 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     config = _in_batches(prepared, [each for _, each in found])
     engine = load_engine(config)
     decoder = RowDecoder(config, engine)
-    decoder.decode(rows[:1])  # what only a first request takes is not measured
-    drafted = decoder.decode(rows)
-    plain = decoder.decode(rows, drafts=False)
+    _take_turn(decoder, rows[:1], 0)  # what only a first request takes is not measured
+    turns = [_take_turn(decoder, rows, number) for number in range(TURNS)]
+    plain = turns[0][False]
     unequal = [
         place for place, document in enumerate(plain) if _texts_of(document) != stored[place]
     ]
@@ -78,8 +82,14 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
         "failed": outcomes["failed"],
         "not_equal": not_equal,
         "batch_size": min(len(rows), config.decoding.batch_size),
-        "speedup": _speedup(drafted, plain),
+        "speedup": _speedup(turns),
     }
+
+
+def _take_turn(decoder: RowDecoder, rows: list[Row], number: int) -> _Turn:
+    """Decode rows on both sides; which of them is first alternates."""
+    sides = (True, False) if number % 2 == 0 else (False, True)
+    return {drafts: decoder.decode(rows, drafts=drafts) for drafts in sides}
 
 
 def _prepare(output: str) -> Prepared:
@@ -185,13 +195,23 @@ def _lead_at(completion: Completion, other: str, tokenizer: Any) -> float:
     return completion.leads[-1]
 
 
-def _speedup(drafted: Sequence[DecodedRow], plain: Sequence[DecodedRow]) -> Values | None:
-    """Compare seconds per output token, over the documents that were done both times; None if
-    nothing was drafted.
+def _speedup(turns: Sequence[_Turn]) -> Values | None:
+    """Compare the sides in each turn; return the spread of the turns, or None if nothing was
+    drafted.
+    """
+    ratios = [ratio for turn in turns if (ratio := _ratios(turn))]
+    if not ratios:
+        return None
+    return {name: spread([each[name] for each in ratios]) for name in ratios[0]}
+
+
+def _ratios(turn: _Turn) -> dict[str, float] | None:
+    """Divide seconds per output token without drafts by those with drafts, over the documents that
+    both sides finished.
     """
     with_draft = DecodingStats()
     without = DecodingStats()
-    for ours, theirs in zip(drafted, plain, strict=True):
+    for ours, theirs in zip(turn[True], turn[False], strict=True):
         if isinstance(ours.state, Summary) and isinstance(theirs.state, Summary):
             with_draft.add(ours.state.completion.stats)
             without.add(theirs.state.completion.stats)

@@ -132,8 +132,8 @@ class Request:
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    drafts: bool = True
-    """False for plain steps."""
+    drafts: bool | None = None
+    """True to draft in any case, False for plain steps, None to draft while that pays."""
     keeps_leads: bool = False
     """True for `Completion.leads`, if it does not draft."""
     schema: str = ""

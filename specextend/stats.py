@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
+from statistics import median
 from typing import Literal, get_args
 
 Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
@@ -14,6 +16,11 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 def ratio(numerator: float, denominator: float | None) -> float | None:
     """Return `numerator / denominator`; None if the denominator is 0 or None."""
     return numerator / denominator if denominator else None
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return `n`, `median`, `min` and `max` of values, of which there must be one."""
+    return {"n": len(values), "median": median(values), "min": min(values), "max": max(values)}
 
 
 @dataclass(slots=True)

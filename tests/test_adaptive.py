@@ -1,12 +1,14 @@
 """Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from specextend.decoding import device, measurements
+from specextend.decoding import device, measurements, speculation
 from specextend.decoding.speculation import Adaptive, StepCosts
 from specextend.stats import DecodingStats
+from tests.faults.scarce import before_forwards
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import engine_with, of_length, tiny_config, tiny_engine
@@ -62,7 +64,7 @@ class PausesAtRandom(Adaptive):
 
 
 def adaptive_engine(pair, draft, adaptive, batch=1, **changes):
-    config = tiny_config(pair, draft, decoding__max_batch_size=batch, attention__tree="dense", **changes)
+    config = tiny_config(pair, draft, attention__tree="dense", **{"decoding__max_batch_size": batch} | changes)
     return engine_with(config, adaptive=adaptive)
 
 
@@ -159,6 +161,11 @@ class Device:
     def wait(self, *_):
         self.now = max(self.now, self.free_at)
 
+    def work(self, seconds):
+        """Take time while the host waits."""
+        self.wait()
+        self.now += seconds
+
     def capture(self, name, function):
         replay, outputs = record(name, function)
         seconds = verify_s(function.args[1].numel()) if name == "verify" else self._seconds[name]
@@ -186,6 +193,7 @@ def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair,
     monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
     monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
     monkeypatch.setattr("specextend.decoding.engine.TIMED_EVERY", 4)  # outputs are short
+    monkeypatch.setattr(speculation, "TURN", 1000)  # no plain turn
     costs = StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)})
     adaptive = Adaptive(costs, NUM_NODES, reads_late=True)
     graphs = device.Graphs(simulated.capture, 0)
@@ -195,6 +203,40 @@ def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair,
     assert costs.draft_s(1) == pytest.approx(draft_s + 0.1, abs=0.1)
     assert costs.verify_s(1, [300]) == pytest.approx(1.0, abs=0.1)
     assert least <= total.num_draft_tokens / (total.num_plain_steps + total.num_spec_steps) <= most
+
+
+@pytest.mark.parametrize("captured, batch", [(True, 1), (False, 1), (False, 3)])
+@pytest.mark.parametrize("read_s", [0.0, 70.0])
+def test_drafts_that_take_longer_than_they_save_are_left_out_for_a_while(
+    read_s, captured, batch, pair, references, monkeypatch
+):
+    """Each step was won, and the run lost: what drafts read of prompts was in no account, and a plain step untried."""
+    simulated = Device(0.5)
+    monkeypatch.setattr("specextend.decoding.sequence.perf_counter", simulated.clock)
+    monkeypatch.setattr("specextend.decoding.engine.synchronise", simulated.wait)
+    for name, value in {"TURN": 4, "TRIAL_DOCUMENTS": 4, "DECIDED_DOCUMENTS": 6}.items():
+        monkeypatch.setattr(speculation, name, value)
+    adaptive = Adaptive(StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)}), NUM_NODES)
+    changes = {"decoding__max_batch_size": batch, "cache__policy": "full"}
+    graphs = device.Graphs(simulated.capture, 0)
+    engine = (
+        captured_engine(pair, "same", graphs, adaptive, **changes)
+        if captured
+        else adaptive_engine(pair, "same", adaptive, **changes)
+    )
+    before_forwards(engine, lambda forward: simulated.work(verify_s(forward.num_rows) if forward.is_step else 1.0))
+    read = engine.drafter.prefill
+    monkeypatch.setattr(engine.drafter, "prefill", lambda *args: (simulated.work(read_s), read(*args)))
+    each = [stats for _ in range(8) for stats in checked(engine, references)[0]]
+    drafted = "".join("-d"[stats.num_spec_steps > 0] for stats in each)
+    assert [*filter(None, drafted.split("d"))] == (["-" * 6] * 2 if read_s else [])
+
+    def taken_s(drafts):
+        begin = simulated.now
+        list(engine.generate([replace(of_length(n, NEW, seed=n), drafts=drafts) for n in LENGTHS]))
+        return simulated.now - begin
+
+    assert engine.speedup == pytest.approx(taken_s(drafts=False) / taken_s(drafts=True), rel=0.1)
 
 
 def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):

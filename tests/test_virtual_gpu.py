@@ -17,7 +17,7 @@ from tests.virtual_gpu import virtual_gpu
 
 ON_GPU = replace(SUBJECT, batch=3, num_rows=4096)
 ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
-PROMPT = {"prefill.read", "plan.new_rows", "engine._prefill"}
+PROMPT = {"prefill.read", "device.synchronise", "plan.new_rows", "engine._prefill"}
 """Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""
 RETRIEVAL = {"engine._retrieve"}
 STEP = {"verification.verify"}

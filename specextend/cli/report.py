@@ -129,11 +129,12 @@ def over_limits(found: Values, max_differing: float | None, max_slower: float | 
 @JSON
 @in_one_line
 def audit(output: str, rows: int, seed: int, json: str | None) -> int:
-    """Decode finished rows of a run again, here, without a draft: are they equal, and how much
-    faster is the draft?
+    """Decode finished rows of a run again, here, with a draft and without: are they equal, and how
+    much faster is the draft?
 
-    What it finds is written into the run's folder as audit.json, and the report has it. The exit
-    code is 3 if a row differs by more than rounding, or fails.
+    Each side decodes the rows four times, in turns. What it finds is written into the run's folder
+    as audit.json, and the report has it. The exit code is 3 if a row differs by more than rounding,
+    or fails.
     """
     from specextend.audit import audit
     from specextend.data.run_folder import write_audit

@@ -43,6 +43,7 @@ from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
 from specextend.data.source import Source
 from specextend.data.storage import is_away
+from specextend.decoding.decoding_options import DECIDED_DOCUMENTS, LEAST_SPEEDUP
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at what concerns all workers: deadlines, hangs, who is wanted, and how
@@ -297,6 +298,7 @@ class Driver:
         self._errors.done()
         self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
         self._note_memory(worker, outcome.used_gib)
+        self._note_speedup(worker, outcome.speedup)
         self.committer.add(outcome.row)
         self.ledger.finish(lease.key, outcome.stats)
 
@@ -310,6 +312,18 @@ class Driver:
             self.display.note(
                 said, "memory", worker=worker, planned_gib=planned_gib, used_gib=used_gib
             )
+
+    def _note_speedup(self, worker: str, speedup: float | None) -> None:
+        """Record what drafts have won in a trial, and say it if the worker goes on without."""
+        if not self.record.worker_tried(worker, speedup) or speedup is None:
+            return
+        if speedup < LEAST_SPEEDUP:
+            pause = counted(DECIDED_DOCUMENTS, "document")
+            said = (
+                f"{worker} drafts no more for {pause}: drafts made it {speedup:.2f} times as fast "
+                "as plain decoding"
+            )
+            self.display.note(said, "drafts_lose", worker=worker, speedup=speedup)
 
     def _unread(self, worker: str, lease: Lease, error: DocumentError, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at

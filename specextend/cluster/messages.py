@@ -56,6 +56,8 @@ class Done(NamedTuple):
     stats: DecodingStats
     used_gib: float
     """The most memory that its worker had used by then."""
+    speedup: float | None = None
+    """How many times as fast as plain decoding drafts made the worker's last trial."""
 
 
 def with_document(error: DocumentError, row: Row | None) -> DocumentError:

@@ -115,7 +115,7 @@ class StartRecord:
         """Note that a worker was asked for. seat: its number, from 1, which a worker that dies
         leaves to the next.
         """
-        unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib"))
+        unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib", "speedup"))
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
 
@@ -136,6 +136,13 @@ class StartRecord:
         is_first = not any(each["used_gib"] for each in self._workers.values())
         self._note(worker, used_gib=gib)
         return is_first
+
+    def worker_tried(self, worker: str, speedup: float | None) -> bool:
+        """Note what drafts have won in a worker's last trial; return True if that is news."""
+        if speedup == self._workers[worker]["speedup"]:
+            return False
+        self._note(worker, speedup=speedup)
+        return True
 
     def worker_gone(self, worker: str, reason: str) -> None:
         """Note that a worker has died, was killed, or could not be built."""

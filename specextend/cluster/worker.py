@@ -147,9 +147,8 @@ class Worker:
         make = partial(
             finished_row, self._config, row, summary, **times, worker=self._name, attempts=attempt
         )
-        return Done(
-            await loop.run_in_executor(None, make), summary.completion.stats, peak_bytes() / GIB
-        )
+        made = await loop.run_in_executor(None, make)
+        return Done(made, summary.completion.stats, peak_bytes() / GIB, self._engine.speedup)
 
     async def progress(self) -> WorkerReport:
         """Report the step counter, and the output tokens of each lease that has started, finished

@@ -271,6 +271,10 @@ class WorkerRecord:
     """What came of each kernel that it tried."""
     used_gib: FiniteFloat | None = None
     """The most memory that it had used when a document of it was done; None if none was."""
+    speedup: FiniteFloat | None = None
+    """How many times as fast as plain decoding drafts made its last trial; None before the end of
+    the first, and for trees of one size.
+    """
 
 
 @dataclass(frozen=True)

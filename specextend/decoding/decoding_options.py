@@ -104,6 +104,14 @@ class AttentionOptions:
     all layers in one call."""
 
 
+LEAST_SPEEDUP = 0.98
+"""How many times as fast as plain decoding documents must be with a draft to go on drafting."""
+TRIAL_DOCUMENTS = 16
+"""Documents of one worker after which that is decided."""
+DECIDED_DOCUMENTS = 200
+"""Documents after which it is tried again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
     """`tree.*`: The size of draft trees, which are grown as in OPT-Tree (arXiv 2406.17276)."""
@@ -112,8 +120,8 @@ class TreeOptions:
 
     nodes: int | Literal["auto"] = 16
     """Draft tokens verified in one step, without the root. `auto` chooses the number that gives
-    the most tokens a second by measured step times, and plain steps where no tree pays; in mode
-    `tree` it is `max_nodes`."""
+    the most tokens a second by measured step times, and plain steps where no tree pays; a worker
+    whose drafts lose drafts no more for 200 documents. In mode `tree` it is `max_nodes`."""
     max_nodes: int = 15
     """Most draft tokens of a step if `nodes` is `auto`; a forward has one row more, the root."""
     depth: int = 6

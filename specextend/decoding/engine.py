@@ -33,7 +33,7 @@ from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
-from specextend.decoding.speculation import Adaptive
+from specextend.decoding.speculation import Adaptive, Payoff
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
 
@@ -93,6 +93,7 @@ class Engine:
         self._cache_options = cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
+        self._payoff = adaptive.payoff if adaptive else Payoff()
         self._admission = Admission(
             target.cache, self.drafter, tree.most_nodes, max_tokens, max_batch_size
         )
@@ -146,6 +147,13 @@ class Engine:
             release_cached(self.target.device)
             return None
         return limits | asdict(self.target.work)
+
+    @property
+    def speedup(self) -> float | None:
+        """Return how many times as fast as plain decoding drafts made the documents of the last
+        trial; None before its end, and for trees of one size.
+        """
+        return self._payoff.speedup
 
     @property
     def num_active(self) -> int:
@@ -266,7 +274,8 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        drafts = self._memory.num_nodes > 0 and request.drafts and not request.choices
+        is_wanted = self._payoff.drafts if request.drafts is None else request.drafts
+        drafts = self._memory.num_nodes > 0 and is_wanted and not request.choices
         policy = CachePolicy(self._cache_options)
         penalties = penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
@@ -354,8 +363,19 @@ class Engine:
             else:
                 self._leave(sequence)
                 self._memory.ended()
+                self._count_document(sequence)
                 done.append(sequence.completion())
         return done
+
+    def _count_document(self, sequence: Sequence) -> None:
+        """Let a document that is done decide whether drafts go on, also those that have begun."""
+        if sequence.request.drafts is None and not sequence.request.choices:
+            worth_s = sequence.speculation.worth_s
+            self._payoff.ended(sequence.stats, worth_s, drafted=sequence.drafts)
+        if not self._payoff.drafts:
+            for each in self._active.values():
+                each.drafts = each.speculation.active = False
+                each.undrafted.clear()
 
     def _drop_cancelled(self, queue: Queue) -> None:
         with self._lock:
@@ -403,6 +423,7 @@ class Engine:
         """Draft, verify, accept, then let the draft look again, for all running sequences at
         once.
         """
+        started_at = self._watch.mark
         is_timed = not self._graphs.enabled or self.num_steps % TIMED_EVERY == 0
         self._timed_for = self._adaptive if is_timed else None
         self._wait_if_timed()
@@ -418,6 +439,7 @@ class Engine:
         self._accept(running, trees, step, begin)
         self._count_step()
         self._look_again(running, step)
+        self._payoff.took(self._watch.mark - started_at)
 
     def _wait_if_timed(self) -> None:
         """Wait for what was launched, if its time is to be known."""
@@ -429,7 +451,7 @@ class Engine:
         grammar forces.
         """
         roots = [sequence.root_token_id for sequence in sequences]
-        if sequences[0].is_doubted:
+        if sequences[0].is_doubted or self._payoff.is_plain:
             return roots_only(roots, self.target.device)
         places = [
             b
@@ -549,9 +571,11 @@ class Engine:
         }
         for b, sequence in going.items():
             self.drafter.read(sequence.slot, step.new_token_ids[b])
-        if self._adaptive is not None and going:
-            self._adaptive.decide([*going.values()])
-        drafting = {b: sequence for b, sequence in going.items() if sequence.speculation.active}
+        drafting = {}
+        if not self._payoff.is_plain:
+            if self._adaptive is not None and going:
+                self._adaptive.decide([*going.values()])
+            drafting = {b: sequence for b, sequence in going.items() if sequence.speculation.active}
         due = [
             (sequence, step.last_queries(b))
             for b, sequence in drafting.items()
@@ -576,12 +600,10 @@ class Engine:
         missed if it drafts.
         """
         sequence.undrafted.append((token_ids, features))
-        if sequence.speculation.active:  # alone, because others would be padded to it
+        if sequence.speculation.active and not self._payoff.is_plain:
+            # alone, because others would be padded to it
             missed, before = sequence.catch_up()
-            seconds = self._absorb([sequence], Decided.pad([missed], [before]))
-            if self._adaptive is not None:
-                waiting = [each for each in self._active.values() if each is not self._reading]
-                self._adaptive.observe_catching_up(waiting, seconds)
+            self._absorb([sequence], Decided.pad([missed], [before]))
 
     def _retrieve(self, due: list[tuple[Sequence, list[Tensor]]]) -> None:
         """Choose what the draft sees of sequences, by the queries [H, D] of each one's last

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
+from specextend.decoding.device import synchronise
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.tree import Drafter
@@ -138,12 +139,15 @@ class PromptReader:
         """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of
         chunks of them.
         """
+        if sequence.drafts and chunks:  # a GPU's seconds are those of the model that took them
+            synchronise(self._target.device)
         self._watch.charge("prefill_s", [sequence])
-        if not sequence.drafts:
+        if not sequence.drafts or not chunks:
             return
         read = token_ids.split([features.shape[1] for features in chunks])
         for tokens, features in zip(read, chunks, strict=True):
             self._drafter.prefill(sequence.slot, tokens, features[0])
+        synchronise(self._target.device)
         self._watch.charge("draft_prefill_s", [sequence])
 
     def _read_chunk(

@@ -5,7 +5,7 @@ large trees. New sequences begin with the `Experience` of those before them of l
 a run finds out once, not once a document. A sequence that pauses does without its draft network;
 n-grams, which cost next to nothing, are proposed even then. So a draft has to bring more than they
 do. `who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running
-batch.
+batch. What documents win in all, prompts included, `Payoff` measures beside plain steps.
 
 Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A
 forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and
@@ -14,6 +14,7 @@ attention over the prefix.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specextend.decoding.decoding_options import (
+    DECIDED_DOCUMENTS,
+    LEAST_SPEEDUP,
+    TRIAL_DOCUMENTS,
+)
 from specextend.decoding.device import download
 from specextend.decoding.tree import DraftTrees, prune
+from specextend.stats import DecodingStats, ratio
 
 if TYPE_CHECKING:
     from specextend.decoding.sequence import Sequence as Running
+
+_log = logging.getLogger(__name__)
 
 Line = tuple[float, float]
 """(a, b) of `a + b * length`, seconds and seconds per token."""
@@ -95,6 +104,17 @@ _OUTLIER = 2.0
 step does not stop speculation.
 """
 
+TURN = 8
+"""Steps of a turn, in which all sequences of the batch draft or none does."""
+TURNS = 4
+"""Turns of a trial of which the last is plain."""
+_PLAIN_TURNS = 2
+"""Plain turns without which nothing is decided."""
+_CLEAR_SPEEDUP = 1.1
+"""Speed-up with which a trial needs no further plain turns."""
+_HELD_UP = 4.0
+"""Factor by which a step may exceed what is likely; more is cut off."""
+
 
 class StepCosts:
     """Holds what was measured of one pair on one device, corrected by this engine's own steps.
@@ -127,10 +147,10 @@ class StepCosts:
         return (
             self._pace.value
             * (correction.value if correction else 1.0)
-            * self._measured_s(num_rows, lengths)
+            * self.measured_s(num_rows, lengths)
         )
 
-    def _measured_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+    def measured_s(self, num_rows: int, lengths: Sequence[int]) -> float:
         """Return the same by the lines alone.
 
         Linear layers see all sequences' rows at once; attention is done for one after the other.
@@ -157,7 +177,7 @@ class StepCosts:
         """Record the time of a verification."""
         key = len(lengths), self.size_for(num_rows)
         correction = self._corrections.setdefault(key, _Average(_SLOWLY, 1.0, 1))
-        ratio = seconds / self._measured_s(num_rows, lengths)
+        ratio = seconds / self.measured_s(num_rows, lengths)
         self._pace.add(ratio / correction.value)
         correction.add(ratio / self._pace.value)
 
@@ -242,6 +262,8 @@ class Speculation:
     """That of steps in which it pauses."""
     promised: list[float] = field(default_factory=list)
     """Path probabilities of the draft tokens of its last whole tree."""
+    worth_s: float = 0.0
+    """Seconds that plain steps for its tokens take by the lines of `StepCosts`."""
     _trust: float = _TRUST
     _run: int = 0  # speculative steps since the last pause
     _pause: int = FIRST_PAUSE // 2
@@ -440,6 +462,85 @@ def best_size(
     return max((size for size in sizes if size <= enough), key=rate)
 
 
+class Payoff:
+    """Finds out in trials whether drafts pay: some turns of a trial are plain for the whole batch.
+
+    Sequences share their steps, so steps are compared, not documents: whole steps, by the tokens
+    that they decide. `StepCosts` says how much longer steps of more or longer sequences take. The
+    seconds of prompts, and of drafts that read them, are those of the trial's documents.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = True
+        """True while new sequences have a draft."""
+        self.is_plain = False
+        """True if the next step is one of a plain turn."""
+        self.speedup: float | None = None
+        """How many times as fast as plain decoding the last trial's documents were."""
+        self._num_steps = 0
+        self._last = False, 0.0, 0.0
+        self._begin(in_trial=True)
+
+    def _begin(self, *, in_trial: bool) -> None:
+        self._in_trial = in_trial
+        self._num_plain_turns = self._num_documents = 0
+        # of steps, by whether they are plain
+        self._seconds = {True: 0.0, False: 0.0}
+        self._worth_s = {True: 0.0, False: 0.0}
+        self._documents = DecodingStats()
+        self._documents_worth_s = 0.0
+
+    def next_step(self, worth_s: float, likely_s: float) -> None:
+        """Choose the kind of the next step. worth_s: of the last one, in seconds of plain steps; 0
+        if it tells nothing. likely_s: what it took by `StepCosts`.
+        """
+        self._last = self.is_plain, worth_s, likely_s
+        self._num_steps += 1
+        if self._num_steps % TURN == 0:
+            self._num_plain_turns += self.is_plain
+            is_last = self._num_steps // TURN % TURNS == TURNS - 1
+            is_clear = (self._measured() or 0.0) >= _CLEAR_SPEEDUP
+            self.is_plain = self._in_trial and is_last and not is_clear
+
+    def took(self, seconds: float) -> None:
+        """Record the seconds of the last step, unless drafts stop or catch up in it."""
+        was_plain, worth_s, likely_s = self._last
+        if worth_s and was_plain == self.is_plain:
+            self._seconds[was_plain] += min(seconds, _HELD_UP * likely_s)
+            self._worth_s[was_plain] += worth_s
+        self._last = False, 0.0, 0.0
+
+    def ended(self, stats: DecodingStats, worth_s: float, *, drafted: bool) -> None:
+        """Record a document that is done, and decide if there were enough."""
+        self._num_documents += drafted or not self._in_trial
+        if not self._in_trial:
+            if self._num_documents >= DECIDED_DOCUMENTS:
+                self.drafts = True
+                self._begin(in_trial=True)
+        elif drafted:
+            self._documents.add(stats)
+            self._documents_worth_s += worth_s
+            found = self._measured()
+            if self._num_documents >= TRIAL_DOCUMENTS and found is not None:
+                self.speedup = found
+                self.drafts = found >= LEAST_SPEEDUP
+                _log.info("with a draft %.2f times as fast as without", found)
+                self._begin(in_trial=False)
+
+    def _measured(self) -> float | None:
+        """Return the seconds of the trial's documents without drafts over those with them; None if
+        too little is known.
+        """
+        if self._num_plain_turns < _PLAIN_TURNS or not min(self._worth_s.values()):
+            return None
+        plain_s, drafted_s = (
+            self._documents.prefill_s
+            + self._documents_worth_s * self._seconds[kind] / self._worth_s[kind]
+            for kind in (True, False)
+        )
+        return ratio(plain_s, drafted_s + self._documents.draft_prefill_s)
+
+
 class Adaptive:
     """Decides for the running batch; the evidence of each sequence is kept in
     `Sequence.speculation`.
@@ -456,6 +557,7 @@ class Adaptive:
         the host need not wait for a draft.
         """
         self.costs = costs
+        self.payoff = Payoff()
         self._reads_late = reads_late
         self._promises: tuple[list[Running], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
@@ -555,13 +657,23 @@ class Adaptive:
         verification.
         """
         num_rows = trees.num_nodes
-        self._read_promises()
         if verify_s is not None:
             self.costs.observe_verify(num_rows, lengths, verify_s)
+        each_s = self.costs.measured_s(1, lengths) / len(lengths)
+        for sequence, number in zip(sequences, accepted, strict=True):
+            sequence.speculation.worth_s += each_s * (1 + number)
         states = [sequence.speculation for sequence in sequences]
-        idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         num_drafting = sum(state.active for state in states)
         seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
+        was_plain = self.payoff.is_plain
+        if not any(each.is_doubted or each.request.drafts is not None for each in sequences):
+            is_whole = all(each.drafts for each in sequences)
+            worth_s = each_s * (len(accepted) + sum(accepted))
+            self.payoff.next_step(worth_s * is_whole, seconds)
+        if was_plain:
+            return
+        self._read_promises()
+        idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
         owed = seconds / idle_s * idle_tokens - sum(
             1 + state.idle_gain for state in states if not state.active
         )
@@ -577,15 +689,6 @@ class Adaptive:
             elif sequence.drafts:
                 state.observe_idle(rows, expected, number)
                 self._experience.observe_idle(rows, expected, number)
-
-    def observe_catching_up(self, waiting: list[Running], seconds: float) -> None:
-        """Record the time in which a draft read what was decided while it paused; all sequences
-        were waiting.
-        """
-        states = [each.speculation for each in waiting]
-        lengths = [each.length for each in waiting]
-        idle_tokens, idle_s = idle_pace(states, self._verify_s(lengths))
-        self._experience.book(0, -seconds / idle_s * idle_tokens)
 
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""

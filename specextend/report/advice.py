@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specextend.core import ReadOnly, Values, counted
+from specextend.decoding.decoding_options import LEAST_SPEEDUP
 from specextend.report.sections import duration, look_up, number, shortened
 from specextend.stats import ratio
 
@@ -202,6 +203,28 @@ def drafting_cost(report: Report) -> Finding | None:
     )
 
 
+def drafts_lose(report: Report) -> Finding | None:
+    """Say that documents took longer with drafts than without, by trials of the run or by its
+    audit.
+    """
+    trials = report["drafting"]
+    turns = look_up(report, "audit.speedup.end_to_end")
+    if trials and trials["min"] < LEAST_SPEEDUP:
+        where = f"trials of {counted(trials['n'], 'worker')}, which stop drafting where that loses,"
+        found, section = trials, "Run"
+    elif turns and turns["max"] < LEAST_SPEEDUP:
+        where = f"{counted(turns['n'], 'turn')} of the audit"
+        found, section = turns, "Audit"
+    else:
+        return None
+    says = (
+        f"In {where} a document was {found['median']:.2f} times as fast with drafts as without "
+        f"({found['min']:.2f} to {found['max']:.2f}): set decoding.mode to autoregressive, take a "
+        "smaller decoding.max_batch_size, or another draft."
+    )
+    return Finding(says, 1 - found["median"], section, found)
+
+
 def acceptance_falls(report: Report) -> Finding | None:
     """Say that the draft's tokens are accepted much less often behind long prompts than behind
     short ones.
@@ -274,7 +297,7 @@ def loading(report: Report) -> Finding | None:
 
 Rules = tuple[Callable[[Report], Finding | None], ...]
 OF_TEXTS: Rules = (most_failed, not_in_document, truncated, dropped)
-OF_TIME: Rules = (prefill_bound, drafting_cost, acceptance_falls, idle_tail, loading)
+OF_TIME: Rules = (prefill_bound, drafts_lose, drafting_cost, acceptance_falls, idle_tail, loading)
 """What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
 
 

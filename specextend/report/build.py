@@ -31,6 +31,7 @@ from specextend.report.figures import (
 from specextend.report.page import to_html
 from specextend.report.result_rows import read_rows
 from specextend.report.wall_clock import clock_sections
+from specextend.stats import spread
 
 SCHEMA_VERSION = 1
 """Version of report.json: it grows when a figure changes its name or its meaning, not when one is
@@ -110,6 +111,7 @@ def build_report(
         "kernels": tried_kernels(records),
         **documents,
         "raised_limits": counted["raised_limits"],
+        "drafting": _drafting(records),
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),
     }
@@ -134,6 +136,13 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
         checkpoint()
         figures.take(is_done, table)
     return figures
+
+
+def _drafting(starts: list[Start]) -> Values | None:
+    """Return the spread of the workers' last trials of drafts; None if none has ended one."""
+    workers = [worker for start in starts for worker in start.workers or ()]
+    found = [each.speedup for each in workers if each.speedup is not None]
+    return spread(found) if found else None
 
 
 def _not_prepared(manifest: Values) -> dict[str, int]:

@@ -31,6 +31,7 @@ class FakeEngine:
     def __init__(self, config):
         self.tokenizer = load_tokenizer(config.target.model)
         self.num_steps = 0
+        self.speedup = None
         self.max_tokens = 4096
         self._size = config.decoding.max_batch_size
         self._active = {}
@@ -89,6 +90,14 @@ class FakeEngine:
 
     def completion(self, running):
         return running.completion()
+
+
+class LosingEngine(FakeEngine):
+    """Finds after its first document that drafts lose."""
+
+    def completion(self, running):
+        self.speedup = 0.93
+        return super().completion(running)
 
 
 class QuotingEngine(FakeEngine):

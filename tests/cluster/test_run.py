@@ -16,8 +16,9 @@ from specextend.cluster.exits import (
     WorkersFailError,
 )
 from specextend.pairing import pair_hashes
+from specextend.report.build import write_report
 from tests.cluster.conftest import Screen
-from tests.cluster.fakes import SwapsWeights
+from tests.cluster.fakes import LosingEngine, SwapsWeights
 from tests.job.conftest import read_json
 
 UNSAID = (
@@ -61,6 +62,17 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
         run.run(interrupt=interrupt)
     interrupt.disarm()
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
+
+
+def test_a_worker_that_stops_drafting_says_so_at_once_and_in_the_report(job):
+    """Slower for a whole night by what was to make it faster, and nobody was told."""
+    run = job(GOOD)
+    assert run.run(LosingEngine) == 0
+    said = "worker-1 drafts no more for 200 documents: drafts made it 0.93 times as fast as plain decoding"
+    assert run.screen.notes.count(said) == 1
+    report = write_report(str(run.output))
+    assert report["drafting"] == {"n": 1, "median": 0.93, "min": 0.93, "max": 0.93}
+    assert "drafts_lose" in {each["rule"] for each in report["advice"]}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.job.conftest import CONFIG, TEXT, environment, in_process, on, read_j
 REPORT = {
     "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
     "speed", "time", "retrieval", "retries", "per_document", "buckets", "finish_reasons", "quality_flags", "flagged",
-    "workers", "slowest", "errors", "audit", "timeline", "advice",
+    "workers", "slowest", "errors", "drafting", "audit", "timeline", "advice",
 }  # fmt: skip
 
 

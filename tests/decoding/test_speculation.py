@@ -155,6 +155,7 @@ def test_sizes_that_a_start_measured_beside_other_work_are_found_to_be_cheap():
     """Rows looked dear, so larger trees were never verified, and nothing showed that they cost what small ones do."""
     adaptive = Adaptive(StepCosts({1: (1.0, 0.0), 2: (1.7, 0.0), 4: (3.0, 0.0), 8: (5.0, 0.0)}), 7)
     sequence = SimpleNamespace(speculation=adaptive.begin(LENGTH, []), length=LENGTH, drafts=True)
+    sequence.is_doubted, sequence.request = False, sequence  # which drafts in any case
     chain = [TreeNode(node - 1, node, node, node * log(0.8)) for node in range(8)]
     sizes = []
     for _ in range(200):

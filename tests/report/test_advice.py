@@ -24,6 +24,7 @@ QUIET = {
         "job": {"workers": 8},
     },
     "audit": None,
+    "drafting": None,
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
@@ -53,6 +54,7 @@ def bucket(name, length, documents=5, seen=0.6):
 IDS = ["doc-a", "doc-b", "doc-c", "doc-d"]
 TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0, "documents": 90}
 FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retryable": False, "doc_ids": IDS}
+LOST = {"n": 4, "median": 0.93, "min": 0.91, "max": 0.95}
 CUT = {"quality_flags__truncated": 8, "flagged__truncated": IDS}
 SET = {"run__decoding__stop_repetition": True}
 RARE = {"acceptance__speculative_share": 0.05}
@@ -84,6 +86,8 @@ CASES = [
     ),
     ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work .* is prefill, .* 1.6 times as fast"),
     ("prefill_bound", changed(time__shares__prefill=0.61, **RARE), "1.6 .* and only 5% of the steps were speculative"),
+    ("drafts_lose", changed(drafting=LOST | {"n": 3}), r"In trials of 3 workers, .* 0.93 times .* \(0.91 to 0.95\)"),
+    ("drafts_lose", changed(audit={"speedup": {"end_to_end": LOST}}), "In 4 turns of the audit .* 0.93 times"),
     ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "1.40 tokens; .* add 42% .* fewer tree.nodes"),
     (
         "drafting_cost",
@@ -109,6 +113,7 @@ BELOW = [
     changed(evidence={"a": {"strings": 10, "found": 9}}),
     changed(quality_flags={"truncated": 4}),
     changed(acceptance__mean_acceptance_length=2.5),
+    changed(audit={"speedup": {"end_to_end": LOST | {"max": 0.99}}}, drafting=LOST | {"min": 0.98}),
     changed(buckets=[bucket("1K", 2.0), bucket("16K", 1.7)]),
     changed(buckets=[bucket("1K", 2.4), bucket("16K", 1.6, documents=1)]),
     changed(rows__done=1, time__shares__prefill=0.61, acceptance__mean_acceptance_length=1.4),
