@@ -32,6 +32,7 @@ from specextend.core import how_to_install
 from specextend.decoding.device import multiplies_bf16
 from specextend.models import load_causal_lm
 from specextend.pairing import check_pair
+from specextend.shipped import on_this_machine
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default number of tokens, after matches of three tokens
@@ -278,7 +279,7 @@ class OpenVINO:
             )
         if config.job.gpus_per_worker:
             raise ValueError("OpenVINO is measured on the CPU only: set job.gpus_per_worker to 0")
-        folder = Path(f"{target.model}-openvino")
+        folder = Path(f"{on_this_machine(target.model)}-openvino")
         if not folder.is_dir():
             raise ValueError(
                 f"there is no {folder}; benchmarks/README.md says how to export the target to it"

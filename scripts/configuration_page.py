@@ -29,8 +29,11 @@ and `--output` are short for `input.path` and `output.path`. "none" means that t
 
 A relative path in a file is relative to the file's folder; on the command line, and in a shipped
 configuration, to the current folder. In a job that is submitted to a cluster local paths must be
-absolute. `{models}` is the folder of `make models` and `specextend demo`, and `{shipped}` that of
-what comes with the package.
+absolute.
+
+`{shipped}` is the folder of what comes with the package, and `{models}` that of models
+which `make models` has made in a clone, or else `~/.cache/specextend/models`, each on the machine
+that loads the model. The target of `smollm2` is fetched into it where it is missing.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 

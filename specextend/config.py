@@ -35,7 +35,14 @@ from specextend.decoding.decoding_options import (
     at_least,
 )
 from specextend.model_files import TargetOptions, looks_like_path
-from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder, shipped_configs
+from specextend.shipped import (
+    CONFIGS,
+    MODELS,
+    SHIPPED,
+    find_config,
+    models_folder,
+    shipped_configs,
+)
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
@@ -530,6 +537,8 @@ def _drop_model_of_draft(values: Values, kind: object) -> None:
         values["draft"] = {key: draft[key] for key in draft if key not in _NOT_OF_NGRAM}
 
 
+_UPLOADED = "/_ray_pkg_"
+"""Begins the name of the folder into which Ray unpacks what was uploaded with a job."""
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
@@ -544,8 +553,15 @@ def _whole_path(
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
+    if key == "model":  # each machine of the run has folders of its own
+        known = {**known, "models": MODELS, "shipped": "{shipped}"}
     path = _expanded(f"{section}.{key}", path, known)
-    if not path or "://" in path or os.path.isabs(path):
+    if _UPLOADED in path:
+        raise ConfigError(
+            f"{section}.{key} is in the copy of the project that was uploaded with the job, which "
+            "Ray removes: give an absolute path that each node has, or a URI"
+        )
+    if not path or "://" in path or os.path.isabs(path) or path.startswith("{"):
         return path
     is_file = section in ("input", "output") or path.endswith(".gguf")
     if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):

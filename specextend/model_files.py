@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 import shlex
 import shutil
@@ -35,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from specextend.core import Values, counted, first_line
 from specextend.folders import temporary_folder
-from specextend.shipped import DEFAULT_TARGET, models_folder
+from specextend.shipped import on_this_machine
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]
@@ -128,15 +129,17 @@ def find_folder(model: str, *, weights: bool) -> Path:
 
     weights: fetch the weights too. Raises ModelError.
     """
-    if Path(model).is_dir():
-        return Path(model)
+    folder = Path(on_this_machine(model))
+    if folder.is_dir():
+        return folder
     if model.endswith(".gguf") and Path(model).is_file():
         command = f"specextend prepare model {shlex.quote(model)} --output FOLDER"
         raise ModelError(f"{model} must be unpacked once, into a folder to name instead: {command}")
     if looks_like_path(model):
-        fetch = f"; specextend demo fetches this one into {models_folder()}"
-        hint = fetch if Path(model).name == DEFAULT_TARGET else ""
-        raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
+        raise ModelError(
+            f"{model} does not exist on {platform.node()}; a model is a Hub id, or a folder that "
+            "each machine of the run has at this path"
+        )
     folder = _fetch(model, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
     if weights:  # a repository may hold the same weights in several formats
         _fetch(model, indexed_names(folder) or [_WEIGHTS])
@@ -161,7 +164,7 @@ def looks_like_path(model: str) -> bool:
     """Return True for a name that can only be a place on disk: a Hub id is `name` or
     `owner/name`.
     """
-    is_like_one = model.startswith((".", "~")) or model.endswith(".gguf")
+    is_like_one = model.startswith((".", "~", "{")) or model.endswith(".gguf")
     has_folders = split_revision(model)[0].count("/") > 1
     return is_like_one or has_folders or Path(model).is_absolute() or Path(model).exists()
 
@@ -466,7 +469,8 @@ def _said(model: str) -> Iterator[None]:
             what = f"the Hub does not answer for {model}, nor does its cache here: {line}"
             raise HubUnreachableError(f"{what}; run again") from error
         raise ModelError(
-            f"{model} is not a local folder and cannot be fetched from the Hub: {line}"
+            f"{model} is not a local folder (name one by its absolute path) and cannot be fetched "
+            f"from the Hub: {line}"
         ) from None
 
 

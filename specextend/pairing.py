@@ -22,6 +22,7 @@ from specextend.decoding.decoding_options import CacheOptions, DraftOptions
 from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
+from specextend.default_target import fetch_if_missing
 from specextend.drafters.causal import CausalDrafter, DraftNetwork, stands_still
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
@@ -48,6 +49,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError
     in one line.
     """
+    fetch_if_missing(target.model)
     checked = check_target(target)
     tokenizer = load_tokenizer(target.model)
     facts = _with_tokenizer(checked, tokenizer)
@@ -98,6 +100,7 @@ def check_files(
     """Raise ModelError unless the files on this machine have the hashes that `pair_hashes` found on
     the driver's.
     """
+    fetch_if_missing(target.model)
     for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
             model = draft.model if part == "draft" and draft is not None else target.model

@@ -14,12 +14,13 @@ from pathlib import Path
 from specextend.folders import cache_path
 
 _PACKAGE = Path(__file__).parent
-_IS_CHECKOUT = not (_PACKAGE / "shipped").is_dir()
-SHIPPED = _PACKAGE.parent if _IS_CHECKOUT else _PACKAGE / "shipped"
+SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
 CONFIGS = SHIPPED / "configs"
 TASKS = CONFIGS / "tasks"
+MODELS = "{models}"
+"""Stands in the name of a model for `models_folder()` of the machine that loads it."""
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-"""The folder, in `models_folder()`, of the target that `specextend demo` fetches."""
+"""Folder of the default pair's target in `models_folder()`."""
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -39,12 +40,22 @@ def find_config(config: str | Path, folder: str = "") -> Path:
 
 
 def models_folder() -> Path:
-    """Return the folder of models that were made or fetched: `.models` of a checkout, or in the
-    user's cache.
+    """Return the folder of models that were made or fetched: `.models` of a checkout if `make
+    models` has made it, or else in the user's cache.
+
+    The copy of a checkout that is uploaded with a job has none: Ray removes it after the job.
     """
-    if _IS_CHECKOUT:
-        return SHIPPED / ".models"
-    return cache_path() / "models"
+    made = SHIPPED / ".models"
+    return made if made.is_dir() else cache_path() / "models"
+
+
+def on_this_machine(model: str) -> str:
+    """Return the name of a model with the folders of this machine in the place of `{models}` and
+    `{shipped}`.
+
+    A configuration keeps them as they are, because each node of a cluster has its own.
+    """
+    return model.replace(MODELS, str(models_folder())).replace("{shipped}", str(SHIPPED))
 
 
 def package_version(package: str) -> str | None:

@@ -31,7 +31,7 @@ LAYERS = (
     "attention terminal",
     "decoding",
     "models data drafters",
-    "proof",
+    "proof default_target",
     "config",
     "pairing document_requests",
     "loading",

@@ -24,7 +24,8 @@ COMMAND = [
     "--log",
     "json",
 ]
-PATHS = {"CORPUS": "/data/reports", "SUMMARIES": "/data/summaries"}
+CLUSTER = {"RAY_ADDRESS": "node1:6379", "RAY_AUTH_MODE": "token"}
+"""The cluster of docs/cluster.md, of which Airflow's worker is a node; {} for one machine."""
 FINAL = {
     2: "wrong configuration or input",
     3: "too many error rows",
@@ -41,7 +42,7 @@ def specextend_nightly() -> None:
     def summarize(day: str) -> None:
         """Run the job, and resume it in each retry."""
         with subprocess.Popen(
-            [*COMMAND, "--run-date", day], cwd=FOLDER, env=os.environ | PATHS
+            [*COMMAND, "--run-date", day], cwd=FOLDER, env=os.environ | CLUSTER
         ) as job:
             try:
                 code = job.wait()

@@ -1,5 +1,6 @@
 """Checks before a run: everything that can be checked without loading a model."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,6 +206,13 @@ def check_machine(config: RunConfig) -> None:
         with _refusals():
             device = target_device(config.target, config.job.device)
             load_backend(config.attention.backend, device)
+
+
+def needed_on_each_node(config: RunConfig) -> list[str]:
+    """List the local files that each node of a cluster must have; none for a private Ray."""
+    draft = config.active_draft
+    named = [config.target.model, "" if draft is None else draft.model, config.input.path]
+    return [] if is_local() else [path for path in named if os.path.isabs(path)]
 
 
 def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | None:

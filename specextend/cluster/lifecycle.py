@@ -19,6 +19,7 @@ from specextend.cluster.checks import (
     counts_of_ended,
     describe_selection,
     input_errors,
+    needed_on_each_node,
     num_left_out,
     open_rows,
     prepare,
@@ -183,6 +184,8 @@ class _LockedRun:
             self.record.write()
         for note in self.prepared.notes:
             display.note(note, "model_revision")
+        if paths := needed_on_each_node(self.prepared.config):
+            display.note(f"each node needs the same files at {', '.join(paths)}")
         for note in describe_selection(self.prepared.source):
             display.note(note, "selection")
         if self.prepared.source.warning:

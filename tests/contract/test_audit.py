@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend import RunConfig
-from tests.job.conftest import CONFIG, TEXT, in_process, on, read_json, specextend, write_corpus
+from tests.job.conftest import CONFIG, ROOT, TEXT, in_process, on, read_json, specextend, write_corpus
 
-TARGET = Path(RunConfig.load(CONFIG, ["output.path=unused"]).target.model)
+TARGET = ROOT / ".models" / "tiny-random" / "target"
 ALL = {"documents": 5, "equal": 5, "near_ties": 0, "different": 0, "failed": 0}
 
 

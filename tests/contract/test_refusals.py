@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import platform
 import signal
 import socket
 import subprocess
@@ -184,11 +185,24 @@ def test_a_link_to_a_folder_elsewhere_is_refused(call, given, tmp_path, name):
     assert f"{link} is a symbolic link" in call(*given).line()
 
 
-def test_relative_paths_are_refused_inside_a_submitted_job(refused, tmp_path, monkeypatch):
-    """Its current folder is a copy that goes away with the job, and the summaries with it."""
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--output", "out"], "output.path must be an absolute path or a URI inside a submitted job"),
+        (["--set", "target.model=./mine"], "target.model must be an absolute path or a URI inside a submitted job"),
+        (["--set", "draft.model=models/mine"], "models/mine is not a local folder (name one by its absolute path)"),
+        (["--set", "draft.model=/tmp/_ray_pkg_1/mine"], "draft.model is in the copy of the project that was uploaded"),
+        (["--input", "/tmp/_ray_pkg_1/in"], "which Ray removes: give an absolute path that each node has, or a URI"),
+        (["--set", "target.model=/home/me/mine"], f"does not exist on {platform.node()}; a model is a Hub id, or a"),
+    ],
+)
+def test_what_only_the_submitters_machine_has_is_refused_inside_a_submitted_job(
+    refused, tmp_path, monkeypatch, arguments, said
+):
+    """Its current folder is a copy that goes away with the job, and it runs where nobody's own folders are."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.chdir(tmp_path)
-    refused("output.path must be an absolute path or a URI inside a submitted job", "--output", "out")
+    refused(said, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--statos"], ["--config"], ["--json", "x"]])
@@ -234,10 +248,12 @@ def test_an_empty_path_is_refused():
 
 
 def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus, tmp_path, monkeypatch):
-    """At once, and the run had begun: the next start goes on with it."""
+    """At once, and the run had begun: the next start goes on with it. Before, it says which files each node needs."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
-    ended = summarize(*on(corpus, tmp_path / "out", "input.id_column=doc")).exits(1)
+    model = ROOT / ".models" / "tiny-random" / "target"
+    ended = summarize(*on(corpus, tmp_path / "out", "input.id_column=doc", f"target.model={model}")).exits(1)
+    assert f"each node needs the same files at {model}, {corpus}" in ended.stderr.splitlines()
     assert ended.stderr.splitlines()[-1].startswith(f"error: Ray cannot be joined: {why}")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "_run" / "lock").exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from specextend.config import RunConfig
-from specextend.shipped import DEFAULT_TARGET, models_folder
 from tests.job.conftest import ROOT, environment, ran, specextend, write_corpus
 
 
@@ -48,10 +47,6 @@ def test_every_command_has_its_help():
         (["run", "--config", "mine"], "; did you mean mine.yaml?"),
         (["run", "--config", "smollm2", "--run-date", "tomorrow"], "Invalid value for '--run-date'"),
         (["compare", "nowhere", "else"], "holds no run"),
-        (
-            ["check", "--config", "smollm2", "--set", f"target.model=/gone/{DEFAULT_TARGET}"],
-            f"specextend demo fetches this one into {models_folder()}",
-        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, said, tmp_path, monkeypatch):

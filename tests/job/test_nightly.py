@@ -9,14 +9,23 @@ import pytest
 import yaml
 
 from specextend.cluster import exits
+from specextend.config import RunConfig
+from specextend.shipped import shipped_configs
 from tests.job.conftest import ROOT, submitted
 
 DEPLOY = ROOT / "deploy"
 CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
 SERVICE = (DEPLOY / "systemd" / "specextend.service").read_text()
 PAGE = REST.partition("\n## ")[0]
+NIGHTLY = "".join(re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+[(PREPARE, DRAFT)] = re.findall(r"^(specextend prepare draft \S+ --output (\S+))", CLUSTER, re.MULTILINE)
+[NAME] = set(re.findall(r"--config (\S+a100)", CLUSTER))
+PAIR = RunConfig.load(NAME)
+OTHERS = {name for name in shipped_configs() if "-" in name} - {NAME}
+FILES = [*(path for path in DEPLOY.rglob("*.*") if path.is_file()), *(DEPLOY / "cron").iterdir()]
+FILES += [DEPLOY / "kuberay" / "Dockerfile", ROOT / "ray_cluster.yaml", ROOT / "scripts" / "submit.sh"]
 COMMANDS = [
-    match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
+    match.rstrip(" &")
     for text in (CLUSTER, (DEPLOY / "slurm" / "specextend.sh").read_text())
     for match in re.findall(r"^(?:specextend run|scripts/submit\.sh) (.*)$", text.replace("\\\n", ""), re.MULTILINE)
 ]
@@ -42,33 +51,60 @@ def commands():
         cron_line.replace("\\%", "%"),
         shlex.join([*constant("COMMAND"), "--run-date", "2026-11-22"]),
         CONTAINER["args"][0],
-        *re.findall(r"^specextend run .*", PAGE, re.MULTILINE),
+        *re.findall(r"^(?:specextend run|scripts/submit.sh) .*", PAGE, re.MULTILINE),
     ]
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_job_takes_the_command(command, monkeypatch, tmp_path):
+def test_the_job_takes_the_command(command, tmp_path):
     """Flags, keys and variables; the schedulers' files share the configuration of the page."""
-    for name in ("CORPUS", "SUMMARIES"):
-        monkeypatch.setenv(name, f"/data/{name.lower()}")
-    configuration = "".join(re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
     own = tmp_path / "nightly.yaml"
-    models = {"target": {"model": "owner/t"}, "decoding": {"mode": "autoregressive"}}
-    own.write_text(yaml.safe_dump(models) + configuration)
-    command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
-    command = command.partition("specextend run ")[2].partition(" 2>>")[0]
+    own.write_text(NIGHTLY)
+    command = command.replace("/etc/specextend/nightly.yaml", str(own))
+    command = re.split(r"specextend run |submit\.sh ", command)[1].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     config = submitted(words.stdout.split("\0")[:-1])
     assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
     assert config.input.except_done_in == (config.output.path[:-10] + "*",)
     assert config.input.id_column == "id"
+    assert (config.target.model, config.draft.model) == (PAIR.target.model, DRAFT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_starts_what_the_page_starts(path):
+    """Whoever goes from the page to a file, or on to another, prepares nothing else and finds the same models."""
+    text = path.read_text()
+    assert {*re.findall(r"--config[\s\",]+([\w./-]+)", text)} <= {NAME, "/etc/specextend/nightly.yaml"}
+    assert [name for name in OTHERS if name in text] == []
+    assert {*re.findall(r"specextend prepare draft \S+ --output \S+", text)} <= {PREPARE}
+    assert "hf download" not in text
+    assert ("ray job submit --" in text) == (path.name == "submit.sh"), "the script keeps the job's own code"
+    stops = r"RAY_JOB_STOP_WAIT_TIME_S\W+(\d+)|TimeoutStopSec=(\d+)|terminationGracePeriodSeconds: (\d+)|TERM@(\d+)"
+    [stop_s] = re.findall(r"(\d+) s\s+before SIGKILL", CLUSTER)
+    assert {seconds for found in re.findall(stops, text) for seconds in found if seconds} <= {stop_s}
+    assert {*re.findall(r"RAY_ADDRESS\W+(node\S+?:\d+)", text)} <= {"node1:6379"}
+
+
+def test_what_runs_on_many_nodes_joins_them_and_has_what_the_page_installs():
+    """Without RAY_ADDRESS cron's and Airflow's nights used one machine of four."""
+    assert PAIR.draft.model == DRAFT
+    assert PREPARE in (ROOT / "configs" / f"{NAME}.yaml").read_text()
+    joins = {"RAY_ADDRESS": "node1:6379", "RAY_AUTH_MODE": "token"}
+    assert constant("CLUSTER") == joins
+    assert {*(DEPLOY / "cron" / "specextend").read_text().splitlines()} >= {f"{key}={joins[key]}" for key in joins}
+    [extras] = re.findall(r"any\.whl(\[.*?\])", CLUSTER)
+    image = (DEPLOY / "kuberay" / "Dockerfile").read_text()
+    launcher = "\n".join(yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["setup_commands"])
+    assert f"ARG EXTRAS={extras.strip('[]')}\n" in image
+    assert f"any.whl{extras}" in launcher
+    assert PREPARE in image
+    assert PREPARE in launcher
 
 
 def test_airflow_repeats_what_may_succeed():
     """A retry of a wrong configuration fills the night with the same line."""
     compile(DAG, "specextend_nightly.py", "exec")
     assert set(constant("FINAL")) == FINAL
-    assert set(constant("PATHS")) == {"CORPUS", "SUMMARIES"}
 
 
 def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():

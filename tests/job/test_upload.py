@@ -10,7 +10,7 @@ from ray._private.runtime_env.packaging import create_package
 
 from tests.job.conftest import ROOT
 
-LARGEST_BYTES = 4 << 20
+LARGEST_BYTES = 16 << 20
 """Of the upload: Ray refuses 100 MiB, and every node fetches and unpacks it before a job begins."""
 
 
@@ -22,16 +22,17 @@ def pack(folder, package):
 
 
 def test_the_upload_holds_what_a_job_needs_and_no_more(tmp_path):
-    """Every config and every module of the package; no model, no document, no test, no history. It is small."""
+    """Every config, every module and the shipped draft; no document, no test, no history. It is small."""
     package = tmp_path / "package.zip"
     sent = pack(ROOT, package)
     assert package.stat().st_size < LARGEST_BYTES
     needed = [path for folder in ("specextend", "jobs") for path in (ROOT / folder).rglob("*.py")]
-    needed += (ROOT / "configs").glob("*.yaml")
+    needed += [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "models" / "smollm2-135m-eagle").iterdir()]
     assert sent >= {path.relative_to(ROOT).as_posix() for path in needed}
     folders = {name.partition("/")[0] for name in sent if "/" in name}
-    assert folders == {"specextend", "jobs", "configs"}
-    assert {Path(name).suffix for name in sent}.isdisjoint({".parquet", ".safetensors", ".gguf", ".whl", ".pyc"})
+    assert folders == {"specextend", "jobs", "configs", "models"}
+    assert {Path(name).suffix for name in sent}.isdisjoint({".parquet", ".gguf", ".whl", ".pyc"})
+    assert [name for name in sent if name.endswith(".safetensors")] == ["models/smollm2-135m-eagle/model.safetensors"]
 
 
 def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path):
@@ -41,7 +42,8 @@ def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path):
     """
     for name in (".gitignore", ".rayignore"):
         shutil.copy(ROOT / name, tmp_path)
-    left = ("jobs/a.parquet", "configs/model.safetensors", "b.gguf", "build/lib/specextend/core.py")
+    left = ("jobs/a.parquet", "models/mine/model.safetensors", "models/mine/config.json", "configs/model.safetensors")
+    left += ("b.gguf", "build/lib/specextend/core.py")
     for name in (*left, "specextend/core.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("content")
