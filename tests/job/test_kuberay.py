@@ -44,13 +44,6 @@ def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(config):
     assert START_S + config.job.deadline_s + GRACE_S <= SPEC["activeDeadlineSeconds"]
 
 
-def test_a_stopped_job_has_the_time_to_commit():
-    """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
-    variables = yaml.safe_load(SPEC["runtimeEnvYAML"])["env_vars"]
-    assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
-    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
-
-
 def test_the_head_drives_and_runs_no_worker():
     """A worker on the head would take the driver down with it."""
     assert HEAD["rayStartParams"]["num-cpus"] == "0"
