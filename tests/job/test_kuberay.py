@@ -77,8 +77,11 @@ def test_credentials_come_from_a_secret_and_stand_in_no_file():
 def test_versions_agree():
     """A driver and workers of different Rays or Pythons do not speak to each other."""
     dockerfile = (FOLDER / "Dockerfile").read_text()
-    [base] = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
+    [base] = re.findall(r"^FROM (\S+) AS specextend$", dockerfile, re.MULTILINE)
     assert base == yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["docker"]["image"]
     assert base.startswith(f"rayproject/ray:{CLUSTER['rayVersion']}-py311-")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    wheel = f"out/wheel/specextend-{version}-py3-none-any.whl"
+    assert wheel in dockerfile
+    assert wheel in yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())["file_mounts"].values()
     assert {container["image"] for container in CONTAINERS} == {f"registry.example.com/specextend:{version}"}
