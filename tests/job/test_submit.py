@@ -81,6 +81,7 @@ def cluster(tmp_path_factory):
     port, token = free_port(), secrets.token_hex(32)
     folder = tempfile.mkdtemp(prefix="sx", dir="/tmp")  # socket paths must stay short
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PATH": SEARCH_PATH}
+    own["RAY_TMPDIR"] = folder  # where a job looks for its Ray; in the usual place another one may have written
     own["XDG_CACHE_HOME"] = str(cache := tmp_path_factory.mktemp("cache"))
     (cache / "specextend" / "models").mkdir(parents=True)
     (cache / "specextend" / "models" / "tiny-random").symlink_to(MODELS)
