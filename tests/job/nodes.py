@@ -1,8 +1,4 @@
-"""A cluster of several nodes on this machine: each line on stdin adds one, the end of file ends it.
-
-Arguments: the port of a dashboard, which takes jobs, and a folder for the files of each node; without them it has
-neither.
-"""
+"""A cluster of several nodes on this machine: each line on stdin adds one, the end of file ends it."""
 
 import sys
 from contextlib import suppress
@@ -13,17 +9,10 @@ from ray.cluster_utils import Cluster
 
 def main():
     head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    if sys.argv[1:]:
-        port, folder = sys.argv[1:]
-        dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": int(port)}
-        dashboard["dashboard_agent_listen_port"] = None  # a free one: another Ray may have the usual one
-        head = node | dashboard | {"temp_dir": f"{folder}/1"}
-        node["temp_dir"] = f"{folder}/2"
     cluster = Cluster(initialize_head=True, head_node_args=head)
     say(cluster.address)
     for _ in sys.stdin:
-        cluster.add_node(**node)
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         say("done")
     for node in cluster.list_all_nodes():
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
