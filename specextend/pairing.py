@@ -22,7 +22,6 @@ from specextend.decoding.decoding_options import CacheOptions, DraftOptions
 from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
-from specextend.default_target import fetch_if_missing
 from specextend.drafters.causal import CausalDrafter, DraftNetwork, stands_still
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
@@ -34,6 +33,7 @@ from specextend.models import (
     TargetOptions,
     check_model,
     check_target,
+    fetch_if_missing,
     load_causal_lm,
     load_tokenizer,
     num_parameters,

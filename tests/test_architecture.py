@@ -31,7 +31,7 @@ LAYERS = (
     "attention terminal",
     "decoding",
     "models data drafters",
-    "proof default_target",
+    "proof",
     "config",
     "pairing document_requests",
     "loading",

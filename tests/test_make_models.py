@@ -7,9 +7,8 @@ import pytest
 from scripts.make_models import CORPUS, build
 from scripts.tiny_models import write_tiny_models
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.default_target import GGUF_FILE, extract_gguf
 from specextend.model_files import identify
-from specextend.models import TargetOptions
+from specextend.models import GGUF_FILE, TargetOptions, extract_gguf
 from specextend.pairing import check_pair
 
 
