@@ -45,6 +45,8 @@ def audit(output: str, num_rows: int, seed: int) -> Values:
     they were.
     """
     prepared = _prepare(output)
+    if not prepared.source.num_rows:
+        raise ValueError(f"{output} is a run of no rows: there is nothing to compare")
     found = _draw(prepared, num_rows, seed)
     if not found:
         raise ValueError(

@@ -239,6 +239,7 @@ class RunConfig(BaseModel):
         *,
         allow_relative: bool = True,
         run_date: date | None = None,
+        needs_paths: bool = True,
     ) -> RunConfig:
         """Read a configuration, apply `key.path=value` overrides, check everything, and make local
         paths absolute.
@@ -248,7 +249,8 @@ class RunConfig(BaseModel):
         in one names those that come before it. Relative paths of a file are relative to its folder;
         all others, and those of a shipped file, to the current folder. Values of overrides are
         YAML. allow_relative: if False, a relative local path is refused instead. run_date: stands
-        for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
+        for `{run_date}` in the paths of input and output; None: today. needs_paths: if False, the
+        paths of input and output may be missing. Raises ConfigError.
         """
         overrides = list(overrides)
         if isinstance(config, RunConfig) and not overrides:
@@ -264,6 +266,7 @@ class RunConfig(BaseModel):
                         others,
                         allow_relative=allow_relative,
                         run_date=run_date,
+                        needs_paths=needs_paths,
                     )
                     for name, task in asked.items()
                 }
@@ -280,6 +283,8 @@ class RunConfig(BaseModel):
                 whole = partial(_whole_path, section, key, base, known, allow_relative)
                 value = options[key]
                 options[key] = [*map(whole, value)] if isinstance(value, list) else whole(value)
+        for section in () if needs_paths else ("input", "output"):
+            _keys({section: values.setdefault(section, {})}, section).setdefault("path", os.devnull)
         return cls.from_values(values)
 
     @classmethod

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -18,6 +18,9 @@ from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
 from specextend.data.commits import Retry
 from specextend.folders import die
+
+_ONE_RUN = threading.Lock()
+"""Held during a run: a process has one Ray, and one stderr for its progress."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,17 @@ def run(
     )
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     loaded = RunConfig.load(config, overrides, run_date=run_date)
-    _prepare_environment()
-    with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
+    if not _ONE_RUN.acquire(blocking=False):
+        raise RefusedError(
+            "specextend.run goes on in another thread of this process; wait for its end, or start "
+            "this run in another process"
+        )
+    with ExitStack() as stack:
+        stack.callback(_ONE_RUN.release)
+        _prepare_environment()
+        interrupt = stack.enter_context(
+            _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s)
+        )
         # it imports Ray, which reads the environment
         from specextend.cluster.lifecycle import run_job
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ class Summarizer:
         Raises ValueError if they cannot be found or served, or do not fit each other, and for
         options that choose rows, which no batch can follow.
         """
-        config = RunConfig.load(config)
+        config = RunConfig.load(config, needs_paths=False)
         if config.tasks:
             raise ValueError(
                 "a Summarizer answers one task; make one for each, or use specextend.run for "
@@ -74,29 +75,35 @@ class Summarizer:
         self._config = config
         self._decoder = RowDecoder(config, factory(config))
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
+        self._lock = threading.Lock()
 
     def __call__(self, documents: Any) -> Any:
-        """Summarise documents; many at once keep the engine's batch full.
+        """Summarise documents; many at once keep the engine's batch full. Calls of several threads
+        wait for each other.
 
         Raises InputError for missing or mistyped columns, and if `input.id_column` is not set for
         documents other than texts; and what makes the engine unusable, such as a broken GPU.
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
+        passthrough = self._config.input.passthrough
+        if not len(batch):  # it need not have come with any column
+            columns = {name: batch[name] for name in passthrough if name in batch.column_names}
+            batch = pa.table(dict.fromkeys(passthrough, pa.nulls(0)) | columns)
+            return given_back(result_table([], batch, passthrough, self._config.output))
         reader = RowReader(self._config.input, (self._config.prompt.template,))
         check_columns("the batch", batch.schema, reader)
         rows = plain_rows(batch, reader.document_columns)
         found = [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
-        decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
+        with self._lock:
+            decoded = iter(self._decoder.decode([row for row in found if isinstance(row, Row)]))
         results = [
             _failed(row.doc_id, row)
             if isinstance(row, DocumentError)
             else self._result(row, next(decoded), received)
             for row in found
         ]
-        return given_back(
-            result_table(results, batch, self._config.input.passthrough, self._config.output)
-        )
+        return given_back(result_table(results, batch, passthrough, self._config.output))
 
     def _result(self, row: Row, document: DecodedRow, received: float) -> Values:
         """Make the row of a document."""

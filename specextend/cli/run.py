@@ -164,13 +164,13 @@ def plan(**given: Any) -> int:
 def status(output: str) -> int:
     """Say how far the run of an output folder is."""
     from specextend.cluster.records import describe_status, read_status
-    from specextend.data.run_folder import ADDED
-    from specextend.data.storage import list_folders, resolve
+    from specextend.data.run_folder import ADDED, added_runs
+    from specextend.data.storage import resolve
 
     folder = resolve(output)
     show(describe_status(read_status(folder)))
-    for name in list_folders(folder.child(ADDED)):
-        show(f"{ADDED}/{name}: {describe_status(read_status(folder.child(ADDED, name)))}")
+    for added in added_runs(folder):
+        show(f"{ADDED}/{added.name}: {describe_status(read_status(added))}")
     return 0
 
 

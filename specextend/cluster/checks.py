@@ -10,7 +10,7 @@ from typing import Any
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_resources, is_local
-from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
+from specextend.cluster.exits import OtherRunError, RefusedError, RunError, StoreError
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
@@ -27,11 +27,21 @@ from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
-from specextend.data.run_folder import ADDED, Counts, check_kinds, read_success
+from specextend.data.run_folder import (
+    ADDED,
+    Counts,
+    added_run,
+    added_runs,
+    check_kinds,
+    check_results,
+    open_retry,
+    read_starts,
+    read_success,
+)
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, is_passing, list_folders, path_below, resolve
+from specextend.data.storage import Location, is_passing, path_below, resolve
 from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import Task, check_requests, tasks_of
@@ -122,9 +132,10 @@ def prepare(
         for task in tasks:
             _check_task(task, tokenizer, facts)
         values = config.model_dump(mode="json")
-        hashes = pair_hashes(config.target, draft)
         values["decoding"]["max_new_tokens"] = limit
         values["prompt"]["length_policy"] = policy
+        _check_same_options(output, recorded, build_manifest(source, values, {}, models))
+        hashes = pair_hashes(config.target, draft)  # which reads all weights
         if begun is not None:
             source = recall_selection(source, output, begun)
         else:
@@ -230,6 +241,8 @@ def _refusals() -> Iterator[None]:
     """Turn errors of a block into RefusedError, or into StoreError if a later try may succeed."""
     try:
         yield
+    except RunError:
+        raise
     except (InputUnreachableError, HubUnreachableError) as error:
         raise StoreError(str(error)) from error
     except ValueError as error:
@@ -312,6 +325,29 @@ def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
+def _check_same_options(output: Location, recorded: Values | None, here: Values) -> None:
+    """Raise OtherRunError if the folder's run has other options, whatever the weights are."""
+    if recorded is not None:
+        without: Values = {"files": {}, "hashes": {}, "selection": None}
+        there, here = (each | {"identity": each["identity"] | without} for each in (recorded, here))
+        if lines := differences(there, here):
+            raise OtherRunError(_say_other_run(output, there, here, lines))
+
+
+def _say_other_run(
+    output: Location,
+    recorded: Values,
+    here: Values,
+    lines: list[str],
+    said: str = "give another output.path, or restore what differs:",
+) -> str:
+    tasks = [_tasks_there(each) for each in (recorded, here)]
+    if tasks[0] != tasks[1]:
+        names = [", ".join(each) or "one" for each in tasks]
+        lines = [f"tasks: {names[0]} there, {names[1]} here"]
+    return "\n  ".join([f"{output.path} belongs to another run; {said}", *lines])
+
+
 def check_same_run(prepared: Prepared) -> bool:
     """Return True if the output folder holds this run already. Raises OtherRunError if it holds
     another one.
@@ -321,17 +357,12 @@ def check_same_run(prepared: Prepared) -> bool:
         return False
     if lines := differences(recorded, prepared.manifest):
         is_input = all(line.startswith(ABOUT_INPUT) for line in lines)
-        said = (
-            _say_other_input(prepared)
-            if is_input
-            else "give another output.path, or restore what differs:"
-        )
-        there, here = (_tasks_there(each) for each in (recorded, prepared.manifest))
-        if there != here:
-            lines = [f"tasks: {', '.join(there) or 'one'} there, {', '.join(here) or 'one'} here"]
+        said = [_say_other_input(prepared)] if is_input else []
         raise OtherRunError(
-            "\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines])
+            _say_other_run(prepared.output, recorded, prepared.manifest, lines, *said)
         )
+    with _refusals():
+        check_results(prepared.output, len(recorded["identity"]["files"]))
     return True
 
 
@@ -347,7 +378,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
     if (recorded := read_recorded(output)) is None:
         return config
     with _refusals():
-        added = list_folders(output.child(ADDED))
+        added = [each.name for each in added_runs(output)]
     done = _tasks_there(recorded) or [
         name
         for name, each in config.each_task.items()
@@ -380,6 +411,8 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
         if {*names} < {*left}:
             _check_ended(config.of_tasks(names, _place_of_added(config, names)))
             left = [name for name in left if name not in names]
+    with _refusals():
+        added_run(output, "+".join(left))
     say(f"tasks: {', '.join(left)} alone; the others are done")
     return config.of_tasks(left, _place_of_added(config, left))
 
@@ -467,12 +500,21 @@ def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
 
 
 def check_retry(prepared: Prepared) -> None:
-    """Raise RefusedError for a retry where nothing has been tried: it would do every row; and
-    OtherRunError if the output folder holds another run.
+    """Raise RefusedError for a retry where nothing has been tried, which would do every row, and
+    unless an earlier `--retry-truncated` that was interrupted goes on.
+
+    Raises OtherRunError if the output folder holds another run.
     """
-    if not check_same_run(prepared) and prepared.retries:
+    is_begun = check_same_run(prepared)
+    if not is_begun and prepared.retries:
         raise RefusedError(
             f"{prepared.retries}: {prepared.output.path} holds no run; leave it out to begin one"
+        )
+    limit = open_retry(read_starts(prepared.output)) if is_begun else None
+    if limit is not None and (prepared.retry_truncated or 0) < limit:
+        raise RefusedError(
+            f"a --retry-truncated {limit} of {prepared.output.path} was interrupted, so its texts "
+            f"have two limits: run again with --retry-truncated {limit}"
         )
 
 

@@ -226,12 +226,13 @@ class WorkerActor:
 
 
 def early_ray(job: JobOptions, output: str, interrupt: Interrupt) -> EarlyRay | None:
-    """Begin to start a private Ray if the run will need one; a run that is complete hardly does.
+    """Begin to start a private Ray if the run will need one; what a folder holds already may be
+    complete, or another run.
 
     output: the folder of the run.
     """
     is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    if is_joined or not is_local() or os.path.exists(os.path.join(output, "_SUCCESS")):
+    if is_joined or not is_local() or os.path.exists(os.path.join(output, "_run")):
         return None
     return EarlyRay(job, interrupt)
 

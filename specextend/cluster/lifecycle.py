@@ -119,7 +119,11 @@ def run_job(
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock.check))
         record = StartRecord(
-            prepared.output, lock.run_id, config, prepared.models, took_over=lock.predecessor
+            prepared.output,
+            lock.run_id,
+            config,
+            prepared.models,
+            took_over=lock.predecessor,
         )
         locked = _LockedRun(
             prepared,
@@ -252,6 +256,8 @@ class _LockedRun:
                 if self.prepared.config.input.except_done_in:
                     write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
+            if self.prepared.retry_truncated is not None:
+                self.record.retry(self.prepared.retry_truncated)
             remove_success(output)
         if plan is None:
             return None
@@ -406,6 +412,9 @@ class _LockedRun:
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
+        if self.prepared.retry_truncated is not None:
+            with writing(output):
+                self.record.retry(0)
         self.report(
             self.prepared.config.output.path,
             output,

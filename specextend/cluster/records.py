@@ -29,6 +29,7 @@ from specextend.data.run_folder import (
     RELEASED,
     Start,
     lock_file,
+    open_retry,
     parse_start,
     read_starts,
     read_success,
@@ -93,6 +94,7 @@ class StartRecord:
             "models": dict(models or {}),
             "job": asdict(config.job),
             "report": asdict(config.report),
+            "retry_truncated": None,
             "workers": [],
             "charges": {},
             "memory": None,
@@ -174,6 +176,11 @@ class StartRecord:
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
         }
+        self.write()
+
+    def retry(self, limit: int) -> None:
+        """Write that rows are done again at a limit of new tokens; 0: that all of them are."""
+        self._record["retry_truncated"] = limit
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
@@ -321,8 +328,9 @@ def read_status(output: Location) -> Values:
             else "no run (there is no _run/manifest.json)"
         )
         raise ValueError(f"{output.path} holds {what}")
-    progress = read_commits(output)
     starts = read_starts(output)
+    limit = open_retry(starts)
+    progress = read_commits(output, cut_below=limit)
     success = read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
@@ -339,7 +347,7 @@ def read_status(output: Location) -> Values:
     return {
         "state": "running"
         if is_alive
-        else _state(whole, num_left, is_complete=success is not None),
+        else _state(whole, num_left, limit, is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
@@ -353,8 +361,10 @@ def read_status(output: Location) -> Values:
     }
 
 
-def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
-    """Name the state of a run whose driver is gone."""
+def _state(starts: list[Start], num_left: int, limit: int | None, *, is_complete: bool) -> str:
+    """Name the state of a run whose driver is gone. limit: of an interrupted retry."""
+    if limit is not None:
+        return f"stopped, run again with --retry-truncated {limit} to resume"
     if is_complete:
         return "complete"
     is_finished = bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS and not num_left

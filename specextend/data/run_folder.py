@@ -21,13 +21,14 @@ from pydantic import (
     ValidationError,
 )
 
-from specextend.core import Values, one_line
+from specextend.core import Values, counted, one_line
 from specextend.data.storage import (
     Location,
     delete,
     exists,
     is_folder,
     list_files,
+    list_folders,
     read_parsed,
     write_bytes,
 )
@@ -97,11 +98,7 @@ def check_kinds(output: Location) -> None:
     folders = run_folders(output)[1:]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "html")]
-    for place in folders:
-        if os.path.islink(place.path):
-            raise ValueError(
-                f"{place.path} is a symbolic link; put a folder there, or give another output.path"
-            )
+    _refuse_links(folders)
     for place in folders + files:
         right = "folder" if place in folders else "file"
         if exists(place) and is_folder(place) != (place in folders):
@@ -109,6 +106,42 @@ def check_kinds(output: Location) -> None:
                 f"{place.path} must be a {right} of the run; move it away, or give another "
                 "output.path"
             )
+
+
+def _refuse_links(folders: list[Location]) -> None:
+    for place in folders:
+        if place.is_local and os.path.islink(place.path):
+            raise ValueError(
+                f"{place.path} is a symbolic link; put a folder there, or give another output.path"
+            )
+
+
+def added_run(output: Location, name: str) -> Location:
+    """Return the folder of a run of added tasks. Raises ValueError if it leads elsewhere, as
+    `check_kinds` does.
+    """
+    place = output.child(ADDED, name)
+    _refuse_links([place.parent, place])
+    return place
+
+
+def added_runs(output: Location) -> list[Location]:
+    """List the folders of runs of added tasks. Raises ValueError as `added_run` does."""
+    return [added_run(output, name) for name in list_folders(output.child(ADDED))]
+
+
+def check_results(output: Location, num_files: int) -> None:
+    """Raise ValueError for a Parquet file among the results of so many input files that is none of
+    them: who reads the folder would take its rows for the run's.
+    """
+    names = {result_name(number) for number in range(num_files)}
+    for folder in (summaries_folder(output), errors_folder(output)):
+        for name in list_files(folder):
+            if name.endswith(".parquet") and name not in names:
+                raise ValueError(
+                    f"{folder.child(name).path} is not of this run, which has "
+                    f"{counted(num_files, 'input file')}: move it out of {folder.name}/"
+                )
 
 
 def result_name(number: int) -> str:
@@ -305,6 +338,8 @@ class Start:
     gpus_per_worker: FiniteFloat | None = None
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None
+    retry_truncated: int | None = None
+    """The limit of a `--retry-truncated` that has begun; 0 if it was brought to its end."""
     took_over: Heartbeat | None = None
     """The last one of the dead driver whose lock this start took over."""
     damage: str | None = None
@@ -324,6 +359,12 @@ def read_starts(output: Location) -> list[Start]:
     names = [name for name in list_files(folder) if name.endswith(".json")]
     starts = filter(None, (_read_start(folder.child(name)) for name in names))
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
+
+
+def open_retry(starts: list[Start]) -> int | None:
+    """Return the limit of a `--retry-truncated` that no start has brought to its end."""
+    limits = [start.retry_truncated for start in starts if start.retry_truncated is not None]
+    return (limits or [0])[-1] or None
 
 
 def _read_start(location: Location) -> Start | None:

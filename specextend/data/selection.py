@@ -65,6 +65,7 @@ _BY_PLACE = """
     UPDATE rows SET id = name || ':' || rows.row
     FROM bad JOIN given USING (file) WHERE rows.file = bad.file AND rows.row = bad.row
 """
+_TAKEN = "SELECT id FROM rows GROUP BY id HAVING count(*) > 1 LIMIT 1"
 _DRAWS = 1 << 64
 _DRAW = "md5_number_upper('0:' || id)"
 _LAST_DRAWN = f"SELECT max(draw) FROM (SELECT {_DRAW} AS draw FROM rows ORDER BY draw LIMIT {{}})"
@@ -203,6 +204,11 @@ def _check_ids(source: Source, database: Database) -> Source:
         {"file": range(len(source.files)), "name": [file.relative_path for file in source.files]}
     )
     database.add(names, _BY_PLACE)
+    if taken := database.select(_TAKEN):
+        raise InputError(
+            f"{taken[0]['id']!r} is an id in column {column!r} (input.id_column), and the name of "
+            "a row without a good id (input.on_bad_id: error); make the ids different"
+        )
     return replace(source, bad_ids=_of_files(database, "bad", len(source.files)))
 
 

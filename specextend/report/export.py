@@ -42,6 +42,7 @@ from specextend.data.parquet import (
     write_groups,
 )
 from specextend.data.run_folder import (
+    check_results,
     list_results,
     parse_time,
     read_starts,
@@ -279,6 +280,8 @@ class _Run(NamedTuple):
         if not manifest and not any(is_answer for _, is_answer in files):
             raise ValueError(f"{output.path} holds no run")
         footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file, _ in files)
+        if manifest:
+            check_results(output, len(manifest["identity"]["files"]))
         if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
             raise ValueError(
                 f"{output.path} has not ended: run it again, or take what is done with --follow"

@@ -14,7 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from tests.job.conftest import CONFIG, TEXT, environment, in_process, on, read_json, rows, specextend, write_corpus
+from tests.job.conftest import (
+    CONFIG,
+    TEXT,
+    environment,
+    in_process,
+    on,
+    read_json,
+    rows,
+    specextend,
+    write_corpus,
+)
 
 REPORT = {
     "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
@@ -127,6 +137,14 @@ def test_results_that_somebody_deleted_are_written_again(again, finished, folder
     assert path.exists()
     if path.is_dir():
         assert rows(path) == rows(finished / "out" / name)
+
+
+def test_a_file_among_the_results_that_is_not_of_the_run_is_named(again, folder, tmp_path):
+    """Whoever reads `summaries/` counts its rows in; an export said to run again, and the run that it was complete."""
+    summaries = folder / "out" / "summaries"
+    shutil.copy(summaries / "part-00000.parquet", summaries / "part-00099.parquet")
+    for line in again().line(), specextend("export", folder / "out", "--to", tmp_path / "a.csv").line():
+        assert "summaries/part-00099.parquet is not of this run, which has 1 input file: move it out of" in line
 
 
 def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(again, plan, folder, finished):

@@ -70,6 +70,14 @@ def test_a_machine_that_slows_down_meanwhile_does_not_favour_a_side(finished, mo
     assert slowing["median"] == pytest.approx(steady["median"], rel=0.03)
 
 
+def test_an_audit_of_no_rows_says_so(finished, tmp_path):
+    """On most nights nothing is new."""
+    night = (*on(finished.parent / "in", tmp_path / "night", f"input.except_done_in=['{finished}']"), "--set")
+    own = ("input.id_column=doc", "--set", f"target.model={finished.parent / 'target'}")
+    in_process("summarize.py", "--config", CONFIG, *night, *own).exits(0)
+    assert "night is a run of no rows: there is nothing to compare" in specextend("audit", tmp_path / "night").line()
+
+
 def test_a_sample_is_as_small_as_it_is_asked_for(finished):
     """Long documents take minutes each."""
     found = audited(finished, "--rows", "2", "--seed", "1")

@@ -106,6 +106,24 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     assert len(run.committed()) == len(undisturbed), "nothing is decoded again"
 
 
+def test_a_retry_that_was_killed_goes_on_and_until_then_the_run_is_not_complete(tmp_path, summarize_here):
+    """A run without the flag ended with 0 and texts of two limits, and the status said that all were done."""
+    run = Run(tmp_path, {"prompt": {"max_prompt_tokens": 4000}})  # all of which fit
+    summarize_here(*run.arguments()).exits(0)
+    retry = ("--retry-truncated", "80")
+    end_of(run.start(DYING_DRIVER, "SIGKILL", *FIRST_PART, *retry), -signal.SIGKILL)
+    said = specextend("status", run.output).stdout
+    assert said.startswith("stopped, run again with --retry-truncated 80 to resume: ")
+    assert ", 0 left" not in said.splitlines()[0]
+    for flags in (), ("--retry-errors",), ("--retry-truncated", "79"):
+        line = summarize_here(*run.arguments(), *flags).line()
+        assert "so its texts have two limits: run again with --retry-truncated 80" in line
+    summarize_here(*run.arguments(), *retry).exits(0)
+    limits = {row["max_new_tokens"] for row in rows(run.output / "summaries") if row["finish_reason"] == "length"}
+    assert limits == {80}
+    assert "complete already" in summarize_here(*run.arguments()).exits(0).stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_run_whose_ray_loses_a_process_says_so_and_is_resumed(run, summarize_here, undisturbed, name):

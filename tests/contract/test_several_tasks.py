@@ -164,6 +164,11 @@ def test_a_task_added_to_a_finished_run_is_decoded_alone(first, ask, tmp_path):
         assert "complete already, 4 rows" in said
         assert f"\nadded/{name}: complete: 4 of 4 rows" in specextend("status", output).stdout
     assert done == {path: path.read_bytes() for path in (output / "summaries").iterdir()}
+    (output / "added" / "again").rename(tmp_path / "elsewhere")
+    (output / "added" / "again").symlink_to(tmp_path / "elsewhere")
+    said, _ = ask("out", tasks=tasks, code=2)
+    for line in said, specextend("status", output).exits(2).stderr:
+        assert "added/again is a symbolic link" in line, "it would be written to"
 
 
 def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask):

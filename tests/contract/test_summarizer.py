@@ -1,5 +1,6 @@
 """Summaries without the job: a table in, a table out, in a test's own process or in Ray Data's."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -98,6 +99,23 @@ def test_results_come_in_the_form_of_the_documents(pairs, engine):
     found = alone([TEXTS["b"], None, TEXTS["c"]])
     assert [(row["doc_id"], row["summary"]) for row in found] == [("0", expected[2]), ("1", None), ("2", expected[5])]
     assert alone([]) == []
+    empty = table.slice(6)
+    for nothing in ([], empty.to_pydict(), pa.table({}), empty, empty.to_pandas()):
+        found = summarizer(nothing)
+        assert isinstance(found, type(nothing))
+        assert list(found) == [] or [*getattr(found, "column_names", found)] == summarizer(table).column_names
+    assert summarizer(empty).schema == summarizer(table).schema
+
+
+def test_several_threads_may_call_it_and_no_paths_need_be_given(pairs):
+    """A server does so; the engine has one batch, and answers came under other names. It reads and writes no file."""
+    values = tiny_config(pairs("llama"), decoding__max_new_tokens=20).model_dump(mode="json")
+    del values["output"], values["input"]["path"]
+    summarizer = Summarizer(values)
+    texts = [TEXTS["a"], TEXTS["b"], TEXTS["c"]]
+    with ThreadPoolExecutor(4) as threads:
+        found = [[row["summary"] for row in each] for each in threads.map(summarizer, [texts] * 8)]
+    assert found == [[summarizer(text)["summary"] for text in texts]] * 8
 
 
 def test_questions_about_a_document_read_it_once(pairs, engine):

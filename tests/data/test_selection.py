@@ -116,6 +116,9 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path, write):
     for each in (source, recalled):
         assert {*ids_of(each)} == {"7", "8"} | bad
         assert {each.doc_id(row.key) for row in each.scan() if row.error_class == "BadId"} == bad
+    write("in/b.parquet", {"id": ["a.parquet:2"], "text": ["four"]})
+    with pytest.raises(InputError, match=r"'a.parquet:2' is an id in column 'id' .*, and the name of a row without"):
+        select_rows(open_source(options))
 
 
 def manifest_of(source, max_new_tokens=5):

@@ -76,6 +76,8 @@ def test_a_run_in_a_thread_can_be_cancelled(tmp_path, local_ray):
     thread = threading.Thread(target=lambda: results.append(specextend.run(values, cancel=cancel, progress=False)))
     thread.start()
     wait_for(lambda: parts(tmp_path / "out"), "commit")
+    with pytest.raises(ValueError, match=r"specextend.run goes on in another thread of this process"):
+        specextend.run(values, progress=False)
     cancel.set()
     thread.join(LONGEST_S)
     [result] = results
