@@ -44,6 +44,7 @@ from specextend.data.run_folder import RELEASED
 from specextend.data.source import Source
 from specextend.data.storage import is_away
 from specextend.decoding.decoding_options import DECIDED_DOCUMENTS, LEAST_SPEEDUP
+from specextend.stats import DecodingStats
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at what concerns all workers: deadlines, hangs, who is wanted, and how
@@ -69,6 +70,8 @@ class Driver:
     record: StartRecord
     source: Source
     job: JobOptions
+    count: Callable[[DecodingStats | None], object] = lambda stats: None
+    """Takes the counts of each document that is done, and None for one that has failed."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _moved_at: float = field(init=False)
     """When a worker last read or wrote a token, or a document had its outcome."""
@@ -301,6 +304,7 @@ class Driver:
         self._note_speedup(worker, outcome.speedup)
         self.committer.add(outcome.row)
         self.ledger.finish(lease.key, outcome.stats)
+        self.count(outcome.stats)
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
         """Record the most memory that a worker has used, and say it of the first one, beside what
@@ -381,6 +385,7 @@ class Driver:
             self.committer.add(give_up(self.display, key, error, attempts, worker))
             self._errors.failed(error)
             self.ledger.finish(key, None)
+            self.count(None)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:

@@ -42,7 +42,7 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Tried, with_document
-from specextend.cluster.progress import Display, Ledger
+from specextend.cluster.progress import Display, Ledger, Metrics
 from specextend.cluster.records import (
     Committer,
     StartRecord,
@@ -402,6 +402,7 @@ class _LockedRun:
             record=self.record,
             source=source,
             job=job,
+            count=Metrics(self.lock.run_id, len(plan.refused)).count,
         )
 
     def _conclude(self, counts: Counts) -> int:

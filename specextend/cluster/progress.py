@@ -24,7 +24,7 @@ from specextend.cluster.exits import TooManyErrorsError
 from specextend.cluster.messages import Done, Lease
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.inputs import DocumentError
-from specextend.stats import DecodingStats, ratio
+from specextend.stats import PHASES, DecodingStats, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
 MAX_GAP_S = 10.0
@@ -178,6 +178,41 @@ class Ledger:
             mean_acceptance_length=self._stats.mean_acceptance_length,
             eta_s=left / rate if rate and self._num_done else None,
         )
+
+
+class Metrics:
+    """Counters of a start, which Ray's metrics port exports as `ray_specextend_*_total`."""
+
+    def __init__(self, run_id: str, num_failed: int = 0):
+        """Make the counters, on a Ray that is connected.
+
+        num_failed: error rows that this start has made already.
+        """
+        from ray.util import metrics
+
+        names = ("documents", "tokens", "steps", "seconds")
+        keys = ("run_id", "kind")
+        self._counters = {
+            name: metrics.Counter(f"specextend_{name}", tag_keys=keys) for name in names
+        }
+        self._run_id = run_id
+        self._add("documents", failed=num_failed)
+
+    def count(self, stats: DecodingStats | None) -> None:
+        """Count a document that is done, or has become an error row (None)."""
+        if stats is None:
+            self._add("documents", failed=1)
+            return
+        kinds = ("prompt", "cached", "output", "draft", "accepted")
+        self._add("documents", done=1)
+        self._add("tokens", **{kind: getattr(stats, f"num_{kind}_tokens") for kind in kinds})
+        self._add("steps", speculative=stats.num_spec_steps, plain=stats.num_plain_steps)
+        self._add("seconds", **{phase[: -len("_s")]: getattr(stats, phase) for phase in PHASES})
+
+    def _add(self, name: str, **values: float) -> None:
+        for kind, value in values.items():
+            if value > 0:  # Ray refuses others
+                self._counters[name].inc(value, {"run_id": self._run_id, "kind": kind})
 
 
 class ErrorGuard:
