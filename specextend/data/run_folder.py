@@ -131,13 +131,13 @@ def added_runs(output: Location) -> list[Location]:
 
 
 def check_results(output: Location, num_files: int) -> None:
-    """Raise ValueError for a Parquet file among the results of so many input files that is none of
-    them: who reads the folder would take its rows for the run's.
+    """Raise ValueError for a file that has the name of a result and is none of so many input
+    files': who reads the folder would take its rows for the run's.
     """
     names = {result_name(number) for number in range(num_files)}
     for folder in (summaries_folder(output), errors_folder(output)):
-        for name in list_files(folder):
-            if name.endswith(".parquet") and name not in names:
+        for name in list_results(folder):
+            if name not in names:
                 raise ValueError(
                     f"{folder.child(name).path} is not of this run, which has "
                     f"{counted(num_files, 'input file')}: move it out of {folder.name}/"
