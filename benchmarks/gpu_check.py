@@ -25,28 +25,32 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, PairShape
+from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair
 from benchmarks.gpu_steps import decode, try_steps
-from specextend.attention.backends import Trial, shortest_runs
+from specextend.attention.backends import shortest_runs
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.device import device_name, release_cached, synchronise, traits_of
+from specextend.decoding.device import (
+    compute_capability,
+    device_name,
+    release_cached,
+    synchronise,
+    traits_of,
+)
 from specextend.decoding.measurements import measure_limits
-from specextend.proof.ladder import Rung, identity, prove, try_apart
-from specextend.proof.subject import Kernels, Subject
+from specextend.proof.checks import times_of
+from specextend.proof.prover import Proof, chosen, identity, prove
+from specextend.proof.subject import LayerShape, Subject, candidates_for
 from specextend.shipped import code_commit
 
 Found = dict[str, Any]
 LIMITS_S = {
     "kernels": 80,
     "tiny-pair": 45,
-    "proof-batch-4": 95,
-    "proof-batch-16": 85,
+    "proof": 180,
     "steps": 130,
     "profile": 40,
 }
-"""Seconds of each part, together less than eight minutes. A proof starts a process for each
-rung.
-"""
+"""Seconds of each part, together less than eight minutes."""
 _CPU_FACTOR = 10
 """How many times as long the parts may take on a CPU."""
 _TESTS = {"kernels": "tests/gpu/test_cuda.py", "tiny-pair": "tests/gpu/test_cuda_engine.py"}
@@ -90,37 +94,34 @@ _CELLS = (
 
 
 def proofs(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
-    """Yield what a start would choose for a target in batches of the size that the part's name ends
-    with.
-    """
+    """Yield the verdicts of a start, then the milliseconds of what it would take."""
     shape = TINY[0] if tiny else FULL[-1]
-    subject = _subject(
-        shape, device, int(name.rpartition("-")[2]), longest=600 if tiny else _LENGTH + 512
+    values = shape.target
+    num_heads = values["num_attention_heads"]
+    layers = LayerShape(
+        num_heads=num_heads,
+        num_key_heads=values["num_key_value_heads"],
+        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
     )
-    print(f"{shape.name}:", flush=True)
-
-    def attempt(kernels: Kernels, rung: Rung, seconds: float) -> Trial:
-        trial = try_apart(subject, kernels, rung, seconds)
-        print(f"  {trial}\n    ms: {trial.times()}", flush=True)
-        return trial
-
-    proof = prove(subject, limit_s=limit_s, attempt=attempt)
-    limits = measure_limits(device, torch.bfloat16)
-    yield {"pair": shape.name, "holds_for": identity(subject), "limits": limits, **asdict(proof)}
-
-
-def _subject(shape: PairShape, device: torch.device, batch: int, longest: int) -> Subject:
-    return Subject(
+    subject = Subject(
         device=str(device),
         dtype="bfloat16",
-        model={"model_type": "llama", **shape.target},
+        layers=(layers,),
         num_nodes=_WIDE.most_nodes,
         depth=_WIDE.depth,
-        batch=batch,
-        longest=longest,
-        num_rows=batch * (longest + 512),
         chunk=traits_of(device).prefill_chunk,
     )
+    candidates = candidates_for(compute_capability(device) or (8, 0))
+    trials = prove(subject, candidates)
+    proof = Proof(chosen(candidates, trials), tuple(trials))
+    print("\n".join(map(str, trials)), flush=True)
+    yield {"pair": shape.name, "holds_for": identity(subject), **asdict(proof)}
+    yield {
+        "limits": measure_limits(device, torch.bfloat16),
+        "times_ms": [] if tiny else [*times_of(subject, proof.kernels)],
+    }
 
 
 def steps(name: str, device: torch.device, limit_s: float, *, tiny: bool) -> Iterator[Found]:
@@ -202,12 +203,13 @@ def run_part(name: str, device: torch.device, folder: Path, *, tiny: bool) -> in
     """Run a part in this process, and write what it finds after each finding; return the exit
     code.
     """
-    part = {"steps": steps, "profile": profiles}.get(name, proofs)
+    part = {"proof": proofs, "steps": steps, "profile": profiles}[name]
     found: list[Found] = []
     for each in part(name, device, seconds_for(name, device) - 15, tiny=tiny):
         found.append(each)
         write(folder, name, found)
-    return int(any(trial["is_wrong"] for each in found for trial in each.get("trials", ())))
+    trials = [trial for each in found for trial in each.get("trials", ())]
+    return int(any(trial["is_wrong"] or not trial["is_final"] for trial in trials))
 
 
 def seconds_for(name: str, device: torch.device) -> float:

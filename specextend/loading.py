@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specextend.attention.backends import Trial
 from specextend.attention.plan import TreeAttention
 from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import ALIGNMENT, aligned
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.decoding.device import (
     GRAPH_BYTES,
     MOST_GRAPHS,
     CudaCapture,
     DeviceTraits,
     Graphs,
+    compute_capability,
     device_bytes,
     make_current,
     release_cached,
@@ -28,19 +29,22 @@ from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive
+from specextend.drafters.eagle_network import HeadShape
+from specextend.drafters.formats import read_head
 from specextend.model_files import find_folder, read_json
 from specextend.models import (
     DTYPES,
     ModelFacts,
     load_causal_lm,
     load_tokenizer,
+    read_facts,
     target_bytes,
     target_device,
 )
 from specextend.pairing import check_pair, draft_rows, draft_size, how_trees_attend, load_drafter
-from specextend.proof.confirmation import what_is_wrong_in_logits
-from specextend.proof.ladder import LADDER, Proof, load_proof
-from specextend.proof.subject import Kernels, Subject
+from specextend.proof.checks import times_of
+from specextend.proof.prover import Proof, load_proof
+from specextend.proof.subject import Kernels, LayerShape, Subject, candidates_for
 from specextend.proof.tiny_pair import random_model
 
 _log = logging.getLogger(__name__)
@@ -82,7 +86,6 @@ def load_engine(config: Configs) -> Engine:
     num_rows = target_rows(config, facts)
     proof = choose_kernels(config, facts)
     target, lm_head = load_cached_target(config, num_rows, proof.kernels)
-    proof = confirm(proof, target)
     target.trials += proof.trials
     graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
     if config.attention.backend == "auto" and proof.kernels.steps == "triton":
@@ -127,43 +130,51 @@ def can_capture(config: RunConfig) -> bool:
 
 
 def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
-    """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are
-    proven, else the named.
+    """Return the kernels of the target: on a GPU with `attention.backend: auto` those of its card
+    that are proven, else the named.
 
     A CPU has nothing to choose.
     """
     backend = config.attention.backend
-    if backend != "auto" or config.job.device == "cpu":
+    device = torch.device(config.job.device)
+    if backend != "auto" or device.type == "cpu":
         graphs = backend == "triton" and can_capture(config)
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
-    ladder = [rung for rung in LADDER if can_capture(config) or not rung.changes.get("graphs")]
-    proof = load_proof(make_subject(config, facts), ladder)
-    why_eager = "hybrid attention divides rows on the host"
-    eager = [
-        Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder
-    ]
-    return replace(proof, trials=(*proof.trials, *eager))
+    of_card = candidates_for(compute_capability(device))
+    candidates = [each for each in of_card if each.field != "graphs" or can_capture(config)]
+    return load_proof(make_subject(config, facts), candidates)
 
 
 def make_subject(config: RunConfig, facts: ModelFacts) -> Subject:
-    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees
-    and cache.
-
-    Batch and cache, which may follow from the documents, are rounded up, so that a night's proof
-    holds for the next.
-    """
+    """Return what kernels are proven for: the shapes of the pair, and of its trees and chunks."""
     return Subject(
         device=config.job.device,
         dtype=config.target.dtype,
-        model=read_json(find_folder(config.target.model, weights=False) / "config.json"),
+        layers=tuple(dict.fromkeys((_layer_shape(facts), *_draft_shapes(config.active_draft)))),
         num_nodes=config.tree.most_nodes,
         depth=config.num_tree_levels,
-        batch=_power_of_two(config.decoding.batch_size),
-        longest=longest_request(config, facts),
-        num_rows=_power_of_two(target_rows(config, facts)),
         chunk=_traits(config).prefill_chunk,
         quantize=config.target.quantize,
     )
+
+
+def _layer_shape(model: ModelFacts | HeadShape) -> LayerShape:
+    return LayerShape(
+        num_heads=model.num_heads,
+        num_key_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        has_norms=isinstance(model, ModelFacts) and model.has_head_norms,
+    )
+
+
+def _draft_shapes(draft: DraftOptions | None) -> list[LayerShape]:
+    """Return the shape of a draft's layers; none of a draft without layers."""
+    if draft is None or draft.kind == "ngram":
+        return []
+    read = read_head if draft.kind == "eagle" else read_facts
+    return [_layer_shape(read(draft.model))]
 
 
 def _traits(config: RunConfig) -> DeviceTraits:
@@ -171,25 +182,25 @@ def _traits(config: RunConfig) -> DeviceTraits:
     return traits_of(torch.device(config.job.device))
 
 
-def _power_of_two(number: int) -> int:
-    """Round up to a power of two."""
-    return 1 << (number - 1).bit_length()
+def try_kernels(config: RunConfig, *, timed: bool = False) -> tuple[Proof, list[str]]:
+    """Prove the kernels of this machine as a start does.
 
-
-def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
-    """Try the kernels of this machine as a start does, on layers of the target's size with random
-    weights.
+    Returns:
+        The proof; and, if `timed`, lines with the milliseconds of what it takes on a GPU.
     """
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
-    config = with_batch_size(config, facts, usable_bytes(config))
     proof = choose_kernels(config, facts)
     if device.type != "cpu":
-        return proof.trials
-    values = make_subject(config, facts).config(
-        num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers)
+        lines = times_of(make_subject(config, facts), proof.kernels) if timed else ()
+        return proof, [*lines]
+    config = with_batch_size(config, facts, None)
+    model = random_model(
+        read_json(find_folder(config.target.model, weights=False) / "config.json"),
+        device,
+        DTYPES[config.target.dtype],
+        num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers),
     )
-    model = random_model(values, device, DTYPES[config.target.dtype])
     target = CachedModel(
         model,
         proof.kernels.attend(device),
@@ -198,27 +209,7 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
     )
     if config.attention.backend == "auto":
         target.join_layers()
-    return target.trials
-
-
-def confirm(proof: Proof, target: CachedModel) -> Proof:
-    """Check what was proven once more, on the loaded target; take torch's own kernels instead if
-    something differs.
-    """
-    if not any(trial.taken for trial in proof.trials):
-        return proof
-    capture = CudaCapture() if proof.kernels.graphs else None
-    if not (wrong := what_is_wrong_in_logits(target, Graphs(capture))):
-        return proof
-    floor = Kernels()
-    target.attend, target.kernels = floor.attend(target.device), floor.of_layers(target.device)
-    why = f"{wrong} with the target's own weights"
-    trials = tuple(
-        replace(trial, taken=False, why=why) if trial.taken else trial for trial in proof.trials
-    )
-    for trial in trials:
-        _log.warning("%s", trial)
-    return Proof(floor, trials)
+    return Proof(proof.kernels, target.trials), []
 
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:

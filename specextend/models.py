@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from specextend.core import Values, first_line, one_line, without_collections
+from specextend.decoding.device import what_is_missing
 from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.folders import cache_folder, temporary_folder
@@ -112,6 +113,9 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    intermediate_size: int
+    has_head_norms: bool
+    """Whether queries and keys are normalised before RoPE."""
     vocab_size: int
     """Rows of the embedding, padding included."""
     context_length: int
@@ -150,6 +154,8 @@ def read_facts(model: str) -> ModelFacts:
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_size(config),
         hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        has_head_norms=config.model_type == "qwen3",
         vocab_size=config.vocab_size,
         context_length=context_length(config),
         ends={
@@ -263,8 +269,9 @@ def target_device(options: TargetOptions, kind: str) -> torch.device:
     """
     device = torch.device(kind)
     if kind == "cuda" and not torch.cuda.is_available():
+        why = "".join(f"; {each}" for each in what_is_missing())
         raise ModelError(
-            f"job.gpus_per_worker asks for a GPU, but torch {torch.__version__} sees none here"
+            f"job.gpus_per_worker asks for a GPU, but torch {torch.__version__} sees none here{why}"
         )
     check_device(options.quantize, DTYPES[options.dtype], device)
     return device

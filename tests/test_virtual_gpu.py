@@ -15,7 +15,7 @@ from tests.test_captured_steps import run_again
 from tests.tiny_models import random_prompt, request
 from tests.virtual_gpu import virtual_gpu
 
-ON_GPU = replace(SUBJECT, batch=3, num_rows=4096)
+ON_GPU = SUBJECT
 ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
 PROMPT = {"prefill.read", "device.synchronise", "plan.new_rows", "engine._prefill"}
 """Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""

@@ -11,7 +11,7 @@ heads, `D` head size.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from math import inf
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.correctness import what_is_wrong
 from specextend.attention.plain import LayerKernels, attend_reference
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.torch_kernels import (
@@ -32,11 +33,6 @@ from specextend.attention.torch_kernels import (
 )
 from specextend.core import how_to_install
 
-_SUMS = 5e-5
-_LSE = 2e-4
-"""Errors that any kernel may have in fp32, whose sums have another order: of a result, in its
-length, and of an LSE.
-"""
 _ENOUGH_S = 0.2
 """Seconds of runs after which none is repeated."""
 
@@ -45,31 +41,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A kernel, or another change of how a model computes, and what came of trying it."""
+    """The verdict on a kernel, or on another change of how a model computes."""
 
     name: str
     taken: bool
     why: str
-    """Why it was left out, or what it gains."""
-    ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds with it, by what was timed."""
-    base_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds with what it would replace."""
+    """Why it was taken or left out."""
     is_wrong: bool = False
     """True if it can run here and is not right."""
-    is_late: bool = False
-    """True if time or memory ran out, or the device failed, so that another try may find something
-    else.
-    """
+    is_final: bool = True
+    """False if another try may find something else, as where it could not be built."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"
-
-    def times(self) -> str:
-        """Return a line with all milliseconds, an empty text if nothing was timed."""
-        return ", ".join(
-            f"{name} {ms:.3g} (before {self.base_ms[name]:.3g})" for name, ms in self.ms.items()
-        )
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
@@ -125,16 +109,9 @@ def compiled_is_right(dtype: torch.dtype) -> bool:
     mask = torch.eye(70, dtype=torch.bool) | (torch.arange(70) == 0)
     for of_mask in ({}, {"mask": mask.unsqueeze(0)}, {"causal": True}):
         span = KeySpan([3], [135], **of_mask)
-        out, lse = kernel.attend_compiled(q, k, v, span, 0.125)
-        exact, exact_lse = attend_reference(q.float(), k, v, span, 0.125)
-        errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
-        is_right = (
-            errors.max() <= 2 * max(torch.finfo(dtype).eps, _SUMS)
-            and (lse - exact_lse).abs().max() <= _LSE
-        )
-        if not is_right:
+        if wrong := what_is_wrong(kernel.attend_compiled, q, k, v, span, 0.125):
             _log.warning(
-                "the compiled attention kernel is not used, because it is wrong on this processor"
+                "the compiled attention kernel is not used, because on this processor %s", wrong
             )
             return False
     return True

@@ -27,19 +27,17 @@ _EXTRAS = {
 @click.command()
 @config_option()
 @SET
-@click.option(
-    "--kernels", is_flag=True, help="try the kernels as a start does: up to two minutes on a GPU"
-)
+@click.option("--kernels", is_flag=True, help="prove the kernels as a start does: a minute or two")
+@click.option("--time", is_flag=True, help="with --kernels: prove them anew, and time them")
 @JSON
 @in_one_line
 def check(
-    config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, json: str | None
+    config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, time: bool, json: str | None
 ) -> int:
     """Say what this machine has and what fits it.
 
     With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are
-    loaded. With --kernels, too: which kernels are right and fast here, and which a start would
-    take.
+    loaded. With --kernels, too: which kernels are right here, so that a start takes them.
     """
     from specextend.config import RunConfig
 
@@ -47,12 +45,14 @@ def check(
         raise click.UsageError(
             "--kernels needs --config, whose target's shapes the kernels are tried with"
         )
+    if time and not kernels:
+        raise click.UsageError("--time needs --kernels")
     found = _machine()
     if config:
         loaded = RunConfig.load(config, settings)
         found["worker"] = _worker(loaded)
         if kernels and not found["worker"]["problem"]:
-            found["kernels"] = _kernels(loaded)
+            found |= _kernels(loaded, timed=time)
     show_found(_describe(found), json, found)
     return 2 if found.get("worker", {}).get("problem") else 0
 
@@ -63,7 +63,7 @@ def _machine() -> Values:
 
     from specextend.cluster.environment import num_cores
     from specextend.cluster.records import library_versions
-    from specextend.decoding.device import device_bytes, device_name
+    from specextend.decoding.device import device_bytes, device_name, what_is_missing
     from specextend.loading import GIB
 
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
@@ -74,6 +74,7 @@ def _machine() -> Values:
         "gpus": [
             {"name": device_name(gpu), "memory_gib": (device_bytes(gpu) or 0) / GIB} for gpu in gpus
         ],
+        "missing": what_is_missing(),
         "installed": {what: find_spec(package) is not None for package, what in _EXTRAS.items()},
         "versions": library_versions(),
     }
@@ -118,8 +119,10 @@ def _worker(config: RunConfig) -> Values:
     }
 
 
-def _kernels(config: RunConfig) -> list[Values]:
-    """Try the kernels of a worker; return what came of each, with two lines that say so."""
+def _kernels(config: RunConfig, *, timed: bool) -> Values:
+    """Prove the kernels of a worker; return the verdicts, and lines with times if they are
+    wanted.
+    """
     import torch
 
     from specextend.cluster.environment import cores_per_worker, this_machine
@@ -127,7 +130,9 @@ def _kernels(config: RunConfig) -> list[Values]:
 
     if not config.job.gpus_per_worker:
         torch.set_num_threads(cores_per_worker(config.job, [this_machine()]))
-    return [asdict(trial) | {"lines": [str(trial), trial.times()]} for trial in try_kernels(config)]
+    proof, times = try_kernels(config, timed=timed)
+    said = [asdict(trial) | {"says": str(trial)} for trial in proof.trials]
+    return {"kernels": said, "times_ms": times}
 
 
 def _describe(found: Values) -> str:
@@ -138,6 +143,7 @@ def _describe(found: Values) -> str:
     lines: list[Section | str] = [
         f"processor: {found['processor']}, {found['cores']} cores, {found['memory_gib']:.1f} GiB",
         *(f"GPU: {gpu}" for gpu in gpus),
+        *(f"missing: {each}" for each in found["missing"]),
         *(
             f"{what}: {'installed' if is_there else 'not installed'}"
             for what, is_there in found["installed"].items()
@@ -151,7 +157,6 @@ def _describe(found: Values) -> str:
         lines.append(
             f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine"
         )
-    for trial in found.get("kernels", ()):
-        said, times = trial["lines"]
-        lines += [said, f"    ms: {times}"] if times else [said]
+    lines += [trial["says"] for trial in found.get("kernels", ())]
+    lines += [f"ms: {line}" for line in found.get("times_ms", ())]
     return to_text(lines)

@@ -92,10 +92,10 @@ class AttentionOptions:
 
     backend: Backend = "auto"
     """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU
-    `sdpa`, and what was right and faster in a trial at the first start. `reference` is plain torch
-    in float32, for tests; `sdpa` torch's own; `compiled` (CPU, extra `cpu`) and `triton` (GPU,
-    heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU, extra `flash`) is flash-attn 2 or
-    3. What a kernel cannot do, another does.
+    the kernels that are known to be fast on it, once the first start has proven them right, else
+    `sdpa`. `reference` is plain torch in float32, for tests; `sdpa` torch's own; `compiled` (CPU,
+    extra `cpu`) and `triton` (GPU, heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU,
+    extra `flash`) is flash-attn 2 or 3. What a kernel cannot do, another does.
     """
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` attends to prefix and tree in two calls and merges both by their log-sum-exp (arXiv

@@ -8,9 +8,14 @@ tensor on the device, and nothing may be asked of it on the way.
 """
 
 import logging
+import os
 import platform
+import re
 import resource
+import shutil
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +43,10 @@ each size of trees.
 """
 GRAPH_BYTES = 8 << 20
 """What one of them takes of a GPU beside the tensors in it, roughly."""
+
+DRIVER = Path("/proc/driver/nvidia/version")
+_LEAST_DRIVERS = {"12": 525, "13": 580}
+"""The oldest driver of each version of CUDA."""
 
 _log = logging.getLogger(__name__)
 
@@ -144,8 +153,10 @@ def processor_name(cpuinfo: str) -> str:
 def device_bytes(device: torch.device) -> int | None:
     """Return the memory of a GPU, whoever uses it; None for a CPU, whose memory is not the engine's
     alone.
+
+    It makes no context: a GPU in the mode `exclusive process` would refuse every other process one.
     """
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -384,3 +395,40 @@ class Graphs:
 def _num_elements(key: Key) -> int:
     """Return the size of a function's inputs."""
     return sum(shape.numel() for shape, _ in key[1])
+
+
+def _compiler() -> str | None:
+    """Return the C compiler that Triton calls, or None."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def toolchain_versions() -> dict[str, str]:
+    """Return what the driver and the compiler say of themselves."""
+    said = ""
+    if path := _compiler():
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        said = done.stdout.partition("\n")[0]
+    return {"driver": DRIVER.read_text() if DRIVER.exists() else "", "compiler": said}
+
+
+def what_is_missing() -> list[str]:
+    """List what this machine lacks for its GPU, each with Debian's and Ubuntu's name of it; nothing
+    on a machine without a driver.
+    """
+    if not DRIVER.exists():
+        return []
+    missing = []
+    found = re.search(r"\s(\d+)\.\d+", DRIVER.read_text())
+    cuda = str(torch.version.cuda or "").partition(".")[0]
+    least = _LEAST_DRIVERS.get(cuda, 0)
+    if found and int(found[1]) < least:
+        missing.append(
+            f"NVIDIA's driver is {found[1]}, and CUDA {torch.version.cuda} needs {least} or newer: "
+            f"apt-get install nvidia-driver-{least}-server"
+        )
+    if _compiler() is None:
+        missing.append("Triton's kernels need a C compiler: apt-get install gcc")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        name = "python{}.{}-dev".format(*sys.version_info)
+        missing.append(f"Triton's kernels need Python.h: apt-get install {name}")
+    return missing

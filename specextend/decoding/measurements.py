@@ -60,27 +60,39 @@ _LONG_S = 0.05
 """Seconds of a step that is not measured a second time."""
 
 
-def kept_or_measured(
-    kind: str, key: ReadOnly, measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
-) -> Any:
-    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is
-    about, or measure it.
+def kept_or_measured(kind: str, key: ReadOnly, measure: Callable[[], Any]) -> Any:
+    """Return the JSON value that was kept as `kind` for `key`, or measure it."""
+    if value := read_kept(kind, key):
+        return value
+    value, is_quiet = measure_undisturbed(measure)
+    if is_quiet:
+        keep(kind, key, value)
+    return value
 
-    It is measured again where `is_final` says of what was kept that it is not enough.
+
+def read_kept(kind: str, key: ReadOnly) -> Any:
+    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is
+    about; None if there is none that this code made.
     """
     path = _path(kind, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
-        stored = {}
-    about = {"code": code_sha256(), "key": json.loads(json.dumps(dict(key)))}  # as it is read again
-    if isinstance(stored, dict) and about.items() <= stored.items() and is_final(stored["value"]):
-        return stored["value"]
-    value, is_quiet = measure_undisturbed(measure)
-    if is_quiet and path:
+        return None
+    is_known = isinstance(stored, dict) and _about(key).items() <= stored.items()
+    return stored["value"] if is_known else None
+
+
+def keep(kind: str, key: ReadOnly, value: Any) -> None:
+    """Keep a JSON value as `kind` for `key`, if the folder can be written."""
+    if path := _path(kind, key):
         with suppress(OSError):
-            _write(path, json.dumps(about | {"value": value}, indent=1))
-    return value
+            _write(path, json.dumps(_about(key) | {"value": value}, indent=1))
+
+
+def _about(key: ReadOnly) -> dict[str, Any]:
+    """Return what a kept value is about, as it is read again."""
+    return {"code": code_sha256(), "key": json.loads(json.dumps(dict(key)))}
 
 
 def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:

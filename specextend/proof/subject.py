@@ -1,11 +1,13 @@
-"""What a proof is about, and the kernels that it chooses from, as values that go from one process
-to another.
+"""The kernels that a card takes if they are right there, and what a proof of them is about, as
+values that go from one process to another.
+
+The table is known from what others measured, which `docs/dev/log.md` cites: a start times nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +15,7 @@ from torch import Tensor
 from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plain import MAX_QUERIES, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
-from specextend.core import ReadOnly
-from specextend.decoding.model import head_size
 from specextend.decoding.quantized import Scheme
-from specextend.proof.trials import Heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,42 +65,78 @@ def _named(name: str, load: Callable[[str, torch.device], Any], device: torch.de
     return resolve_name(name) if ":" in name else load(name, device)
 
 
+_AMPERE = (8, 0)
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A kernel that takes the place of torch's own."""
+
+    name: str
+    field: Literal["prompts", "steps", "layers", "graphs"]
+    """Of `Kernels`."""
+    value: str | bool
+
+    def among(self, kernels: Kernels) -> Kernels:
+        """Return `kernels` with this one in its place."""
+        change: dict[str, Any] = {self.field: self.value}
+        return replace(kernels, **change)
+
+
+TREES = Candidate(name="Triton for trees", field="steps", value="triton")
+LAYERS = Candidate(name="Triton for layers", field="layers", value="triton")
+FLASH = Candidate(name="flash-attn for prompts", field="prompts", value="flash")
+CUDNN = Candidate(name="cuDNN for prompts", field="prompts", value="cudnn")
+GRAPHS = Candidate(name="captured steps", field="graphs", value=True)
+
+
+def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
+    """Return the candidates of a compute capability, in the order of their proof; captured steps
+    come last, since they run all others.
+    """
+    if capability is None or capability < _AMPERE:
+        return ()
+    return (TREES, LAYERS, FLASH if capability < _HOPPER else CUDNN, GRAPHS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The shape of a model's layers."""
+
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    has_norms: bool = False
+    """Whether queries and keys are normalised before RoPE."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The shapes that kernels are proven for; all of them are JSON values."""
+    """What kernels are proven for; all of it are JSON values.
+
+    Nothing in it depends on documents, a batch or the room for a cache, so that one proof holds for
+    every run of a pair.
+    """
 
     device: str
     dtype: str
     """As torch calls it, such as `bfloat16`."""
-    model: ReadOnly
-    """The target's config, as transformers writes it."""
+    layers: tuple[LayerShape, ...]
+    """Of the target, then of its draft if that has another shape."""
     num_nodes: int
     """Draft tokens of a tree, at most."""
     depth: int
-    batch: int
-    longest: int
-    """Tokens of the longest request."""
-    num_rows: int
-    """Rows of the target's cache."""
     chunk: int
     """Tokens of a forward of a prompt."""
     quantize: Scheme | None = None
-    """What becomes of the weights of the target's layers, with which forwards are timed."""
+    """How the target's weights are stored."""
 
-    def heads(self) -> Heads:
-        """Return what the calls of attention have in common."""
-        config = self.config()
-        return Heads(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_size(config),
-            getattr(torch, self.dtype),
-            torch.device(self.device),
+    def __post_init__(self) -> None:
+        """Take shapes as they come from JSON."""
+        shapes = (
+            each if isinstance(each, LayerShape) else LayerShape(**each) for each in self.layers
         )
-
-    def config(self, **changes: Any) -> Any:
-        """Return the target's config, with changes."""
-        from transformers import AutoConfig  # by a process that proves nothing
-
-        values = dict(self.model) | changes
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        object.__setattr__(self, "layers", tuple(shapes))

@@ -1,32 +1,38 @@
-"""A pair of tiny models with random weights, which decode in fp32 with the tree that is
-configured.
+"""The check of whole steps, on a pair of tiny models with random weights, which decode in fp32 with
+the tree that is configured.
 """
 
 import copy
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from specextend.core import Completion, Request
+from specextend.core import Completion, Request, Values, counted
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import Graphs
+from specextend.decoding.device import Capture, Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.small_lm import ModelNetwork
+from specextend.proof.checks import LONGEST
 from specextend.proof.subject import Kernels, Subject
 
-_SHAPE = {
+_SHAPE: Values = {
+    "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 65536,
     "bos_token_id": None,
     "eos_token_id": None,
     "initializer_range": 0.2,
-    "layer_types": None,
 }
 _CACHE = CacheOptions(
     chunk_size=8, top_k_chunks=8, recent=16, refresh_every=3, score_layers=(-1, 2)
@@ -35,33 +41,90 @@ _OTHER = 0.02
 """How far the draft's weights are from the target's, in standard deviations: some of its guesses
 are wrong.
 """
+_LENGTHS = ((1, 24), (63, 8), (300, 20), (17, 33)) * 2
+"""Tokens of a prompt, and new tokens, of requests after the longest one."""
+_BATCHES = (1, 4)
+_LEAST_SHARED = 0.9
+"""Share of the trees of eager steps that replayed ones grow, too: others may differ where two
+tokens are nearly tied.
+"""
+
+Trees = Counter[tuple[tuple[float, ...], ...]]
 
 
-def random_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a causal LM with random weights."""
-    from transformers import AutoModelForCausalLM
+def wrong_steps(
+    subject: Subject, kernels: Kernels, capture: Capture, requests: Sequence[Request]
+) -> str:
+    """Decode with captured steps, one request at a time and in a batch; return what is wrong, or an
+    empty text.
 
+    The tokens must be those of plain decoding in plain torch, the trees those of eager steps: a
+    draft that reads wrong rows changes no token. Others join where requests end, so that steps are
+    replayed at other lengths and places.
+    """
+    pair = TinyPair(subject)
+    reference = Kernels(prompts="reference", steps="reference")
+    expected = pair.decode(reference, requests, 1, speculates=False)
+    for batch in _BATCHES:
+        replayed, eager = Trees(), Trees()
+        graphs = Graphs(capture, 1)
+        found = pair.decode(kernels, requests, batch, graphs, trees=replayed)
+        if not graphs.enabled:
+            raise RuntimeError("steps cannot be captured")
+        if different := [
+            name for name, done in expected.items() if found[name].token_ids != done.token_ids
+        ]:
+            return f"{counted(len(different), 'text')} of a tiny pair differ in batches of {batch}"
+        pair.decode(kernels, requests, batch, Graphs(capture, sys.maxsize), trees=eager)
+        shared = (replayed & eager).total() / max(1, eager.total())
+        if shared < _LEAST_SHARED:
+            return f"{shared:.0%} of its trees are those of eager steps, in batches of {batch}"
+    return ""
+
+
+def make_requests(longest: int = LONGEST) -> list[Request]:
+    """Make requests of random tokens, more than a batch; the first one's prompt has `longest`."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=torch.randint(
+                TinyPair.vocabulary, (length,), generator=generator
+            ).tolist(),
+            max_new_tokens=num_new,
+        )
+        for number, (length, num_new) in enumerate(((longest, 20), *_LENGTHS))
+    ]
+
+
+def random_model(config: Values, device: torch.device, dtype: torch.dtype, **changes: Any) -> Any:
+    """Make a causal LM with random weights from the values of a `config.json`, with changes."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # by a process that proves nothing
+
+    values = config | changes
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(values.pop("model_type"), **values), dtype=dtype
+        )
     return model.eval().requires_grad_(False)
 
 
 class TinyPair:
-    """A target of the subject's family with its heads' size, and a draft much like it."""
+    """A target whose heads have the subject's size, and a draft much like it."""
 
     vocabulary: ClassVar[int] = 500
 
     def __init__(self, subject: Subject):
         """Make the weights."""
-        heads = {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": subject.heads().head_dim,
-        }
-        config = subject.config(**_SHAPE, **heads, vocab_size=self.vocabulary)
         self._subject, self._device = subject, torch.device(subject.device)
-        self._target = random_model(config, self._device, torch.float32)
+        self._target = random_model(
+            _SHAPE,
+            self._device,
+            torch.float32,
+            head_dim=subject.layers[0].head_dim,
+            vocab_size=self.vocabulary,
+        )
         self._draft = copy.deepcopy(self._target)
         for weight in self._draft.parameters():
             weight.add_(torch.randn_like(weight) * weight.std() * _OTHER)
@@ -74,9 +137,13 @@ class TinyPair:
         graphs: Graphs | None = None,
         *,
         speculates: bool = True,
+        trees: Trees | None = None,
     ) -> dict[str, Completion]:
         """Decode requests in batches of at most `batch`, the same ones each time; return what came
         of each, by name.
+
+        Args:
+            trees: Counts the trees that are proposed, which waits for the device.
         """
         subject = self._subject
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
@@ -92,7 +159,8 @@ class TinyPair:
             cached = CachedModel(_own(self._draft), attend, rows + scratch, layers)
             network = ModelNetwork(cached, rows + scratch, window, subject.chunk)
             visible = _CACHE.top_k_chunks * _CACHE.chunk_size
-            drafter = CausalDrafter(network, tree, "dense", visible, batch, graphs)
+            drafter = _NotingDrafter(network, tree, "dense", visible, batch, graphs)
+            drafter.trees = trees
         engine = Engine(
             TokenNumbers(),
             target,
@@ -107,6 +175,21 @@ class TinyPair:
         )
         engine.decode_share = 0.0  # who joins whom is no matter of time
         return {done.request_id: done for done in engine.generate(requests)}
+
+
+class _NotingDrafter(CausalDrafter):
+    """Counts the trees that it proposes."""
+
+    trees: Trees | None
+
+    def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
+        """Grow trees as `CausalDrafter` does."""
+        proposed = super().propose(slots, num_nodes)
+        if self.trees is not None:
+            self.trees.update(
+                tuple(tuple(node[:3]) for node in nodes) for nodes in proposed.nodes()
+            )
+        return proposed
 
 
 class TokenNumbers:

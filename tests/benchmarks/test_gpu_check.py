@@ -58,7 +58,7 @@ def bare_machine(folder, *packages):
 
 @pytest.mark.slow
 def test_the_check_leaves_what_each_part_found_on_a_bare_machine(tmp_path):
-    """On a CPU no rung can run, which is no fault; names are such that any machine takes them, and files are few.
+    """On a CPU no candidate can run, which is no fault; names are such that any machine takes them, and files are few.
 
     Without pytest its own parts fail and say so; the others go on.
     """
@@ -73,10 +73,9 @@ def test_the_check_leaves_what_each_part_found_on_a_bare_machine(tmp_path):
     codes = dict.fromkeys(LIMITS_S, 0) | {"kernels": 1, "tiny-pair": 1}
     assert {name: part["code"] for name, part in parts.items()} == codes, done.stdout + done.stderr
     assert "No module named pytest" in parts["kernels"]["said"]
-    [proof] = found["proof-batch-16"]
-    assert proof["limits"]["flop_per_s"] > 0
-    assert [trial["taken"] for trial in proof["trials"]] == [False] * 5
-    assert [trial["is_wrong"] for trial in proof["trials"]] == [False] * 5
+    proof, limits = found["proof"]
+    assert limits["limits"]["flop_per_s"] > 0
+    assert [trial["taken"] or trial["is_wrong"] or not trial["is_final"] for trial in proof["trials"]] == [False] * 4
     assert proof["trials"][-1]["why"] == "it needs Triton for trees"
     assert "Triton for trees: left out" in (out / "said.txt").read_text()
     assert [row["tokens"] for row in found["steps"] if "step_ms" in row] == [256]

@@ -1,4 +1,4 @@
-"""Kernels with the faults that a proof must find. They are called by their places, so each runs where it is tried."""
+"""Kernels with the faults that a proof must find, called by their places, so each runs where it is tried."""
 
 import os
 import signal
@@ -10,37 +10,9 @@ from specextend.attention.plain import attend_reference
 from specextend.attention.plan import KeySpan
 
 
-def raises(*call):
-    """A kernel that does not take the shapes."""
-    raise RuntimeError("no kernel image is available")
-
-
-def not_a_number(*call):
-    """A kernel that reads rows which are not the sequence's."""
-    out, lse = attend_reference(*call)
-    return out * torch.nan, lse
-
-
-def a_little_wrong(*call):
-    """A kernel that loses the last bits but one of its result."""
-    out, lse = attend_reference(*call)
-    return out * 1.03, lse
-
-
-def wrong_lse(*call):
-    """A kernel that is right but for what merges it with another."""
-    out, lse = attend_reference(*call)
-    return out, lse + 0.4
-
-
-def reads_other_rows(q, k, v, span, scale):
-    """A kernel that reads the first rows of the cache in captured steps, where a draft reads after a step."""
-    from tests.recorded_graph import attend_on_device  # which a process that tries another one does without
-
-    if span.causal and type(span.starts) is not list:
-        span = KeySpan([0] * len(q), [q.shape[1]] * len(q), causal=True)
-        return attend_reference(q, k, v, span, scale)
-    return attend_on_device(q, k, v, span, scale)
+def lacks_a_compiler(*call):
+    """A kernel that cannot be built here, as Triton says."""
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
 
 def lacks_memory(*call):
@@ -63,14 +35,70 @@ def dies(*call):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def right_but_slow(*call):
-    """A kernel that does everything many times."""
-    for _ in range(20):
-        attend_reference(*call)
-    return attend_reference(*call)
+def not_a_number(*call):
+    """A kernel that reads rows which are not the sequence's."""
+    out, lse = attend_reference(*call)
+    return out * torch.nan, lse
+
+
+def a_little_wrong(*call):
+    """A kernel that loses the last bits but one of its result."""
+    out, lse = attend_reference(*call)
+    return out * 1.03, lse
+
+
+def wrong_lse(*call):
+    """A kernel that is right but for what merges it with another."""
+    out, lse = attend_reference(*call)
+    return out, lse + 0.4
 
 
 def right_alone(*call):
     """A kernel that gives every sequence of a batch the first one's result."""
     out, lse = attend_reference(*call)
     return out[:1].expand_as(out), lse[:1].expand_as(lse)
+
+
+def lost_split(q, k, v, span, scale):
+    """A kernel that loses one of 32 splits."""
+    return without_rows(q, k, v, span, scale, lambda length: slice(length // 2, length // 2 + length // 32))
+
+
+def a_key_too_few(q, k, v, span, scale):
+    """A kernel whose last block of the prefix ends too soon."""
+    return without_rows(q, k, v, span, scale, lambda length: slice(length - 300, length - 299))
+
+
+def without_rows(q, k, v, span, scale, lost):
+    """Attend without some rows of sequences that are long."""
+    size = max(span.lengths)
+    num_queries = q.shape[1]
+    visible = torch.ones(len(q), num_queries, size, dtype=torch.bool)
+    own = torch.ones(num_queries, num_queries, dtype=torch.bool).tril() if span.causal else span.mask
+    if own is not None:
+        visible[..., -own.shape[-1] :] = own
+    for b, length in enumerate(span.lengths):
+        if length > 600:
+            rows = lost(length)
+            visible[b, :, size - length + rows.start : size - length + rows.stop] = False
+        visible[b, :, : size - length] = False
+    return attend_reference(q, k, v, KeySpan(span.starts, span.lengths, visible), scale)
+
+
+def a_wrong_word(q, k, v, span, scale):
+    """A kernel that takes the second word of a mask for the first one, of one query."""
+    mask = span.mask
+    if mask is not None and mask.shape[2] > 64:
+        mask = mask.clone()
+        mask[:, -1, :64] = mask[:, -2, :64]
+    return attend_reference(q, k, v, KeySpan(span.starts, span.lengths, mask, span.causal), scale)
+
+
+def reads_other_rows(q, k, v, span, scale):
+    """A kernel that reads the first rows of the cache in captured steps, where a draft reads after a step."""
+    from tests.recorded_graph import attend_on_device  # which a process that tries another one does without
+
+    if span.causal and type(span.starts) is not list:
+        span = KeySpan([0] * len(q), [q.shape[1]] * len(q), causal=True)
+        return attend_reference(q, k, v, span, scale)
+    return attend_on_device(q, k, v, span, scale)

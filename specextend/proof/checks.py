@@ -1,0 +1,202 @@
+"""The checks of single kernels, at the shapes of a pair: attention to 500, 4,000 and 16,000 tokens
+for all plans of a forward, and what stands between a layer's products.
+
+`attention/correctness.py` says what is right.
+
+Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a cache or a layer, `H` query heads, `K`
+key heads, `D` head size, `C` hidden size, `I` intermediate size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specextend.attention.backends import shortest_runs
+from specextend.attention.correctness import what_differs, what_is_wrong
+from specextend.attention.plain import MAX_QUERIES, HeadNorms, LayerKernels
+from specextend.attention.plan import Attend, KeySpan
+from specextend.attention.torch_kernels import PLANNED, TORCH
+from specextend.decoding.device import synchronise
+from specextend.decoding.tree import tree_mask
+from specextend.proof.subject import Kernels, LayerShape, Subject
+
+LONGEST = 16_000
+_BATCHES = ((LONGEST,), (63, 500, LONGEST, 0, 4_000))
+"""Tokens before the queries of each sequence of a call."""
+_LARGEST_FP8 = 448
+_RUNS = 5
+_ALIGNED = 256
+"""Rows by which the cache aligns sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The shape of one call of attention."""
+
+    kind: Literal["plain", "causal", "tree"]
+    num_queries: int
+    prefixes: tuple[int, ...]
+    """[B] rows before the masked ones."""
+    num_earlier: int = 0
+    """Masked rows before the queries' own, as levels of a tree have them."""
+
+    @property
+    def num_masked(self) -> int:
+        """Return the rows after the prefix."""
+        return self.num_earlier + self.num_queries
+
+    def __str__(self) -> str:
+        return f"T = {self.num_queries} ({self.kind}) after {', '.join(map(str, self.prefixes))}"
+
+
+def step_calls(num_nodes: int, depth: int) -> Iterator[Call]:
+    """Yield calls of plain steps, trees, their last level and what a draft reads after a step."""
+    for prefixes in _BATCHES:
+        for size in {1, num_nodes + 1, MAX_QUERIES}:
+            yield Call("tree" if size > 1 else "plain", size, prefixes)
+        yield Call("causal", depth + 1, prefixes)
+        yield Call("tree", num_nodes, prefixes, num_nodes * max(0, depth - 2))
+
+
+def prompt_calls(chunk: int) -> Iterator[Call]:
+    """Yield calls of chunks of a prompt: the first one, and later ones, at lengths that kernels
+    plan for and at others.
+    """
+    for prefix in (0, 65, 4_000, LONGEST // PLANNED * PLANNED, LONGEST):
+        yield Call("causal", chunk, (prefix,))
+
+
+def calls_of(subject: Subject, field: str) -> Iterator[Call]:
+    """Yield the calls of attention in prompts, or in steps."""
+    if field == "prompts":
+        return prompt_calls(subject.chunk)
+    return step_calls(subject.num_nodes, subject.depth)
+
+
+def wrong_attention(
+    attend: Attend, calls: Iterable[Call], shape: LayerShape, dtype: torch.dtype
+) -> str:
+    """Attend on torch's default device in a cache whose other rows are NaN; return what is wrong,
+    or an empty text.
+    """
+    for call in calls:
+        if wrong := what_is_wrong(attend, *make_call(call, shape, dtype)):
+            return f"{wrong} at {call}"
+    return ""
+
+
+def make_call(
+    call: Call, shape: LayerShape, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, KeySpan, float]:
+    """Make queries [B, T, H, D], keys and values [K, R, D], the span and the scale of a call."""
+    torch.manual_seed(call.num_queries + sum(call.prefixes))
+    lengths = [prefix + call.num_masked for prefix in call.prefixes]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // _ALIGNED) * _ALIGNED)
+    cache = torch.full(
+        (2, shape.num_key_heads, starts.pop(), shape.head_dim), torch.nan, dtype=dtype
+    )
+    for start, length in zip(starts, lengths, strict=True):
+        cache[:, :, start : start + length].normal_()
+    q = torch.randn(len(starts), call.num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
+    mask = None
+    if call.kind == "tree":  # any earlier node may be a node's parent
+        nodes = torch.arange(call.num_masked)
+        parents = (torch.rand(len(starts), call.num_masked) * nodes).long() - (nodes == 0).long()
+        mask = tree_mask(parents, call.num_masked)[:, call.num_earlier :]
+    span = KeySpan(starts, lengths, mask, call.kind == "causal")
+    return q, *cache, span, shape.head_dim**-0.5
+
+
+def wrong_layer(
+    kernels: LayerKernels,
+    num_rows: int,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    *,
+    rounds: bool = False,
+) -> str:
+    """Run the kernels between a layer's products on random rows; return what is wrong, or an empty
+    text.
+
+    Args:
+        rounds: Whether the products round their inputs to fp8.
+    """
+    results = partial(_layer_results, num_rows, shape, dtype)
+    exact = dict(results(TORCH, torch.float32))
+    for name, result in results(kernels, dtype):
+        if wrong := what_differs(name, result, exact[name]):
+            return f"{wrong} at R = {num_rows}"
+    return _wrong_rounding(kernels, num_rows, shape) if rounds else ""
+
+
+def _layer_results(
+    num_rows: int,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    kernels: LayerKernels,
+    computed_in: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the kernels return and write, by name, of the same numbers of `dtype` each
+    time.
+    """
+    torch.manual_seed(num_rows)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype).to(computed_in)
+
+    weight = draw(shape.hidden_size)
+    rows = (num_rows, shape.hidden_size)
+    total, normed = kernels.add_norm(draw(*rows), draw(*rows), weight, 1e-5)
+    yield "the sum", total
+    yield "the norm", normed
+    yield "the norm without a sum", kernels.add_norm(draw(*rows), None, weight, 1e-5)[1]
+    yield "the gate", kernels.gate(draw(num_rows, 2 * shape.intermediate_size))
+    dim = shape.head_dim
+    norms = HeadNorms(draw(dim), draw(dim), 1e-5) if shape.has_norms else None
+    cache = draw(2, shape.num_key_heads, 2 * num_rows, dim)
+    places = torch.randperm(2 * num_rows)[:num_rows]
+    qkv = draw(num_rows, shape.num_heads + 2 * shape.num_key_heads, dim)
+    angles = draw(num_rows, dim)
+    given = qkv, angles.cos(), angles.sin(), norms, cache[0], cache[1], places
+    yield "the query", kernels.rotate_heads(*given)
+    yield "the cache", cache
+
+
+def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
+    """Multiply with weights in fp8, as torchao leaves them; say what is wrong with the product, or
+    return an empty text.
+    """
+    fp8 = torch.float8_e4m3fn
+    x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
+    weight = torch.randn(shape.hidden_size, shape.intermediate_size).to(fp8)
+    scale = torch.randn(shape.hidden_size, 1).exp()
+    linear: Any = SimpleNamespace(weight=SimpleNamespace(qdata=weight, scale=scale), bias=None)
+    per_row = x.float().abs().amax(1, keepdim=True) / _LARGEST_FP8
+    rounded = (x.float() / per_row).to(fp8).float() * per_row
+    exact = rounded @ (weight.float() * scale).T
+    return what_differs("the product in fp8", kernels.multiply(linear, x), exact)
+
+
+@torch.inference_mode()
+def times_of(subject: Subject, kernels: Kernels) -> Iterator[str]:
+    """Yield lines with the milliseconds of attention by kernels and by torch's own, for people."""
+    device = torch.device(subject.device)
+    sides = {"ours": kernels.attend(device), "torch": Kernels().attend(device)}
+    for call in (*calls_of(subject, "prompts"), *calls_of(subject, "steps")):
+        with device:
+            given = make_call(call, subject.layers[0], getattr(torch, subject.dtype))
+        runs = {name: partial(_waited, device, each, *given) for name, each in sides.items()}
+        ms = {name: 1e3 * seconds for name, seconds in shortest_runs(runs, _RUNS).items()}
+        yield f"{ms['ours']:.3g} (torch {ms['torch']:.3g}) at {call}"
+
+
+def _waited(device: torch.device, run: Callable[..., object], *given: object) -> None:
+    run(*given)
+    synchronise(device)

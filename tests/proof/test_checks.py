@@ -1,0 +1,143 @@
+"""A kernel is right if its results are those of fp32 but for a rounding, after any number of keys."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from specextend.attention.backends import load_backend
+from specextend.attention.plain import attend_reference
+from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
+from specextend.proof.checks import LONGEST, Call, prompt_calls, step_calls, wrong_attention, wrong_layer
+from specextend.proof.subject import Kernels, LayerShape
+from specextend.proof.tiny_pair import make_requests, wrong_steps
+from tests.proof import faulty
+from tests.proof.conftest import SUBJECT
+from tests.recorded_graph import record
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPE = LayerShape(num_heads=4, num_key_heads=2, head_dim=64, hidden_size=192, intermediate_size=320)
+STEPS = [*step_calls(8, 4)]
+PROMPTS = [*prompt_calls(70)]
+LONG = (LONGEST,)
+TREES = [Call("tree", 24, LONG), Call("tree", 24, LONG, 186)]
+"""The second has words of masks before its own."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [attend_by_head, load_backend("compiled", CPU)])
+def test_kernels_of_a_cpu_are_right(kernel, dtype):
+    """In a cache whose other rows are NaN, so that reading one of those would show."""
+    assert not wrong_attention(kernel, STEPS + PROMPTS, SHAPE, dtype)
+
+
+@pytest.mark.parametrize(
+    "kernel, calls",
+    [
+        (faulty.lost_split, [Call("plain", 1, LONG)]),
+        (faulty.lost_split, TREES[:1]),
+        (faulty.lost_split, [Call("causal", 20, LONG)]),
+        (faulty.a_key_too_few, [Call("plain", 1, LONG)]),
+        (faulty.a_key_too_few, TREES[:1]),
+        (faulty.a_key_too_few, [Call("causal", 20, LONG)]),
+        (faulty.a_wrong_word, TREES[1:]),
+    ],
+    ids=lambda each: getattr(each, "__name__", None) or str(each[0]),
+)
+def test_a_fault_after_sixteen_thousand_keys_is_found(kernel, calls):
+    """In bfloat16 a lost split was less than the roundings that were allowed: results are small there."""
+    heads = replace(SHAPE, num_heads=16, num_key_heads=4)
+    assert not wrong_attention(attend_by_head, calls, heads, torch.bfloat16)
+    assert "differs" in wrong_attention(kernel, calls, heads, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["not_a_number", "a_little_wrong", "wrong_lse", "right_alone", "a_wrong_word"])
+def test_the_calls_of_a_proof_show_each_fault(name):
+    """Among them are steps, trees, levels of trees and what a draft reads, in a batch and alone."""
+    calls = step_calls(30, 8) if name == "a_wrong_word" else STEPS
+    assert "differs" in wrong_attention(getattr(faulty, name), calls, SHAPE, torch.bfloat16)
+
+
+def test_a_kernel_that_is_right_once_is_wrong():
+    """What it leaves behind may change its next result."""
+    calls = []
+
+    def kernel(*call):
+        out, lse = attend_reference(*call)
+        calls.append(call)
+        return out / len(calls), lse
+
+    assert wrong_attention(kernel, [Call("plain", 1, (70,))], SHAPE, torch.float32)
+
+
+def lost_element(x):
+    """A kernel that leaves out the last element of each row."""
+    out = gate(x)
+    out[:, -1] = 0
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_a_wrong_kernel_of_a_layer_is_named(has_norms, dtype):
+    """Those of torch are right. One element of thousands is less than the roundings of a row."""
+    shape = replace(SHAPE, has_norms=has_norms, intermediate_size=14336)
+    check = partial(wrong_layer, num_rows=33, shape=shape, dtype=dtype)
+    assert not check(TORCH)
+    assert "the gate differs by" in check(replace(TORCH, gate=lambda gate_up: gate(gate_up) * 1.1))
+    assert "the gate differs by" in check(replace(TORCH, gate=lost_element))
+
+
+@pytest.mark.parametrize("scale_of", ["row", "tensor"])
+def test_a_wrong_rounding_to_fp8_is_found(scale_of):
+    """One scale for all rows makes a document's text depend on its neighbours'."""
+
+    def multiply(linear, x):
+        each = x.float().abs().amax(1, keepdim=True) if scale_of == "row" else x.float().abs().max() * 4
+        rounded = (x.float() / each * 448).to(torch.float8_e4m3fn).float() * each / 448
+        weight = linear.weight
+        return (rounded @ (weight.qdata.float() * weight.scale).T).bfloat16()
+
+    kernels = replace(TORCH, multiply=multiply)
+    wrong = wrong_layer(kernels, 33, SHAPE, torch.bfloat16, rounds=True)
+    assert wrong == "" if scale_of == "row" else "the product in fp8 differs" in wrong
+
+
+def stale(name, function):
+    """Capture a function whose replays read the inputs of the capture."""
+    own = (each.clone() if isinstance(each, torch.Tensor) else each for each in function.args)
+    return record(name, partial(function.func, *own))
+
+
+SLOW = pytest.mark.slow
+RIGHT = Kernels(steps="tests.recorded_graph:attend_on_device")
+OTHER_ROWS = Kernels(steps="tests.proof.faulty:reads_other_rows")
+
+
+@pytest.mark.parametrize(
+    "kernels, capture, longest, says",
+    [
+        pytest.param(RIGHT, record, 200, "", id="right"),
+        pytest.param(RIGHT, stale, 200, "of a tiny pair differ", id="stale inputs"),
+        pytest.param(OTHER_ROWS, record, 200, "of its trees are those of eager steps", id="other rows"),
+        pytest.param(RIGHT, record, LONGEST, "", id="right after 16,000", marks=SLOW),
+        pytest.param(RIGHT, stale, LONGEST, "of a tiny pair differ", id="stale after 16,000", marks=SLOW),
+    ],
+)
+@torch.inference_mode()
+def test_captured_steps_are_held_to_tokens_and_trees(kernels, capture, longest, says):
+    """Where a draft reads other rows, every token is right, nobody accepts a draft, and plain steps would be faster."""
+    wrong = wrong_steps(SUBJECT, kernels, capture, make_requests(longest)[:6])
+    assert says in wrong if says else wrong == ""
+
+
+def test_steps_that_cannot_be_captured_prove_nothing():
+    """They would run eagerly, and be called right."""
+
+    def failing(name, function):
+        raise RuntimeError("operation not permitted")
+
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="steps cannot be captured"):
+        wrong_steps(SUBJECT, RIGHT, failing, make_requests(70)[:2])
