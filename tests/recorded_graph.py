@@ -81,6 +81,26 @@ def record(name, function):
     return replay, outputs
 
 
+class SharedMemory:
+    """Records functions, of which those of one name share memory: a replay spoils what the last one wrote."""
+
+    def __init__(self):
+        self.latest = {}
+
+    def __call__(self, name, function):
+        own = {each.untyped_storage().data_ptr() for each in tree_leaves(function.args) if isinstance(each, Tensor)}
+        replay, outputs = record(name, function)
+
+        def replay_on_shared_memory():
+            for each in self.latest.get(name, ()):
+                if each.is_floating_point() and each.untyped_storage().data_ptr() not in own:
+                    each.fill_(torch.nan)
+            replay()
+            self.latest[name] = outputs
+
+        return replay_on_shared_memory, outputs
+
+
 @torch.library.custom_op("specextend_tests::attend_tree", mutates_args=())
 def _attend_tree(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float

@@ -11,7 +11,7 @@ from specextend.decoding import device
 from specextend.decoding.device import Graphs
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
-from tests.recorded_graph import captured_engine, record
+from tests.recorded_graph import SharedMemory, captured_engine
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import of_length, tiny_config, tiny_engine
 
@@ -36,13 +36,14 @@ class Counting:
     def __init__(self):
         self.captured = []
         self.num_replays = 0
+        self.record = SharedMemory()
 
     @property
     def num_captured(self):
         return len(self.captured)
 
     def __call__(self, name, function):
-        replay, outputs = record(name, function)
+        replay, outputs = self.record(name, function)
         self.captured.append(name)
 
         def counted():

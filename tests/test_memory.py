@@ -1,6 +1,7 @@
 """Memory that a dry run plans, against what an engine of the same configuration holds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pair, monkeypatch
     whole, shared, none = (tiny_config(pair, "eagle", job__gpus_per_worker=share) for share in (1, 0.5, 0))
     facts = check_pair(whole.target, whole.active_draft)
     needed = sum(memory_bytes(whole, facts).values())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(1.5 * needed)))
+    card = SimpleNamespace(total_memory=int(1.5 * needed))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     check_memory(whole, facts)
     check_memory(none, facts)
     with pytest.raises(ValueError, match=r"a worker needs .* GiB of GPU memory .* lower decoding\.cache_gib"):

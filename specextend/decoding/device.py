@@ -428,7 +428,7 @@ def what_is_missing() -> list[str]:
         )
     if _compiler() is None:
         missing.append("Triton's kernels need a C compiler: apt-get install gcc")
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
         name = "python{}.{}-dev".format(*sys.version_info)
         missing.append(f"Triton's kernels need Python.h: apt-get install {name}")
     return missing

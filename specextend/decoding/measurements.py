@@ -26,7 +26,6 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 
 from specextend.attention.backends import shortest_runs
@@ -254,36 +253,23 @@ def measure(
     return StepCosts({size: fit_line([*points[size].items()]) for size in sizes})
 
 
-def make_step(
-    target: CachedModel, kind: TreeAttention, batch: int, num_new: int, length: int, graphs: Graphs
-) -> Callable[[Tensor], Tensor]:
-    """Return a step that reads `batch` chains of tokens [B, T], each behind `length` rows of its
-    share of the cache.
-
-    It goes through `graphs`, and returns logits [B, T, V]. With one token a sequence it is a plain
-    step.
+@torch.inference_mode()
+def time_step(
+    target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
+) -> float:
+    """Time one verification of chains of `size` rows together, each behind `length` rows of its
+    share of the cache; one row is a plain step.
     """
+    begin = time.perf_counter()
+    num_new = -(-size // batch)
     starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
     lengths = [length] * batch
     places = torch.tensor([*zip(starts, lengths, strict=True)], device=target.device)
     parents = torch.arange(-1, num_new - 1, device=target.device).repeat(batch, 1)
     depths = parents + 1
-    verifier = Verifier(target, (), (), num_new, kind, graphs)
-    run = partial(graphs.run, f"step {kind}", partial(verifier.forward, starts, lengths), places)
-    return lambda token_ids: run(token_ids, parents, depths)[0]
-
-
-@torch.inference_mode()
-def time_step(
-    target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs, batch: int = 1
-) -> float:
-    """Time one verification of chains of `size` rows together, each behind `length` tokens; one row
-    is a plain step.
-    """
-    begin = time.perf_counter()
-    num_new = -(-size // batch)
-    token_ids = torch.zeros(batch, num_new, dtype=torch.int64, device=target.device)
-    logits = make_step(target, kind, batch, num_new, length, graphs)(token_ids)
+    forward = partial(Verifier(target, (), (), num_new, kind, graphs).forward, starts, lengths)
+    token_ids = torch.zeros_like(parents)
+    logits = graphs.run(f"step {kind}", forward, places, token_ids, parents, depths)[0]
     logits.max(-1).indices.tolist()  # waits for the device
     return time.perf_counter() - begin
 

@@ -1,12 +1,11 @@
-"""Calls of the kernels of a layer, and the comparison with their twins."""
+"""Calls of the kernels of a layer."""
 
 from types import SimpleNamespace
 
 import torch
 
 from specextend.attention.plain import HeadNorms
-from specextend.attention.torch_kernels import TORCH
-from tests.attention.calls import assert_near
+from specextend.proof.subject import LayerShape
 
 EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
@@ -28,16 +27,16 @@ def rotate_call(num_rows, heads, head_dim, *, norms, dtype, device="cpu"):
     return [*(x.to(device) for x in tensors), head_norms, *cache, rows.to(device)], cache
 
 
-def outputs(
-    kernels, num_rows, size, heads, head_dim, norms,
-    dtype, device,
-):  # fmt: skip
-    """Everything that the three kernels return and write."""
-    call, cache = rotate_call(num_rows, heads, head_dim, norms=norms, dtype=dtype, device=device)
-    x, delta, gate_up = (draw(num_rows, n, dtype=dtype).to(device) for n in (size, size + 1, 2 * size))
-    added = kernels.add_norm(x, delta[:, :size].contiguous(), draw(size, dtype=dtype).to(device), EPS)
-    normed = kernels.add_norm(x, None, draw(size, dtype=dtype).to(device), EPS)
-    return [kernels.rotate_heads(*call), cache, *added, *normed, kernels.gate(gate_up)]
+def layer_shape(size, heads, head_dim, norms):
+    """The shape of a layer whose rows have `size` elements everywhere."""
+    return LayerShape(
+        num_heads=heads[0],
+        num_key_heads=heads[1],
+        head_dim=head_dim,
+        hidden_size=size,
+        intermediate_size=size,
+        has_norms=norms,
+    )
 
 
 def product_in_fp8(device="cpu"):
@@ -60,11 +59,3 @@ def product_in_fp8(device="cpu"):
     linear = SimpleNamespace(weight=SimpleNamespace(qdata=qdata, scale=scale), bias=bias.to(device))
     x = draw_fp8(5, 96).float() * torch.tensor([1.0, 0.25, 0.0, 2.0, 2.0**-9], device=device).unsqueeze(1)
     return linear, x.bfloat16(), x @ (qdata.float() * scale).T + linear.bias.float()
-
-
-def assert_are_their_twins(kernels, *case, dtype, device="cpu"):
-    error = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 3e-2}[dtype]
-    found, expected = (outputs(each, *case, dtype=dtype, device=device) for each in (kernels, TORCH))
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == dtype
-        assert_near(a, b, error)
