@@ -92,8 +92,8 @@ class AttentionOptions:
 
     backend: Backend = "auto"
     """`auto` takes on a CPU `compiled` where it can be made and is right, else `sdpa`; on a GPU
-    the kernels that are known to be fast on it, once the first start has proven them right, else
-    `sdpa`. `reference` is plain torch in float32, for tests; `sdpa` torch's own; `compiled` (CPU,
+    the fast kernels of such a card, once proven right at the first start, else `sdpa`.
+    `reference` is plain torch in float32, for tests; `sdpa` torch's own; `compiled` (CPU,
     extra `cpu`) and `triton` (GPU, heads of 64 or 128, with CUDA graphs) are ours; `flash` (GPU,
     extra `flash`) is flash-attn 2 or 3. What a kernel cannot do, another does.
     """

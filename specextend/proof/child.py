@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from specextend.attention.backends import Trial
+from specextend.core import first_line
 from specextend.decoding.device import (
     CudaCapture,
     is_device_error,
@@ -80,7 +81,7 @@ def prove_all(
         try:
             trial = judge(subject, kernels, candidate)
         except Exception as error:  # noqa: BLE001  whatever it is, it is told and tried again
-            why = f"not there yet: {type(error).__name__}: {error}".splitlines()[0]
+            why = f"not there yet: {first_line(error)}"
             yield Trial(name=candidate.name, taken=False, why=why, is_final=False)
             if is_device_error(error):
                 return
