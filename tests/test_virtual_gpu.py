@@ -1,11 +1,14 @@
 """An engine on a GPU that is not there: every tensor of a step is on it, and the host waits where it must."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.gpu_pairs import TINY, EngineParts, Pair
 from specextend.decoding.device import Graphs
+from specextend.drafters.ngram import NgramDrafter
 from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT
@@ -15,7 +18,6 @@ from tests.test_captured_steps import run_again
 from tests.tiny_models import random_prompt, request
 from tests.virtual_gpu import virtual_gpu
 
-ON_GPU = SUBJECT
 ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
 PROMPT = {"prefill.read", "device.synchronise", "plan.new_rows", "engine._prefill"}
 """Where a prompt waits: for tokens and rows of each chunk, and for its first token; a kernel of steps reads places."""
@@ -36,7 +38,7 @@ def expected():
     """What plain decoding on the host says."""
     reference = Kernels(prompts="reference", steps="reference")
     with torch.inference_mode():
-        done = TinyPair(replace(ON_GPU, device="cpu")).decode(reference, REQUESTS, 1, speculates=False)
+        done = TinyPair(replace(SUBJECT, device="cpu")).decode(reference, REQUESTS, 1, speculates=False)
     return tokens_of(done.values())
 
 
@@ -59,7 +61,7 @@ def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, grap
     A tensor that was forgotten on the host would fail here, too.
     """
     with virtual_gpu() as waits:
-        pair = TinyPair(ON_GPU)
+        pair = TinyPair(SUBJECT)
         waits.clear()
         found = pair.decode(kernels, REQUESTS, batch, graphs)
     assert tokens_of(found.values()) == expected
@@ -70,3 +72,32 @@ def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, grap
     if batch == 1:
         assert waits["verification.verify"] == num_steps
     assert waits["engine._prefill"] <= 2 * len(REQUESTS)
+
+
+SAMPLED = [
+    request(str(n), random_prompt(n, vocab_size=TinyPair.vocabulary), 9, seed=n, **how)
+    for n, how in ((90, {}), (63, {"temperature": 0.8, "top_p": 0.7}), (30, {"temperature": 0.5, "top_k": 20}))
+]
+
+
+def decode_with_a_head(device, waits, *, speculates, merges=False):
+    """What an EAGLE-3 head of random weights decodes for requests that sample, with n-grams if it `merges`."""
+    parts = EngineParts(Pair(TINY[-1], device, torch.float32), "sdpa", 2, 128)
+    if merges:
+        parts.drafter = NgramDrafter(parts.shape.tree, device, parts.drafter)
+    engine = parts.engine(speculates=speculates)
+    engine.decode_share = 0.0
+    waits.clear()
+    return tokens_of(engine.generate(SAMPLED))
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@torch.inference_mode()
+def test_a_head_ngrams_and_sampled_requests_wait_nowhere_else(merges):
+    """Only a small LM and greedy requests had been on it."""
+    expected = decode_with_a_head(torch.device("cpu"), Counter(), speculates=False)
+    with virtual_gpu() as waits:
+        found = decode_with_a_head(torch.device("cuda"), waits, speculates=True, merges=merges)
+    assert found == expected
+    of_ngrams = {"tree.nodes", "ngram.prefill"} if merges else set()
+    assert waits.keys() - {"sampling._kept"} <= PROMPT | RETRIEVAL | STEP | LEVELS | of_ngrams
