@@ -160,11 +160,12 @@ def _layer_results(
     yield "the gate", kernels.gate(draw(num_rows, 2 * shape.intermediate_size))
     dim = shape.head_dim
     norms = HeadNorms(draw(dim), draw(dim), 1e-5) if shape.has_norms else None
-    cache = draw(2, shape.num_key_heads, 2 * num_rows, dim)
+    # its first heads are those of another layer, which stay as they are
+    cache = draw(2, shape.num_key_heads + 1, 2 * num_rows, dim)
     places = torch.randperm(2 * num_rows)[:num_rows]
     qkv = draw(num_rows, shape.num_heads + 2 * shape.num_key_heads, dim)
     angles = draw(num_rows, dim)
-    given = qkv, angles.cos(), angles.sin(), norms, cache[0], cache[1], places
+    given = qkv, angles.cos(), angles.sin(), norms, *cache[:, 1:], places
     yield "the query", kernels.rotate_heads(*given)
     yield "the cache", cache
 

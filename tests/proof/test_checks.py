@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ SHAPE = LayerShape(num_heads=4, num_key_heads=2, head_dim=64, hidden_size=192, i
 STEPS = [*step_calls(8, 4)]
 PROMPTS = [*prompt_calls(70)]
 LONG = (LONGEST,)
+PLAIN, CAUSAL = Call("plain", 1, LONG), Call("causal", 20, LONG)
 TREES = [Call("tree", 24, LONG), Call("tree", 24, LONG, 186)]
 """The second has words of masks before its own."""
 
@@ -34,23 +36,20 @@ def test_kernels_of_a_cpu_are_right(kernel, dtype):
 
 
 @pytest.mark.parametrize(
-    "kernel, calls",
+    "kernel, call",
     [
-        (faulty.lost_split, [Call("plain", 1, LONG)]),
-        (faulty.lost_split, TREES[:1]),
-        (faulty.lost_split, [Call("causal", 20, LONG)]),
-        (faulty.a_key_too_few, [Call("plain", 1, LONG)]),
-        (faulty.a_key_too_few, TREES[:1]),
-        (faulty.a_key_too_few, [Call("causal", 20, LONG)]),
-        (faulty.a_wrong_word, TREES[1:]),
+        *product(
+            (faulty.lost_split, faulty.a_key_too_few), (Call("plain", 1, LONG), TREES[0], Call("causal", 20, LONG))
+        ),
+        (faulty.a_wrong_word, TREES[1]),
     ],
-    ids=lambda each: getattr(each, "__name__", None) or str(each[0]),
+    ids=lambda each: str(getattr(each, "__name__", each)),
 )
-def test_a_fault_after_sixteen_thousand_keys_is_found(kernel, calls):
+def test_a_fault_after_sixteen_thousand_keys_is_found(kernel, call):
     """In bfloat16 a lost split was less than the roundings that were allowed: results are small there."""
     heads = replace(SHAPE, num_heads=16, num_key_heads=4)
-    assert not wrong_attention(attend_by_head, calls, heads, torch.bfloat16)
-    assert "differs" in wrong_attention(kernel, calls, heads, torch.bfloat16)
+    assert not wrong_attention(attend_by_head, [call], heads, torch.bfloat16)
+    assert "differs" in wrong_attention(kernel, [call], heads, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["not_a_number", "a_little_wrong", "right_alone", "a_wrong_word"])

@@ -204,14 +204,13 @@ def test_a_start_and_the_check_prove_the_same_before_they_have_a_context(tree, h
     assert subject.num_nodes == 7
 
 
-def test_the_draft_has_a_say_in_what_is_proven_and_a_named_kernel_needs_no_proof(pair, card):
+def test_a_head_has_a_say_in_what_is_proven_and_a_named_kernel_needs_no_proof(pair, card):
     """A head's own shape meets the same kernels; whoever names a kernel takes it."""
-    config = tiny_config(pair, "eagle", job__gpus_per_worker=1)
+    config = tiny_config(pair, "eagle", job__gpus_per_worker=1, attention__backend="sdpa")
     facts = check_pair(config.target, config.active_draft)
     target, head = make_subject(config, facts).layers
     assert target != head
-    named = tiny_config(pair, attention__backend="sdpa", job__gpus_per_worker=1)
-    assert choose_kernels(named, facts).kernels == Kernels()
+    assert choose_kernels(config, facts).kernels == Kernels()
     assert not card
 
 
