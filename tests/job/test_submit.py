@@ -179,7 +179,7 @@ def test_the_default_pair_is_submitted_by_a_line_that_names_input_and_output(clu
     ended = cluster.run("scripts/submit.sh", *arguments).exits(0)
     assert f"each node needs the same files at {corpus}" in ended.stdout.splitlines()
     [row] = rows(tmp_path / "out" / "summaries")
-    assert row["num_speculative_steps"] > 0
+    assert row["num_spec_steps"] > 0
     assert cluster.token not in ended.stdout, "logs are read by more people than may run code"
     for text in (ended.stdout, (tmp_path / "out" / "_run" / "manifest.json").read_text()):
         assert "/_ray_pkg_" not in text, "a folder that Ray removes"
