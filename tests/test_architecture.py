@@ -61,6 +61,7 @@ OWNERS = {
     "pypdfium2": "specextend/documents/pdf.py",
     "pypdf": "specextend/documents/pdf.py",
     "mammoth": "specextend/documents/docx.py",
+    "markdown_it": "specextend/documents/text.py",
     "selectolax": "specextend/documents/html.py",
     "webencodings": "specextend/documents/html.py",
     "xllamacpp": "benchmarks/llama_server.py",
@@ -68,7 +69,7 @@ OWNERS = {
     "pandas": "benchmarks/tables.py",
     "jinja2": "specextend/report/page.py specextend/data/instructions.py specextend/data/prompts.py",
     "pydantic": "specextend/config.py specextend/data/run_folder.py specextend/drafters/ benchmarks/benchmark.py",
-    "yaml": "specextend/config.py benchmarks/benchmark.py",
+    "yaml": "specextend/config.py specextend/documents/text.py benchmarks/benchmark.py",
     "click": "specextend/cli/",
     "regex": "specextend/data/quality.py",
     "rapidfuzz": "specextend/data/quality.py benchmarks/run.py benchmarks/sources.py",
@@ -78,6 +79,7 @@ OWNERS = {
 """Third party -> the folders and modules that may import it."""
 UNDECLARED = {
     "llvmlite": "numba is made of it",
+    "markdown_it": "markdown-it-py",
     "markupsafe": "jinja2 is made of it",
     "pydantic_core": "pydantic is made of it",
     "yaml": "pyyaml",

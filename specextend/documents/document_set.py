@@ -22,9 +22,14 @@ from specextend.data.prepared import PART_NAME, Failure
 from specextend.data.storage import Location, atomic_output, delete, file_sizes
 from specextend.folders import temporary_folder
 
-COUNTS = ("pages_without_text", "unmapped_characters", "hidden_characters")
+COUNTS = (
+    "pages_without_text",
+    "unmapped_characters",
+    "hidden_characters",
+    "left_out_characters",
+)
 """Columns that say what a text lacks: a PDF's empty pages and characters of fonts without a map to
-Unicode, and characters that the file has but does not show.
+Unicode, characters that the file has but does not show, and those that `--main-only` leaves out.
 """
 COLUMNS = {
     "id": pa.string(),

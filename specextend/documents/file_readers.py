@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from specextend.core import Values, one_line
 from specextend.data.inputs import InputError
-from specextend.data.prepared import Failure
+from specextend.data.prepared import LEFT_OUT, Failure
 from specextend.data.storage import (
     Location,
     is_away,
@@ -36,6 +36,7 @@ from specextend.documents.document_set import (
 )
 from specextend.documents.kinds import COMPRESSIONS, read_document
 from specextend.documents.table_rows import ROW_READERS, NumberedRow, as_row
+from specextend.documents.text import num_visible
 
 _AHEAD = 64
 """Most files, for each process, that are read or wait in memory before the first of them is
@@ -103,7 +104,10 @@ def _parse(
     data = stream.read()
     row = read_document(file.kind, data, options, _given(file.path, data, options))
     row["title"] = row["title"] or PurePath(file.path).stem
-    return Reading(rows=(row | {"id": file.doc_id} | _columns(file),))
+    message = "lost more than half of its text to --main-only; look at it, or read it without"
+    is_half = row.get("left_out_characters", 0) > num_visible(row["text"])
+    halves = (Failure(file.path, None, LEFT_OUT, message),) if is_half else ()
+    return Reading((row | {"id": file.doc_id} | _columns(file),), failures=halves)
 
 
 def _given(path: str, data: bytes, options: DocumentOptions) -> Text | None:

@@ -1,32 +1,147 @@
-"""The text of HTML: a line for each block of the page."""
+"""The text of HTML: what a browser shows, with a line for each block.
+
+What flattening would lose is written out: `[x]`, `10^6`, `[1]` for a note, `~~struck~~`.
+"""
+
+from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from html.entities import entitydefs
+from itertools import chain
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text
-from specextend.documents.text import decode
+from specextend.documents.text import decode, num_visible
+
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 _BLOCKS = (
     "p,div,br,hr,li,dt,dd,tr,h1,h2,h3,h4,h5,h6,pre,blockquote,section,article,header,footer,table,ul,ol,dl,main,nav,"
     "aside,figure,figcaption,details,summary,dialog,menu,search,hgroup,address,center,form,fieldset,legend,caption,"
-    "option,optgroup,textarea,button,iframe,noframes,listing,xmp,plaintext"
+    "textarea,button,iframe,noframes,listing,xmp,plaintext,dir,.katex-display,[display=block],[display=true]"
 )
 """Elements of HTML that begin and end a line."""
 _LINE = "\x1e"
 """Stands for the end of a line in HTML, where that of the source is white space."""
+_RAISED = "\x01"
+_LOWERED = "\x02"
+_NOTE = "\x03"
+_END = "\x04"
+"""Stand around superscripts, subscripts and marks of notes until the text around them is known."""
+_OPEN = "\x05"
+_CLOSE = "\x06"
+"""Stand around a part of a formula, which needs parentheses if it is long."""
+_MARKS = re.compile("[\x01-\x06]")
+_INNERMOST = re.compile("([\x01-\x03])([^\x01-\x04]*)\x04")
+_FRACTION = re.compile("\x01(\\d+)\x04\\s*[/\u2044]\\s*\x02(\\d+)\x04")
+_NOTE_BEGINS = re.compile("(?:^|\x1e)\\s*\x01\\s*(\\w{1,3}|\\W)\\s*\x04")
+"""The mark at the beginning of a note, which is the same in the text."""
+_IS_NOTE = re.compile(
+    "\x03|\x011\x04|([\\s.,;:!?%\"'\u201d\u2019\u00bb\u2026]|\\b(19\\d\\d|20[0-3]\\d)|\\d,\\d{3})"
+    "\x01(\\d{1,3}|[a-z])([,;\u2013-] ?(\\d{1,3}|[a-z]))*\x04"
+)
+"""After the ends of texts, years and numbers with separators of thousands there are notes."""
+_IS_EXPONENT = re.compile(
+    "(^|[\\W\\d_])(?<!\\d[.,])(?<!\\d)(10|[^\\W\\d_]|[kcmn\u00b5\u03bc]m|in|ft|yd|mi)\x01"
+    "|[^\\S\x1e]\x01\\d+\x04\\w|[(/]\x01\\d+\x04\\w"
+)
+"""Ten, letters and units have exponents, isotopes a number before them."""
+_IS_PLAIN = re.compile(
+    "\\d\x01(st|nd|rd|th|er|re|ère|e|ème)\x04|([A-Z][a-z]?|[)\\]])\x02\\d+\x04(?!\\d)"
+    "|[\\s(/][\x01\x02][^\x04]*\x04(?!\\w)|[\x01\x02][\\[^_]|[\x01\x02][^\\w+\u2212-]*\x04"
+)
+"""Ordinals, numbers of atoms, and what stands alone are read as well without a sign."""
+_IS_ONE = re.compile(
+    "[\\s(/]\x01\\d+\x04|[\x01\x02]([+\u2212-]?\\w+[+\u2212-]?|[+\u2212-])\x04(?!\\w)"
+)
+"""What needs no parentheses."""
+_PERMALINK = re.compile("[\u00b6#\u00a7\U0001f517\u2693\ufe0e\ufe0f\uf0c1\u200b\\s]*")
+"""Signs of links from a heading to itself."""
+_TWICE = (
+    ".katex:has(math) .katex-html,mjx-container:has(math) > :not(mjx-assistive-mml),"
+    ".MathJax:has(math) > :not(.MJX_Assistive_MathML)"
+)
+"""What shows a formula whose MathML is there, too."""
+_MATHJAX = ".MathJax,.MathJax_Preview,.MathJax_Display,.MathJax_SVG,.MathJax_CHTML"
+_DISPLAY_STYLE = re.compile(r"\{\\(?:display|text)style\s(.*)\}", re.DOTALL)
+_UNSEEN = (
+    "[hidden]:not([hidden=until-found i]),template,noscript,dialog:not([open]),[popover],datalist,"
+    "audio,video,canvas,svg title,svg desc,svg metadata"
+)
+"""What browsers hide by themselves."""
+_UNUSED = re.compile(r"/\*.*?\*/|@media print[^{]*\{([^{}]*\{[^{}]*\})*[^{}]*\}", re.S)
+"""Comments, and rules for paper."""
+_SOMETIMES = re.compile(r"@[^{};]*\{([^{}]*\{[^{}]*\})*[^{}]*\}")
+"""Rules for some screens."""
+_RULE = re.compile(r"([^{}]*)\{([^{}]*)\}")
+_HIDES = re.compile(r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*(hidden|collapse))", re.I)
+_SHOWS = re.compile(r"(?<![\w-])(display\s*:(?!\s*none)|visibility\s*:\s*visible)", re.I)
+_STATE = re.compile(r":(?!not|is|where|root|empty|first|last|nth|only)[\w-]+(\([^)]*\))?")
+"""Pseudo-classes that depend on what a reader does."""
+_FILLED = (
+    "input[value]:not([type=checkbox i],[type=radio i],[type=hidden i],[type=submit i],[type="
+    "button i],[type=reset i],[type=image i],[type=password i],[type=file i])"
+)
+_NOT_CHOSEN = (
+    "select:has([selected]) option:not([selected]),select[multiple] option:not([selected]),"
+    "select:not([multiple]):not(:has([selected])) "
+    ":is(option:not(:first-of-type),optgroup ~ optgroup)"
+)
 _BOILERPLATE = (
     "nav,footer,aside,dialog,menu,body > header,[role=navigation],[role=banner],[role=contentinfo],"
-    "[role=complementary],[role=dialog],[role=search],[id*=cookie i],[class*=cookie i],"
-    "[id*=consent i],[class*=consent i],[id*=menu i],[class*=menu i],[id*=navbar i],"
-    "[class*=navbar i],[id*=sidebar i],[class*=sidebar i],[id*=footer i],[class*=footer i]"
+    "[role=complementary],[role=dialog],[role=search]"
 )
-"""What surrounds the main part of a web page, by its element, its role, and words in its id and
-classes.
-"""
-_MAIN = "main,article,h1"
+"""What surrounds the main part of a web page, by its element and its role."""
+_SURROUNDING = re.compile("cookie|consent|menu|navbar|sidebar|footer", re.IGNORECASE)
+_LAYOUT = re.compile(r"(^|[-_])(has|no|not|with|without|is|js)([-_]|$)", re.IGNORECASE)
+"""Words in ids and classes of what surrounds the main part, and of layouts."""
+_MAIN = "main,article,h1,[role=main]"
 """Elements that no boilerplate contains, whatever its name."""
+_AROUND = (
+    (
+        'sup:has(a[href*="#"],[role=doc-noteref]),a[href*="#"] sup,sup[class*=note i],'
+        "sup[class*=reference i],sup[class*=cite i],[role=doc-noteref],[epub\\:type~=noteref],"
+        "a.footnote-reference",
+        _NOTE,
+        _END,
+    ),
+    ('sup,[style*="vertical-align:super"],[style*="vertical-align: super"]', _RAISED, _END),
+    ('sub,[style*="vertical-align:sub"],[style*="vertical-align: sub"]', _LOWERED, _END),
+    ("del:not(:empty),s:not(:empty),strike,[style*=line-through]", "~~", "~~"),
+    ("mfrac > :nth-child(2)", f"/{_OPEN}", _CLOSE),
+    (
+        "msub > :nth-child(2),msubsup > :nth-child(2),munder > :nth-child(2),"
+        "munderover > :nth-child(2)",
+        f"_{_OPEN}",
+        _CLOSE,
+    ),
+    (
+        "msup > :nth-child(2),msubsup > :nth-child(3),mover > :nth-child(2),"
+        "munderover > :nth-child(3)",
+        f"^{_OPEN}",
+        _CLOSE,
+    ),
+    ("mroot > :nth-child(2)", f"^(1/{_OPEN}", f"{_CLOSE})"),
+    ("msqrt", f"\u221a{_OPEN}", _CLOSE),
+    (
+        ":is(mfrac,msup,msub,msubsup,munder,mover,munderover,mroot) > mrow:first-child",
+        _OPEN,
+        _CLOSE,
+    ),
+    ("mtd + mtd,mtr + mtr,mfenced > * + *", ", ", ""),
+    ("mfenced,mtable,mtr", "(", ")"),
+    ("ruby:not(:has(rp)) rt", "(", ")"),
+    (f'{_BLOCKS},[style*="display:block"],[style*="display: block"]', _LINE, _LINE),
+    ("td,th,svg text,option", "", " "),
+    ("input:is([type=checkbox i],[type=radio i])[checked]", " [x] ", ""),
+    ("input:is([type=checkbox i],[type=radio i]):not([checked])", " [ ] ", ""),
+)
+"""What stands around elements: signs whose meaning their surroundings decide, and white space."""
 _HEAD = 1 << 16
 """Bytes in which a page names its encoding."""
 _XHTML = "http://www.w3.org/1999/xhtml"
@@ -82,26 +197,156 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
     """Return the title, or else the first heading, and the text with a line for each block."""
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(html)
-    title = tree.css_first("head title") or tree.css_first("h1")
-    name = title.text() if title else ""
-    for node in tree.css("script,style"):
-        node.decompose()
-    num_hidden = 0
-    for node in tree.css("[hidden],noscript,template"):
-        num_hidden += len("".join(node.text().split()))
-        node.decompose()
-    for node in tree.css(_BOILERPLATE) if main_only else ():
-        if not node.css_first(_MAIN):
-            node.decompose()
-    for node in tree.css(_BLOCKS):
-        node.insert_before(_LINE)
-        node.insert_after(_LINE)
-    for node in tree.css("pre"):
-        node.replace_with(node.text().replace("\n", _LINE))
-    for node in tree.css("td,th"):
-        node.insert_after(" ")
-    lines = (
-        " ".join(line.split()) for line in (tree.body.text() if tree.body else "").split(_LINE)
+    tree = LexborHTMLParser(_MARKS.sub("", html.replace(_LINE, "")))
+    if tree.body is None:
+        return "", "", {}
+    title = tree.css_first("head title")
+    sheets = "\n".join(each.text() for each in tree.css("style:not([media=print])"))
+    _open_shadow_roots(tree)
+    _write_formulas(tree)
+    _put_away(tree, tree.css("script,style"))
+    for node in tree.css("template"):
+        node.insert_child("".join(each.text() for each in node.template_fragments()))
+    for selector, begin, end in _AROUND:
+        for node in tree.css(selector):
+            node.insert_before(begin)
+            node.insert_after(end)
+    counts = {"hidden_characters": _put_away(tree, _hidden(tree, sheets))}
+    if main_only:
+        counts["left_out_characters"] = _put_away(tree, _surroundings(tree))
+    links = tree.css('a.headerlink,a[href^="#"]')
+    _put_away(tree, (each for each in links if _PERMALINK.fullmatch(each.text())))
+    _put_away(tree, tree.css(_NOT_CHOSEN))
+    for node in tree.css(_FILLED):
+        node.insert_before(f" {node.attributes['value']} ")
+    for node in tree.css("pre,textarea"):
+        _put_instead(tree, node, node.text().replace("\n", _LINE))
+    text = tree.body.text()
+    notes = {*_NOTE_BEGINS.findall(text)}
+    names = (title, *tree.css("body :is(h1,h2,h3,h4,h5,h6)"))
+    titles = (_flattened(each.text(), notes) for each in names if each)
+    return next(filter(None, titles), ""), _flattened(text, notes), counts
+
+
+def _flattened(text: str, notes: set[str]) -> str:
+    """Return the lines of a text with their marks, of which `notes` are those of notes."""
+    text = _FRACTION.sub(r" \1/\2 ", text.replace("\u2061", " "))
+    while _OPEN in text:
+        text = re.sub("\\s*([_^/\u221a]?)\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
+        text = re.sub("\\s*([_^/\u221a]?)\x05(\\w?|\\d+)\x06", r"\1\2", text)
+        text = re.sub("\\s*([_^/\u221a]?)\x05([^\x05\x06]*)\x06", r"\1(\2)", text)
+    count = 1
+    while count:
+        text, count = _INNERMOST.subn(partial(_script, notes), text)
+    lines = (" ".join(line.split()) for line in text.split(_LINE))
+    return "\n".join(filter(None, lines))
+
+
+def _script(notes: set[str], found: re.Match[str]) -> str:
+    """Return a superscript, subscript or mark of a note as it is written on one line."""
+    text = " ".join(found[2].split())
+    before = _MARKS.sub("", found.string[max(found.start() - 24, 0) : found.start()]) or _LINE
+    after = found.string[found.end() : found.end() + 9].lstrip(_END)[:1]
+    shown = f"{before}{found[1]}{text}{_END}{after}"
+    is_note = _IS_NOTE.search(shown) or (found[1] == _RAISED and text in notes)
+    if found[1] == _NOTE or (is_note and not _IS_EXPONENT.search(shown)):
+        mark = text.strip("[^()]")
+        return f"[{mark}]" if mark[:1].isalnum() else mark
+    if _IS_PLAIN.search(shown):
+        return text
+    operand = text if _IS_ONE.search(shown) else f"({text})"
+    return f"{'^' if found[1] == _RAISED else '_'}{operand}"
+
+
+def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> int:
+    """Move elements out of the body; return the number of their characters without spaces."""
+    assert tree.head is not None
+    before = num_visible(tree.head.text())
+    for node in nodes:
+        tree.head.insert_child(node, move=True)
+    return num_visible(_MARKS.sub("", tree.head.text())) - before
+
+
+def _put_instead(tree: LexborHTMLParser, node: LexborNode, text: str) -> None:
+    node.insert_before(text)
+    _put_away(tree, [node])
+
+
+def _open_shadow_roots(tree: LexborHTMLParser) -> None:
+    """Put shadow roots before what is in their elements, and what fills a slot into it."""
+    while template := tree.css_first("template[shadowrootmode]"):
+        [root, *_] = template.template_fragments()
+        host = template.parent or template
+        for slot in root.css("slot"):
+            name = slot.attributes.get("name")
+            fillings = [
+                each
+                for each in host.iter(include_text=True)
+                if each != template and each.attributes.get("slot") == name
+            ]
+            for node in fillings:
+                slot.insert_before(node, move=True)
+            if fillings:
+                slot.decompose()
+        for node in [*root.iter(include_text=True)]:
+            template.insert_before(node, move=True)
+        template.decompose()
+
+
+def _write_formulas(tree: LexborHTMLParser) -> None:
+    """Leave each formula once: its TeX, or else its MathML."""
+    scripts = tree.css('script[type^="math/tex"]')
+    _put_away(tree, tree.css(f"{_TWICE},{_MATHJAX}" if scripts else _TWICE))
+    for node in scripts:
+        node.insert_before(node.text())
+    for node in tree.css(".mwe-math-element math"):  # in a hidden element, beside an image
+        (node.parent or node).insert_before(node, move=True)
+    for node in tree.css("math"):
+        if tex := node.css_first('annotation[encoding*="tex" i]'):
+            _put_instead(tree, node, _DISPLAY_STYLE.sub(r"\1", tex.text().strip()))
+    _put_away(tree, tree.css("annotation,annotation-xml,mphantom"))
+    for node in tree.css("img.math,img.tex,img.latex"):
+        node.insert_before(node.attributes.get("alt") or "")
+
+
+def _hidden(tree: LexborHTMLParser, sheets: str) -> Iterator[LexborNode]:
+    """Yield the elements that no rule and no state shows."""
+    css = _UNUSED.sub("", sheets)
+    if re.search(r"visibility\s*:\s*visible", css):  # perhaps within what is hidden
+        css = css.replace("visibility", "")
+    styled = [(node, node.attributes["style"] or "") for node in tree.css("[style]")]
+    hidden = tree.css(_UNSEEN)
+    shown = {node.mem_id for node, style in styled if _SHOWS.search(style)}
+    for selector, declarations in _RULE.findall(_SOMETIMES.sub("", css)):
+        if _HIDES.search(declarations) and not _STATE.search(selector):
+            hidden += _selected(tree, selector)
+    for selector, declarations in _RULE.findall(css):
+        if _SHOWS.search(declarations):
+            shown |= {node.mem_id for node in _selected(tree, _STATE.sub("", selector))}
+    own = [node for node, style in styled if _HIDES.search(style)]
+    for node in own + [each for each in hidden if each.mem_id not in shown]:
+        if node.tag not in ("html", "body"):
+            yield node
+
+
+def _selected(tree: LexborHTMLParser, selector: str) -> list[LexborNode]:
+    from selectolax.lexbor import SelectolaxError
+
+    with suppress(SelectolaxError):  # browsers ignore such a rule, too
+        return tree.css(selector)
+    return []
+
+
+def _surroundings(tree: LexborHTMLParser) -> Iterator[LexborNode]:
+    """Yield what surrounds the main part of a page, but nothing that holds most of its text."""
+    assert tree.body is not None
+    most = num_visible(tree.body.text()) / 2
+    named = (
+        node
+        for node in tree.css("body [id],body [class]")
+        for name in f"{node.attributes.get('id')} {node.attributes.get('class')}".split()
+        if _SURROUNDING.search(name) and not _LAYOUT.search(name)
     )
-    return name, "\n".join(filter(None, lines)), {"hidden_characters": num_hidden}
+    for node in chain(tree.css(_BOILERPLATE), named):
+        if not node.css_first(_MAIN) and num_visible(node.text()) <= most:
+            yield node

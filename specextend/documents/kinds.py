@@ -1,6 +1,7 @@
 """Kinds of files: JSON Lines and CSV hold a document in each row, the others one."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import PurePath
@@ -48,9 +49,15 @@ _PACKAGES = {
     "pdf": ("pypdfium2", "pypdf"),
     "docx": ("mammoth", "selectolax"),
     "epub": ("selectolax", "webencodings"),
+    "markdown": ("markdown_it", "selectolax"),
     "html": ("selectolax", "webencodings"),
     "xhtml": ("selectolax", "webencodings"),
 }
+
+_INVISIBLE = re.compile(
+    "[\u00ad\u200b\u2060\ufeff]|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]+"
+)
+"""Places where a word may be divided, and tags of no flag."""
 
 
 def kind_of(name: str) -> str | None:
@@ -86,9 +93,13 @@ def read_document(
         hint = (
             ", as if it were scanned; text recognition (OCR) could add it" if kind == "pdf" else ""
         )
+        if counts.get("left_out_characters"):
+            hint = " but that which --main-only leaves out; read it without"
         raise UnreadableError("no text", f"has no text{hint}")
-    whole = [HALF_CHARACTER.sub("\ufffd", each).replace("\0", "\ufffd") for each in (title, text)]
-    whole = [each.replace("\xad", "") for each in whole]  # shown only where a line ends
+    whole = [
+        _INVISIBLE.sub("", HALF_CHARACTER.sub("\ufffd", each)).replace("\0", "\ufffd")
+        for each in (title, text)
+    ]
     return {"title": " ".join(whole[0].split()), "text": whole[1], **counts}
 
 

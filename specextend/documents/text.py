@@ -3,9 +3,12 @@
 import codecs
 import io
 import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import BinaryIO
+
+import yaml
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 
@@ -77,8 +80,39 @@ def decoded_lines(file: BinaryIO, encoding: str | None) -> Iterator[str]:
         raise UnreadableError("encoding", message) from error
 
 
+_FRONT = re.compile(r"(---|\+\+\+)[ \t]*\n(.*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
+"""Metadata before a text of Markdown, in YAML or TOML."""
+_COMMENT = re.compile("<!--.*?-->", re.DOTALL)
+_ANCHOR = re.compile(r" ?\{[#.:][^}]*\}\Z")
+_PAYLOAD = re.compile(r"(data:[\w.+-]+/[\w.+-]+[\w.;=+-]*,)[^\s)>\"'\]]{64,}")
+
+
 def read_markdown(data: bytes, options: DocumentOptions) -> Text:
-    """Return the first heading, and the text as it is written."""
-    text = decode(data, options.encoding)
-    heading = re.search(r"^#[ \t]+(.+)", text, re.MULTILINE)
-    return heading[1].rstrip().rstrip("#") if heading else "", text, {}
+    """Return the title and the text as it is written, without comments and embedded files."""
+    from markdown_it import MarkdownIt
+
+    from specextend.documents.html import html_text
+
+    text = re.sub("\r\n?", "\n", decode(data, options.encoding))
+    title, begin = _front_matter(text)
+    lines = text[begin:].split("\n")
+    parser = MarkdownIt("commonmark")
+    for token in reversed(parser.parse(text[begin:])):
+        if token.type == "html_block" and token.map:
+            place = slice(*token.map)
+            lines[place] = [_COMMENT.sub("", "\n".join(lines[place]))]
+    kept = text[:begin] + _PAYLOAD.sub(r"\1", "\n".join(lines))
+    title = title or _ANCHOR.sub("", html_text(parser.render(text[begin:]))[0])
+    return title, kept, {"hidden_characters": len(text) - len(kept)}
+
+
+def _front_matter(text: str) -> tuple[str, int]:
+    """Return the title in metadata before a text, and where they end."""
+    found = _FRONT.match(text)
+    values = None
+    if found:
+        with suppress(ValueError, yaml.YAMLError):
+            values = (tomllib.loads if found[1] == "+++" else yaml.safe_load)(found[2])
+    if not found or not isinstance(values, dict):
+        return "", 0
+    return str(values.get("title") or ""), found.end()

@@ -557,7 +557,9 @@ def test_a_wrong_argument_is_one_line(arguments, said, tmp_path, monkeypatch):
 def test_a_missing_package_names_the_kind_of_file_and_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_packages({"text", "csv"})
-    with pytest.raises(InputError, match=r"to read PDF takes the package pypdfium2: install .* its extra `documents`"):
+    with pytest.raises(
+        InputError, match=r"to read PDF takes the package pypdfium2 and pypdf: install .* its extra `documents`"
+    ):
         check_packages({"text", "pdf"})
 
 
@@ -681,18 +683,6 @@ def test_a_page_has_the_encoding_that_it_names_and_ends_where_it_ends(folder, pr
     assert rows(folder, "text") == [euro, euro, "\u9555", other, other, euro, euro, euro]
 
 
-def test_what_surrounds_the_main_part_of_a_page_is_left_out_by_choice(folder):
-    """A menu of two hundred entries is no part of a report, but nobody is to miss what was not asked away."""
-    (folder / "a.html").write_text(
-        "<body class=cookie-ok><header>Top</header><nav>Menu</nav><main class=menu><p>Text</main>"
-        "<div id=CookieBanner><p>We value you</div><footer>Bottom</footer>"
-    )
-    for flags, text in (([], "Top\nMenu\nText\nWe value you\nBottom"), (["--main-only"], "Text")):
-        output = f"{folder}{len(flags)}"
-        assert specextend("prepare", "documents", folder, *flags, "--output", f"{output}.out").code == 0
-        assert rows(Path(output), "text") == [text]
-
-
 @pytest.mark.parametrize(
     "encoding, text",
     [
@@ -709,28 +699,6 @@ def test_text_that_looks_like_utf_8_is_refused_or_read_in_its_encoding(folder, p
     assert failures(folder) == {"bare.txt": "encoding"}
     prepare(encoding=encoding)
     assert rows(folder, "text") == [text, "fine"]
-
-
-@pytest.mark.parametrize(
-    "page, text",
-    [
-        ("<main>a</main><aside>b</aside><figure><figcaption>c</figcaption></figure>d", "a\nb\nc\nd"),
-        ("<select><option>a</option><option>b</option></select><textarea>c</textarea><nav>d", "a\nb\nc\nd"),
-        ("<pre>a<br>b\n<div>c</div>d</pre>", "a\nb\nc\nd"),
-    ],
-)
-def test_words_of_two_blocks_are_two_words(folder, prepare, page, text):
-    """Elements that nobody had listed were glued to what follows: `CaptionThe text`."""
-    (folder / "a.html").write_text(page)
-    prepare()
-    assert rows(folder, "text") == [text]
-
-
-def test_a_heading_takes_time_in_proportion_to_its_length(folder, prepare):
-    """One with 120,000 spaces took minutes, and its file was too slow."""
-    (folder / "a.md").write_text("# a" + " " * 400_000 + "b ##")
-    prepare()
-    assert rows(folder, "title") == ["a b"]
 
 
 ATTACHED = "/Names<</EmbeddedFiles<</Names[(a)<</Type/Filespec/F(a)/EF<</F 5 0 R>>>>]>>>>"
