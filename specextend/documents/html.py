@@ -36,7 +36,12 @@ _END = "\x04"
 _OPEN = "\x05"
 _CLOSE = "\x06"
 """Stand around a part of a formula, which needs parentheses if it is long."""
-_MARKS = re.compile("[\x01-\x06]")
+_STRIKE = "\x07"
+_UNSTRIKE = "\x08"
+"""Stand around struck text until its lines are known."""
+_STRUCK = re.compile("\x07([^\x08]*)\x08")
+_TEXT = re.compile("[^\\s\x1e](?:[^\x1e]*[^\\s\x1e])?")
+_MARKS = re.compile("[\x01-\x08]")
 _INNERMOST = re.compile("([\x01-\x03])([^\x01-\x04]*)\x04")
 _FRACTION = re.compile("\x01(\\d+)\x04\\s*[/\u2044]\\s*\x02(\\d+)\x04")
 _NOTE_BEGINS = re.compile("(?:^|\x1e)\\s*\x01\\s*(\\w{1,3}|\\W)\\s*\x04")
@@ -112,21 +117,21 @@ _AROUND = (
     ),
     ('sup,[style*="vertical-align:super"],[style*="vertical-align: super"]', _RAISED, _END),
     ('sub,[style*="vertical-align:sub"],[style*="vertical-align: sub"]', _LOWERED, _END),
-    ("del:not(:empty),s:not(:empty),strike,[style*=line-through]", "~~", "~~"),
-    ("mfrac > :nth-child(2)", f"/{_OPEN}", _CLOSE),
+    ("del,s,strike,[style*=line-through]", _STRIKE, _UNSTRIKE),
+    ("mfrac > :first-child + *", f"/{_OPEN}", _CLOSE),
     (
-        "msub > :nth-child(2),msubsup > :nth-child(2),munder > :nth-child(2),"
-        "munderover > :nth-child(2)",
+        "msub > :first-child + *,msubsup > :first-child + *,munder > :first-child + *,"
+        "munderover > :first-child + *",
         f"_{_OPEN}",
         _CLOSE,
     ),
     (
-        "msup > :nth-child(2),msubsup > :nth-child(3),mover > :nth-child(2),"
-        "munderover > :nth-child(3)",
+        "msup > :first-child + *,msubsup > :first-child + * + *,mover > :first-child + *,"
+        "munderover > :first-child + * + *",
         f"^{_OPEN}",
         _CLOSE,
     ),
-    ("mroot > :nth-child(2)", f"^(1/{_OPEN}", f"{_CLOSE})"),
+    ("mroot > :first-child + *", f"^(1/{_OPEN}", f"{_CLOSE})"),
     ("msqrt", f"\u221a{_OPEN}", _CLOSE),
     (
         ":is(mfrac,msup,msub,msubsup,munder,mover,munderover,mroot) > mrow:first-child",
@@ -219,8 +224,8 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
     _put_away(tree, tree.css(_NOT_CHOSEN))
     for node in tree.css(_FILLED):
         node.insert_before(f" {node.attributes['value']} ")
-    for node in tree.css("pre,textarea"):
-        _put_instead(tree, node, node.text().replace("\n", _LINE))
+    lined = tree.css("pre,textarea")
+    _put_instead(tree, [(node, node.text().replace("\n", _LINE)) for node in lined])
     text = tree.body.text()
     notes = {*_NOTE_BEGINS.findall(text)}
     names = (title, *tree.css("body :is(h1,h2,h3,h4,h5,h6)"))
@@ -238,8 +243,22 @@ def _flattened(text: str, notes: set[str]) -> str:
     count = 1
     while count:
         text, count = _INNERMOST.subn(partial(_script, notes), text)
-    lines = (" ".join(line.split()) for line in text.split(_LINE))
+    lines = (" ".join(line.split()) for line in _struck(text).split(_LINE))
     return "\n".join(filter(None, lines))
+
+
+def _struck(text: str) -> str:
+    """Return a text with `~~` around each struck line, once where struck elements are nested."""
+    depth = 0
+
+    def outermost(found: re.Match[str]) -> str:
+        nonlocal depth
+        begins = found[0] == _STRIKE
+        depth += 1 if begins else -1
+        return found[0] if depth == begins else ""
+
+    text = re.sub(f"[{_STRIKE}{_UNSTRIKE}]", outermost, text)
+    return _STRUCK.sub(lambda found: _TEXT.sub(r"~~\g<0>~~", found[1]), text)
 
 
 def _script(notes: set[str], found: re.Match[str]) -> str:
@@ -261,15 +280,16 @@ def _script(notes: set[str], found: re.Match[str]) -> str:
 def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> int:
     """Move elements out of the body; return the number of their characters without spaces."""
     assert tree.head is not None
-    before = num_visible(tree.head.text())
+    before = num_visible(_MARKS.sub("", tree.head.text()))
     for node in nodes:
         tree.head.insert_child(node, move=True)
     return num_visible(_MARKS.sub("", tree.head.text())) - before
 
 
-def _put_instead(tree: LexborHTMLParser, node: LexborNode, text: str) -> None:
-    node.insert_before(text)
-    _put_away(tree, [node])
+def _put_instead(tree: LexborHTMLParser, texts: list[tuple[LexborNode, str]]) -> None:
+    for node, text in texts:
+        node.insert_before(text)
+    _put_away(tree, (node for node, _ in texts))
 
 
 def _open_shadow_roots(tree: LexborHTMLParser) -> None:
@@ -301,9 +321,9 @@ def _write_formulas(tree: LexborHTMLParser) -> None:
         node.insert_before(node.text())
     for node in tree.css(".mwe-math-element math"):  # in a hidden element, beside an image
         (node.parent or node).insert_before(node, move=True)
-    for node in tree.css("math"):
-        if tex := node.css_first('annotation[encoding*="tex" i]'):
-            _put_instead(tree, node, _DISPLAY_STYLE.sub(r"\1", tex.text().strip()))
+    sources = [(each, each.css_first('annotation[encoding*="tex" i]')) for each in tree.css("math")]
+    texts = [(node, tex.text().strip()) for node, tex in sources if tex]
+    _put_instead(tree, [(node, _DISPLAY_STYLE.sub(r"\1", text)) for node, text in texts])
     _put_away(tree, tree.css("annotation,annotation-xml,mphantom"))
     for node in tree.css("img.math,img.tex,img.latex"):
         node.insert_before(node.attributes.get("alt") or "")

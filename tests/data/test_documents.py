@@ -534,7 +534,7 @@ def test_an_object_store_is_read_and_written(s3, prepare):
         (["documents", "empty"], "there is no file to read in empty"),
         (
             ["documents", "texts", "--pattern", "*.pdf"],
-            "there is no file to read in texts; 1 file of other kinds; --pattern names those to read as text",
+            "texts/a.txt has a name that no pattern matches",
         ),
         (["documents", "texts", "--encoding", "klingon"], "unknown encoding 'klingon'; give one such as cp1252"),
         (["documents", "texts", "--encoding", "utf-16"], "is open in utf-16; give utf-16-le or utf-16-be"),
