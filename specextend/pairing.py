@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -83,6 +83,17 @@ def _with_tokenizer(facts: ModelFacts, tokenizer: Any) -> ModelFacts:
     return facts
 
 
+def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Iterator[str]:
+    """Yield a line on the target's layers that an EAGLE-3 head reads; nothing for other drafts."""
+    if draft is None or draft.kind != "eagle" or not (head := read_head(draft.model)).fused:
+        return
+    layers, why = head.explain_layers(num_target_layers, draft.feature_layers)
+    yield (
+        f"draft {draft.model} ({head.format}) takes the outputs of the target's layers "
+        f"{', '.join(map(str, layers))} (of {num_target_layers}, from 0): {why}"
+    )
+
+
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
     """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of
     a Hub id.
@@ -141,7 +152,7 @@ def load_drafter(
             lm_head,
             rows,
             rope_frequencies(head.rope, head.head_dim, draft.model),
-            head.hidden_layers(target.config.num_hidden_layers),
+            head.hidden_layers(target.config.num_hidden_layers, draft.feature_layers),
         )
     else:
         network = _load_model(draft, config.target, target, rows)
@@ -210,7 +221,7 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
     read_vocabulary(head)
     rope_frequencies(head.rope, head.head_dim, draft.model)
     try:
-        head.hidden_layers(facts.num_layers)
+        head.hidden_layers(facts.num_layers, draft.feature_layers)
     except ValueError as error:
         raise ModelError(f"draft {draft.model} does not fit target {facts.name}: {error}") from None
     _check_equal(draft, facts, "hidden_size", head.target_hidden_size, facts.hidden_size)

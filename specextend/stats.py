@@ -23,6 +23,32 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"n": len(values), "median": median(values), "min": min(values), "max": max(values)}
 
 
+_JUDGED_DOCUMENTS = 16
+_JUDGED_STEPS = 32
+_DOUBTED_RATE = 0.3
+"""Documents and steps after which a draft is judged, and the rate of accepted first tokens below
+which it is doubted: drafts that fit their target have about 0.75.
+"""
+
+
+def doubt_draft(kind: str | None, num_documents: int, num_steps: int, num_accepted: int) -> str:
+    """Return a warning that a draft of a kind hardly fits its target; empty without evidence.
+
+    Args:
+        num_documents: Documents that are done.
+        num_steps: Their steps in which the draft network proposed.
+        num_accepted: Steps of these whose first token the network proposed.
+    """
+    is_known = num_documents >= _JUDGED_DOCUMENTS and num_steps >= _JUDGED_STEPS
+    if not is_known or num_accepted >= _DOUBTED_RATE * num_steps:
+        return ""
+    name = "head" if kind == "eagle" else "draft"
+    return (
+        f"{num_accepted / num_steps:.2f} of the {name}'s first tokens were accepted "
+        f"({num_steps:,} steps), about 0.75 is usual: is this {name} for this target?"
+    )
+
+
 @dataclass(slots=True)
 class DecodingStats:
     """Counts and seconds of one request.
@@ -47,6 +73,10 @@ class DecodingStats:
     """Accepted nodes, without the bonus token; counted before the cut at a stop."""
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry j is the number of steps that accepted j nodes; there are depth + 1 entries."""
+    num_network_steps: int = 0
+    """Speculative steps in which the draft network proposed, not n-grams alone."""
+    num_first_accepted: int = 0
+    """Steps of these whose first decided token the network had proposed."""
     num_retrievals: int = 0
     """Retrievals, including the one at the end of prefill."""
     retrieval_coverage_sum: float = 0.0

@@ -139,7 +139,7 @@ def eagle3_narrow(model, _, vocab_size):
 
 
 def speculators_eagle3(model, hidden, vocab_size):
-    """`speculators`' eagle3: the layer's config apart, layers counted by what enters them, the residual normed."""
+    """`speculators`' eagle3: the layer's config apart, inputs of layers, a residual that is normed by default."""
     tensors = {
         **eagle3_tensors("layers.0.", hidden, hidden, vocab_size // 3),
         **vocabulary_maps(vocab_size, vocab_size // 3),
@@ -155,7 +155,6 @@ def speculators_eagle3(model, hidden, vocab_size):
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
         "transformer_layer_config": layer_config,
         "draft_vocab_size": vocab_size // 3,
-        "norm_before_residual": True,
         "norm_before_fc": True,
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],

@@ -100,14 +100,14 @@ def spelling_tokenizer(vocab_size):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-def tiny_model(family, seed, vocab_size=VOCABULARY, hidden_size=48):
+def tiny_model(family, seed, vocab_size=VOCABULARY, hidden_size=48, num_layers=3):
     """A model with random weights."""
     torch.manual_seed(seed)
     config = family.config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=family.heads[0],
         num_key_value_heads=family.heads[1],
         head_dim=family.head_dim,

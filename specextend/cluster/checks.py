@@ -48,7 +48,7 @@ from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
-from specextend.pairing import check_pair, pair_hashes
+from specextend.pairing import check_pair, describe_features, pair_hashes
 
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
@@ -147,7 +147,8 @@ def prepare(
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    notes = (*notes, *_that_read_again(tasks))
+    features = describe_features(draft, facts.num_layers)
+    notes = (*notes, *features, *_that_read_again(tasks))
     retries = retry_errors, retry_truncated
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, *retries)
 

@@ -79,6 +79,8 @@ class Driver:
     _kernels_said: set[str] = field(default_factory=set)
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
+    _is_doubted: bool = False
+    """True once it was said that the draft hardly fits."""
 
     def __post_init__(self) -> None:
         self._moved_at = self.clock()
@@ -305,6 +307,9 @@ class Driver:
         self.committer.add(outcome.row)
         self.ledger.finish(lease.key, outcome.stats)
         self.count(outcome.stats)
+        if not self._is_doubted and (doubt := self.ledger.doubt):
+            self._is_doubted = True
+            self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _note_memory(self, worker: str, used_gib: float) -> None:
         """Record the most memory that a worker has used, and say it of the first one, beside what

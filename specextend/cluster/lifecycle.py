@@ -187,7 +187,7 @@ class _LockedRun:
         with writing(self.prepared.output):
             self.record.write()
         for note in self.prepared.notes:
-            display.note(note, "model_revision")
+            display.note(note)
         if paths := needed_on_each_node(self.prepared.config):
             display.note(f"each node needs the same files at {', '.join(paths)}")
         for note in describe_selection(self.prepared.source):
@@ -266,7 +266,15 @@ class _LockedRun:
             self._refuse(plan, progress)
         if not plan.estimates:
             return None
-        return plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work)
+        draft = self.prepared.config.active_draft
+        ledger = Ledger(
+            plan.estimates,
+            len(progress.done),
+            num_errors,
+            progress.work,
+            draft.kind if draft else None,
+        )
+        return plan, progress, ledger
 
     def _plan(self, keys: RowSet) -> Plan:
         """Plan the rows, and say what there is to do. Raises InputError for a file that breaks
@@ -336,6 +344,8 @@ class _LockedRun:
             finally:
                 driver.pool.close()
                 self.record.workers_released()
+                if doubt := ledger.doubt:
+                    self.display.note(f"warning: {doubt}", "draft_doubted")
 
     def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
         """Record what a worker will hold, and say it."""

@@ -24,7 +24,7 @@ from specextend.cluster.exits import TooManyErrorsError
 from specextend.cluster.messages import Done, Lease
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.inputs import DocumentError
-from specextend.stats import PHASES, DecodingStats, ratio
+from specextend.stats import PHASES, DecodingStats, doubt_draft, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
 MAX_GAP_S = 10.0
@@ -96,16 +96,18 @@ class Ledger:
         num_done: int,
         num_errors: int,
         work: DecodingStats | None = None,
+        draft_kind: str | None = None,
     ):
         """Begin a start.
 
         estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts;
-        work: theirs.
+        work: theirs. draft_kind: `draft.kind`.
         """
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done = num_done
         self._num_errors = num_errors
+        self._draft_kind = draft_kind
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
         self._output_allowed = num_done * self._output_left / max(1, len(estimates))
@@ -127,6 +129,13 @@ class Ledger:
         self._prompt_done += estimate.num_prompt_tokens
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
+
+    @property
+    def doubt(self) -> str:
+        """Return `doubt_draft` of the documents that are done."""
+        stats = self._stats
+        counts = stats.num_network_steps, stats.num_first_accepted
+        return doubt_draft(self._draft_kind, self._num_done, *counts)
 
     @property
     def output_cost(self) -> float:

@@ -28,8 +28,17 @@ _WHOLE_BYTES = 1 << 20
 """A commit up to this size is read in one request, also if few of its columns are wanted."""
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that name the row of a result, and whether it is done: then the last is null."""
-_WORK_COLUMNS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", *PHASES)
-"""The columns that tell how much work is done, and what a token of each kind costs."""
+_WORK_COLUMNS = (
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "num_network_steps",
+    "num_first_accepted",
+    *PHASES,
+)
+"""The columns that tell how much work is done, what a token of each kind costs, and whether the
+draft fits.
+"""
 _NAME_OF = b"specextend.commit"
 
 
@@ -163,7 +172,7 @@ class Progress:
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
     """Attempts of `errors`: key -> attempts of the latest result."""
     work: DecodingStats = field(default_factory=DecodingStats)
-    """Tokens and seconds of phases, summed over `done`."""
+    """Sums of `_WORK_COLUMNS` over `done`."""
     num_cut: int = 0
     """Rows that have a text, and do not count as done because it was cut too early."""
 

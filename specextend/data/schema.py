@@ -89,7 +89,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("evidence", pa.list_(EVIDENCE)),
         ("choices", pa.list_(CHOICE)),
         ("sources", pa.list_(SOURCE)),
-        ("max_new_tokens", "int32"),
+        *_columns("int32", "max_new_tokens", "num_network_steps", "num_first_accepted"),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

@@ -203,8 +203,15 @@ class DraftOptions:
     ngram: bool = False
     """Merge n-gram drafts into the trees of another draft where they are likelier to be
     accepted."""
+    feature_layers: tuple[int, ...] = ()
+    """For an EAGLE-3 head: the target's layers whose outputs it takes, ascending from 0; empty: by
+    its `config.json`."""
 
     def __post_init__(self) -> None:
+        if self.feature_layers and self.kind != "eagle":
+            raise ValueError(
+                f"draft.feature_layers must not be set with draft.kind {self.kind}: leave it out"
+            )
         if "://" in self.model:  # not repeated: an address may hold a token
             raise ValueError("draft.model must be a Hub id or a local path, not an address")
         if self.kind != "ngram" and not self.model:

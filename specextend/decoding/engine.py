@@ -545,6 +545,8 @@ class Engine:
             sequences, trees.sizes, accepted, decided, strict=True
         ):
             sequence.length += len(new)
+            if size > 1 and sequence.speculation.active:
+                sequence.count_first(new, number, self.drafter.drafted)
             sizes = size - 1, number, self._num_levels
             sequence.count_step(
                 *sizes, batch_size=len(sequences), hybrid=self._tree_attention == "hybrid"

@@ -4,7 +4,7 @@ A sequence ends with its EOS, with the token that completes a stop string or a l
 length.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -248,6 +248,24 @@ class Sequence:
         stats.num_draft_tokens += num_draft_tokens
         stats.num_accepted_tokens += num_accepted
         stats.acceptance_histogram[num_accepted] += 1
+
+    def count_first(
+        self, token_ids: list[int], num_accepted: int, drafted: Mapping[int, set[int]] | None
+    ) -> None:
+        """Count a step with a tree by whether the draft network proposed the first of its
+        `token_ids`.
+
+        Args:
+            drafted: As `Drafter.drafted`.
+        """
+        if drafted is None:
+            is_right = num_accepted > 0
+        elif self.slot in drafted:
+            is_right = bool(drafted[self.slot].intersection(token_ids[:1]))
+        else:
+            return
+        self.stats.num_network_steps += 1
+        self.stats.num_first_accepted += is_right
 
     def completion(self) -> Completion:
         """Return the finished request's completion."""

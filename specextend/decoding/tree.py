@@ -7,7 +7,7 @@ Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -404,6 +404,10 @@ class Drafter:
     """
     num_levels: int = 0
     """The largest number of tree levels; the acceptance histogram has one entry more."""
+    drafted: Mapping[int, set[int]] | None = None
+    """By slot, the first tokens that a network proposed for this step; None: its trees have no
+    others.
+    """
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""

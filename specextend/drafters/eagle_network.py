@@ -63,10 +63,10 @@ class HeadShape:
     """The RoPE keys of a Llama config."""
     draft_vocab_size: int
     """Tokens that the head can propose."""
-    layers: tuple[int, ...] = ()
-    """EAGLE-3: target layers whose outputs the head reads, counted from 0; empty: the usual
-    three.
-    """
+    layer_ids: tuple[int, ...] = ()
+    """EAGLE-3: numbers of the target's layers in `config.json`; empty: it names none."""
+    reading: str = "inputs"
+    """What `layer_ids` number if nothing says more: `outputs` of layers, or their `inputs`."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
     norm_before_fc: bool = False
@@ -92,25 +92,58 @@ class HeadShape:
     @property
     def num_layers_read(self) -> int:
         """Return the number of layers of the target whose outputs the head takes."""
-        return len(self.layers or range(3)) if self.fused else 1
+        return len(self.layer_ids or range(3)) if self.fused else 1
 
-    def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
+    def hidden_layers(
+        self, num_target_layers: int, chosen: tuple[int, ...] = ()
+    ) -> tuple[int, ...]:
         """Return the target layers whose outputs the head takes; none if it takes the last hidden
         state.
 
-        Raises ValueError for a target without such layers.
+        Args:
+            chosen: `draft.feature_layers`.
+
+        Raises:
+            ValueError: The target has no such layers, or the head takes others than `chosen`.
         """
-        if not self.fused:
-            return ()
-        # what enters layers 2, n / 2 and n - 3
-        usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
-        layers = self.layers or usual
-        if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
+        num_layers = self.num_layers_read if self.fused else 0
+        layers, _ = self.explain_layers(num_target_layers, chosen) if num_layers else (chosen, "")
+        wanted = sorted({*layers} & {*range(num_target_layers)})
+        if wanted != list(layers) or len(layers) != num_layers:
             raise ValueError(
                 f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from "
-                f"0; the target has {counted(num_target_layers, 'layer')}"
+                f"0; the target has {counted(num_target_layers, 'layer')}, of which it takes "
+                f"{num_layers}"
             )
         return layers
+
+    def explain_layers(
+        self, num_target_layers: int, chosen: tuple[int, ...] = ()
+    ) -> tuple[tuple[int, ...], str]:
+        """Return the layers of `hidden_layers` for an EAGLE-3 head, and why it takes these.
+
+        Published heads number either the outputs of layers or their inputs, in the same keys.
+        """
+        # what enters layers 2, n / 2 and n - 3
+        usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
+        ids = self.layer_ids
+        left = tuple(each - 1 for each in ids)
+        if chosen:
+            return chosen, "draft.feature_layers names them"
+        if not ids:
+            return usual, "its config.json names none, and these are usual"
+        # numbers count as the first true line says
+        readings = (
+            (self.format.startswith("speculators"), "inputs", "as speculators does"),
+            (num_target_layers in ids, "inputs", f"{num_target_layers} is no output"),
+            (ids == usual, "outputs", "these are usual"),
+            (left == usual, "inputs", "these are usual"),
+            (True, self.reading, "a guess, which draft.feature_layers overrides"),
+        )
+        _, reading, why = next(each for each in readings if each[0])
+        named = ", ".join(map(str, ids))
+        said = f"its ids {named} number layers by their {reading} ({why})"
+        return ids if reading == "outputs" else left, said
 
     @property
     def num_features(self) -> int:

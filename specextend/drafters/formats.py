@@ -180,9 +180,7 @@ class LayerConfig(_Published):
 
 
 class TakenLayers(_Published):
-    """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer
-    j.
-    """
+    """The key `eagle_config`. Ids are mostly of outputs there (`HeadShape.explain_layers`)."""
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
@@ -194,21 +192,14 @@ class PublishedConfig(_Published):
     transformer_layer_config: Values | None = None
     target_hidden_size: PositiveInt | None = None
     draft_vocab_size: PositiveInt | None = None
-    norm_before_residual: bool = False
+    norm_before_residual: bool | None = None
+    """Without a value True in files of `speculators`, False in others, as vLLM takes it."""
     norm_before_fc: bool = False
     layernorms: bool = False
     fusion_bias: bool = False
     eagle_config: TakenLayers = TakenLayers()
     eagle_aux_hidden_state_layer_ids: list[int] = []
-    """As vLLM and `speculators` read it: j stands for the input of layer j, which is the output of
-    layer j - 1.
-    """
-
-    def layers(self) -> tuple[int, ...]:
-        """Return the target layers whose outputs the head takes; none if it names none."""
-        entered = self.eagle_aux_hidden_state_layer_ids
-        left = self.eagle_config.eagle_aux_hidden_state_layer_ids
-        return tuple(each - 1 for each in entered) or tuple(left or ())
+    """Ids of the target's layers, at this place mostly of inputs (`HeadShape.explain_layers`)."""
 
 
 def read_head(model: str | Path) -> HeadShape:
@@ -345,6 +336,7 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
     name, fused = _detect(config, folder, set(sources))
     layer = _parse_config(LayerConfig, config.transformer_layer_config or raw, folder)
     rope = (layer.model_extra or {}).items()
+    entered = config.eagle_aux_hidden_state_layer_ids
     qwen3_size = 128 if layer.model_type == "qwen3" else None
     return HeadShape(
         folder=folder,
@@ -363,8 +355,11 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
         head_eps=layer.rms_norm_eps,
         rope={key: value for key, value in rope if key in _ROPE and value is not None},
         draft_vocab_size=(config.draft_vocab_size if fused else None) or layer.vocab_size,
-        layers=config.layers(),
-        norm_before_residual=config.norm_before_residual,
+        layer_ids=tuple(entered or config.eagle_config.eagle_aux_hidden_state_layer_ids or ()),
+        reading="inputs" if entered else "outputs",
+        norm_before_residual=config.speculators_model_type is not None
+        if config.norm_before_residual is None
+        else config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,
         layer_norms=config.layernorms,
         fusion_bias=config.fusion_bias,

@@ -302,6 +302,7 @@ class NgramDrafter(Drafter):
         self.hidden_layers = self._draft.hidden_layers
         self.num_levels = max(self._draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}
+        self.drafted: dict[int, set[int]] = {}
         self._proposal_s = self._rest_s = 0.0
         self._has_proposed = False
         """Whether slots that do not pause had a proposal in this step."""
@@ -363,6 +364,7 @@ class NgramDrafter(Drafter):
         if self._ended_at is not None:
             self._rest_s = moved(self._rest_s, self._clock() - self._ended_at)
         trees = {slot: self._slots[slot].propose(*limits, {}) for slot in slots}
+        self.drafted = {}
         if self._draft.num_levels:
             self._merge(trees, limits)
         self._has_proposed = True
@@ -387,6 +389,7 @@ class NgramDrafter(Drafter):
         for slot, tree in zip(lacking, drafted, strict=True):
             state = self._slots[slot]
             state.draft_gain = moved(state.draft_gain, promised(tree))
+            self.drafted[slot] = {node.token_id for node in tree if node.depth == 1}
             trees[slot] = state.propose(*limits, children_of(tree))
 
     def _draft_pays(self, state: NgramState, nodes: Sequence[TreeNode]) -> bool:

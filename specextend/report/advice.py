@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specextend.core import ReadOnly, Values, counted
 from specextend.decoding.decoding_options import LEAST_SPEEDUP
 from specextend.report.sections import duration, look_up, number, shortened
-from specextend.stats import ratio
+from specextend.stats import doubt_draft, ratio
 
 Report = ReadOnly
 LEAST_DOCUMENTS = 5
@@ -225,6 +225,19 @@ def drafts_lose(report: Report) -> Finding | None:
     return Finding(says, 1 - found["median"], section, found)
 
 
+def draft_misses(report: Report) -> Finding | None:
+    """Say that hardly a first token of the draft network is accepted."""
+    found = report["acceptance"]
+    says = doubt_draft(
+        look_up(report, "run.draft.kind"),
+        report["rows"]["done"],
+        found["num_network_steps"],
+        found["num_first_accepted"],
+    )
+    evidence = {"first_acceptance_rate": found["first_acceptance_rate"]}
+    return Finding(says, 1.0, "Run", evidence) if says else None
+
+
 def acceptance_falls(report: Report) -> Finding | None:
     """Say that the draft's tokens are accepted much less often behind long prompts than behind
     short ones.
@@ -297,7 +310,15 @@ def loading(report: Report) -> Finding | None:
 
 Rules = tuple[Callable[[Report], Finding | None], ...]
 OF_TEXTS: Rules = (most_failed, not_in_document, truncated, dropped)
-OF_TIME: Rules = (prefill_bound, drafts_lose, drafting_cost, acceptance_falls, idle_tail, loading)
+OF_TIME: Rules = (
+    prefill_bound,
+    draft_misses,
+    drafts_lose,
+    drafting_cost,
+    acceptance_falls,
+    idle_tail,
+    loading,
+)
 """What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
 
 

@@ -257,6 +257,8 @@ _SECTIONS = f"""
             'mean_tree_size': num_draft_tokens / nullif(num_spec_steps, 0),
             'num_spec_steps': num_spec_steps, 'num_plain_steps': num_plain_steps,
             'num_draft_tokens': num_draft_tokens, 'num_accepted_tokens': num_accepted_tokens,
+            'num_network_steps': num_network_steps, 'num_first_accepted': num_first_accepted,
+            'first_acceptance_rate': num_first_accepted / nullif(num_network_steps, 0),
             'num_fallbacks': num_fallbacks, 'num_hybrid_steps': num_hybrid_steps
         }} AS acceptance,
         {{

@@ -157,6 +157,7 @@ RUN: Figures = {
     "dropped tokens": "tokens.dropped",
     "mean acceptance length": "acceptance.mean_acceptance_length",
     "draft acceptance rate": "acceptance.draft_acceptance_rate",
+    "first tokens of the draft network that were accepted": "acceptance.first_acceptance_rate",
     "draft tokens per speculative step": "acceptance.mean_tree_size",
     "speculative steps": "acceptance.num_spec_steps",
     "steps that were speculative": "acceptance.speculative_share",

@@ -92,6 +92,16 @@ class FakeEngine:
         return running.completion()
 
 
+class MissingEngine(FakeEngine):
+    """Has a draft of which hardly anything is accepted."""
+
+    def completion(self, running):
+        completion = super().completion(running)
+        completion.stats.num_network_steps = 4
+        completion.stats.num_first_accepted = 1
+        return completion
+
+
 class LosingEngine(FakeEngine):
     """Finds after its first document that drafts lose."""
 

@@ -15,11 +15,16 @@ from specextend.cluster.exits import (
     LockLostError,
     WorkersFailError,
 )
+from specextend.cluster.records import describe_status, read_status
+from specextend.models import load_causal_lm
 from specextend.pairing import pair_hashes
 from specextend.report.build import write_report
 from tests.cluster.conftest import Screen
-from tests.cluster.fakes import LosingEngine, SwapsWeights
+from tests.cluster.fakes import LosingEngine, MissingEngine, SwapsWeights
+from tests.data.conftest import location
 from tests.job.conftest import read_json
+from tests.models.conftest import edit_json
+from tests.published_heads import WRITERS
 
 UNSAID = (
     "part_summaries mean_acceptance_length draft_acceptance_rate acceptance_histogram retrieval_coverage sources "
@@ -73,6 +78,23 @@ def test_a_worker_that_stops_drafting_says_so_at_once_and_in_the_report(job):
     report = write_report(str(run.output))
     assert report["drafting"] == {"n": 1, "median": 0.93, "min": 0.93, "max": 0.93}
     assert "drafts_lose" in {each["rule"] for each in report["advice"]}
+
+
+def test_a_head_that_is_wrong_is_seen(job, tmp_path):
+    """Read wrongly or made for another target it gives right text at plain speed, all night, and nobody was told."""
+    run = job(["text"] * 20, workers=1)
+    head = WRITERS["eagle3"](tmp_path / "head", load_causal_lm(str(run.target), "float32", "cpu"))
+    edit_json(tmp_path / "head" / "config.json", eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 3, 4])
+    run.sections = {"draft": {"kind": "eagle", "model": head}, "decoding": {"max_new_tokens": 5, "cache_gib": 2.0}}
+    assert run.run(MissingEngine) == 0
+    [layers] = [note for note in run.screen.notes if "takes the outputs of" in note]
+    assert layers.endswith("number layers by their inputs (4 is no output)")
+    said = [name for name, _ in run.screen.events if name in ("document_done", "draft_doubted")]
+    assert said == ["document_done"] * 16 + ["draft_doubted"] + ["document_done"] * 4 + ["draft_doubted"]
+    doubt = "0.25 of the head's first tokens were accepted (80 steps), about 0.75 is usual: is this head for"
+    assert f"warning: {doubt} this target?" in run.screen.notes
+    assert f"warning: {doubt} this target?" in describe_status(read_status(location(run.output)))
+    assert f"{doubt} this target?" in [each["says"] for each in write_report(str(run.output))["advice"]]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ PLACE = {"begin": pa.int64(), "end": pa.int64(), "score": pa.float64()}
 TYPES = {
     "doc_id summary finish_reason length_policy worker content_sha256 reasoning": pa.string(),
     "num_prompt_tokens num_output_tokens num_dropped_tokens num_cached_tokens num_requests": pa.int32(),
-    "max_new_tokens": pa.int32(),
+    "max_new_tokens num_network_steps num_first_accepted": pa.int32(),
     "num_spec_steps num_plain_steps num_draft_tokens num_accepted_tokens num_hybrid_steps num_fallbacks": pa.int32(),
     "num_retrievals num_memory_retries attempts": pa.int32(),
     "mean_acceptance_length draft_acceptance_rate retrieval_coverage retrieval_churn": pa.float64(),

@@ -27,7 +27,7 @@ KEYS = {
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
     "target": "model dtype quantize",
-    "draft": "kind model ngram",
+    "draft": "kind model ngram feature_layers",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
     "no_repeat_ngram_size max_batch_size cache_gib",
     "attention": "backend tree",
@@ -114,6 +114,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
         ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
         ("draft={kind: ngram, model: m}", "draft.model must not be set with draft.kind ngram, which has no model"),
+        ("draft={kind: model, model: m, feature_layers: [1]}", "feature_layers must not be set with draft.kind model"),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),

@@ -65,6 +65,7 @@ def test_a_run_gives_every_document_its_summary(output, done):
     for row in done:
         assert row["num_output_tokens"] == 24 or row["finish_reason"] == "stop"
         assert sum(row["acceptance_histogram"]) == row["num_spec_steps"] > 0
+        assert row["num_first_accepted"] <= row["num_network_steps"] <= row["num_spec_steps"]
         assert row["total_s"] == pytest.approx(row["ttft_s"] + row["decode_s"])
         assert row["attempts"] == row["num_requests"] == 1
         assert row["mean_acceptance_length"] == 1 + row["num_accepted_tokens"] / row["num_spec_steps"]

@@ -21,6 +21,7 @@ from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from tests.covering import covering
+from tests.models.conftest import edit_json
 from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS
 from tests.tiny_models import (
     FAMILIES,
@@ -154,12 +155,13 @@ class SlowHead:
 class Case:
     """A drafter and its twin, on one random text."""
 
-    def __init__(self, pair, variant):
+    def __init__(self, pair, variant, boundaries=()):
+        """`boundaries`: hidden states of the target that the head was trained with; none: random ones."""
         model = load_causal_lm(pair.target, "float32", "cpu")
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
         self.target = CachedModel(model, attend_reference, 256)
         head = read_head(pair.drafts[variant])
-        layers = head.hidden_layers(3)
+        layers = head.hidden_layers(model.config.num_hidden_layers)
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
         weights = read_weights(head)
         vocabulary = read_vocabulary(head)
@@ -169,7 +171,12 @@ class Case:
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(100))
         generator = torch.Generator().manual_seed(7)
-        self.features = torch.randn(100, 48 * (len(layers) or 1), generator=generator)
+        self.features = self.golden = torch.randn(100, 48 * (len(layers) or 1), generator=generator)
+        if boundaries:
+            reference = load_reference(pair)
+            states = reference(self.token_ids[None], output_hidden_states=True).hidden_states
+            self.golden = torch.cat([states[each] for each in boundaries], -1)[0]
+            self.features = torch.cat([states[layer + 1] for layer in layers], -1)[0]
 
     def slow_log_probs(self, visible, path=()):
         """[V] log probs after the visible slots (slot i: token i + 1 and features i) and a path behind them."""
@@ -177,7 +184,7 @@ class Case:
         text = torch.cat([self.token_ids[: visible[-1] + 2], torch.tensor(path, dtype=torch.int64)])
         slots = torch.tensor([*visible, *range(visible[-1] + 1, len(text) - 1)])
         before = text[(slots[:, None] - torch.arange(3)).clamp(min=0)]
-        hidden = self.twin.features(self.features[visible])
+        hidden = self.twin.features(self.golden[visible])
         for count in range(len(visible), len(slots) + 1):
             output = self.twin(text[slots[:count] + 1], before[:count], hidden, positions[:count])
             hidden = torch.cat([hidden, output[-1:]])
@@ -229,6 +236,35 @@ def test_a_head_equals_its_twin(variant, length, chunk, pair):
     case.drafter.select(0, torch.arange(length))
     case.absorb([0], [length], [length + 1])
     case.assert_tree_is_the_twins(0, list(range(length)))
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LEFT = {IDS: [1, 3, 4]}
+ENTERED = {IDS: [2, 4, 5]}
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"eagle_config": LEFT},
+        {"eagle_config": ENTERED},
+        {"eagle_config": None, **LEFT},
+        {"eagle_config": None, **ENTERED},
+        {"eagle_config": None},
+    ],
+)
+@torch.inference_mode()
+def test_trees_are_golden_in_both_ways_of_counting_layers(ids, tmp_path):
+    """The paper's low, middle and high features of eight layers: other ones gave right text, slowly, all night."""
+    model = tiny_model(FAMILIES["llama"], 0, num_layers=8)
+    head = WRITERS["eagle3"](tmp_path / "head", model)
+    edit_json(tmp_path / "head" / "config.json", **ids)
+    pair = SimpleNamespace(target=write_model(model, tmp_path / "target"), drafts={"eagle3": head})
+    case = Case(pair, "eagle3", boundaries=(2, 4, 5))
+    case.prefill(0, 40, 16)
+    case.drafter.select(0, torch.arange(40))
+    case.absorb([0], [40], [41])
+    case.assert_tree_is_the_twins(0, list(range(40)))
 
 
 @pytest.mark.parametrize("variant", ALL)

@@ -1,6 +1,7 @@
 """What the folder of a head is told, before a tensor is loaded or a document touched."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from specextend.decoding.decoding_options import DraftOptions
 from specextend.drafters.formats import convert_head, read_head
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
-from specextend.pairing import check_pair, pair_hashes
+from specextend.pairing import check_pair, describe_features, pair_hashes
 from tests.models.conftest import edit_json
 from tests.published_heads import WRITERS
 from tests.refused import refused
@@ -76,14 +77,50 @@ def test_each_format_is_known_by_its_files(variant, write, target):
     assert "draft" in pair_hashes(*pair_of(target, folder))
 
 
-def test_the_two_keys_of_layers_count_as_their_readers_do(write):
-    """At the top level (vLLM) the number is of the layer entered, inside `eagle_config` (SGLang) of the one left."""
-    folder = write("eagle3", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 15, 28]})
-    assert read_head(folder).hidden_layers(32) == (2, 15, 28)
-    edit_json(folder / "config.json", eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
-    assert read_head(folder).hidden_layers(32) == (1, 15, 28)
-    edit_json(folder / "config.json", eagle_aux_hidden_state_layer_ids=None)
-    assert read_head(folder).hidden_layers(32) == (1, 15, 28)
+IDS = "eagle_aux_hidden_state_layer_ids"
+FLAT = {"eagle_config": None}
+GUESS = "a guess, which draft.feature_layers overrides"
+
+
+@pytest.mark.parametrize(
+    "values, layers, why",
+    [
+        (FLAT, (1, 15, 28), "its config.json names none, and these are usual"),
+        (FLAT | {IDS: [2, 16, 29]}, (1, 15, 28), "its ids 2, 16, 29 number layers by their inputs (these are usual)"),
+        ({"eagle_config": {IDS: [2, 16, 29]}}, (1, 15, 28), "by their inputs (these are usual)"),
+        (FLAT | {IDS: [1, 15, 28]}, (1, 15, 28), "by their outputs (these are usual)"),
+        ({"eagle_config": {IDS: [20, 26, 32]}}, (19, 25, 31), "by their inputs (32 is no output)"),
+        ({"eagle_config": {IDS: [2, 15, 28]}}, (2, 15, 28), f"by their outputs ({GUESS})"),
+        (FLAT | {IDS: [2, 15, 28]}, (1, 14, 27), f"by their inputs ({GUESS})"),
+        ({"speculators_model_type": "eagle3", IDS: [1, 15, 28]}, (0, 14, 27), "inputs (as speculators does)"),
+    ],
+)
+def test_the_layers_are_those_that_the_head_was_trained_with(values, layers, why, write):
+    """Heads are published with two meanings of one key; what is a guess says so, and a key has the last word."""
+    folder = write("eagle3", **values)
+    assert read_head(folder).hidden_layers(32) == layers
+    [line] = describe_features(DraftOptions(kind="eagle", model=str(folder)), 32)
+    assert f"takes the outputs of the target's layers {', '.join(map(str, layers))} (of 32, from 0): " in line
+    assert line.endswith(why)
+    assert read_head(folder).hidden_layers(32, (3, 4, 5)) == (3, 4, 5)
+
+
+def test_the_residual_is_normed_as_the_format_says(write):
+    """Files of `speculators` leave the key out and mean true, others false; a value that is there counts."""
+    key = "norm_before_residual"
+    assert not read_head(write("eagle3")).norm_before_residual
+    folder = write("speculators-eagle3")
+    assert read_head(folder).norm_before_residual
+    edit_json(folder / "config.json", **{key: False})
+    assert not read_head(folder).norm_before_residual
+
+
+@pytest.mark.parametrize("variant, layers", [("eagle3", (0, 1)), ("eagle3", (0, 1, 3)), ("eagle1", (1,))])
+def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write, target):
+    """A head of another size would fail inside the first prompt; one that takes none would ignore them."""
+    options, draft = pair_of(target, write(variant))
+    message = refused(check_pair, options, replace(draft, feature_layers=layers), kind=ModelError)
+    assert f"takes the outputs of layers {', '.join(map(str, layers))}, counted from 0; the target has 3" in message
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def some_stats(draw):
         num_plain_steps=plain,
         num_forwards=(steps + plain) / draw.choice([1, 2, 4]),
         num_draft_tokens=8 * steps,
+        num_network_steps=steps - 1,
+        num_first_accepted=steps - 1 - histogram[0] // 2,
         num_accepted_tokens=accepted,
         acceptance_histogram=histogram,
         num_retrievals=draw.randint(1, 4),

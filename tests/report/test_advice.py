@@ -28,7 +28,13 @@ QUIET = {
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
-    "acceptance": {"mean_acceptance_length": None, "speculative_share": 0.9},
+    "acceptance": {
+        "mean_acceptance_length": None,
+        "speculative_share": 0.9,
+        "num_network_steps": 1_000,
+        "num_first_accepted": 300,
+        "first_acceptance_rate": 0.3,
+    },
     "buckets": [],
     "tail": None,
     "wall_clock": {"shares": None, "paid_s": None},
@@ -88,6 +94,11 @@ CASES = [
     ("prefill_bound", changed(time__shares__prefill=0.61, **RARE), "1.6 .* and only 5% of the steps were speculative"),
     ("drafts_lose", changed(drafting=LOST | {"n": 3}), r"In trials of 3 workers, .* 0.93 times .* \(0.91 to 0.95\)"),
     ("drafts_lose", changed(audit={"speedup": {"end_to_end": LOST}}), "In 4 turns of the audit .* 0.93 times"),
+    (
+        "draft_misses",
+        changed(acceptance__num_first_accepted=299, run__draft={"kind": "model"}),
+        r"0.30 of the draft's first tokens were accepted \(1,000 steps\), about 0.75 is usual: is this draft for",
+    ),
     ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "1.40 tokens; .* add 42% .* fewer tree.nodes"),
     (
         "drafting_cost",
@@ -112,6 +123,8 @@ BELOW = [
     changed(),
     changed(evidence={"a": {"strings": 10, "found": 9}}),
     changed(quality_flags={"truncated": 4}),
+    changed(rows__done=15, acceptance__num_first_accepted=0),
+    changed(acceptance__num_network_steps=31, acceptance__num_first_accepted=0),
     changed(acceptance__mean_acceptance_length=2.5),
     changed(audit={"speedup": {"end_to_end": LOST | {"max": 0.99}}}, drafting=LOST | {"min": 0.98}),
     changed(buckets=[bucket("1K", 2.0), bucket("16K", 1.7)]),

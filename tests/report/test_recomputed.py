@@ -67,6 +67,7 @@ FIGURES = {
     "acceptance.num_draft_tokens": "sum(num_draft_tokens)",
     "acceptance.num_accepted_tokens": "sum(num_accepted_tokens)",
     "acceptance.num_fallbacks": "sum(num_fallbacks)",
+    "acceptance.first_acceptance_rate": "sum(num_first_accepted) / sum(num_network_steps)",
     "acceptance.mean_acceptance_length": "1 + sum(num_accepted_tokens) / sum(num_spec_steps)",
     "acceptance.draft_acceptance_rate": "sum(num_accepted_tokens) / sum(num_draft_tokens)",
     "acceptance.speculative_share": "sum(num_spec_steps) / (sum(num_spec_steps) + sum(num_plain_steps))",
