@@ -93,7 +93,7 @@ def prepare() -> None:
 @_ROWS
 @in_one_line
 def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **given: Any) -> int:
-    """Read files, folders and globs, local or URIs: PDF, DOCX, EPUB, HTML, Markdown,
+    """Read files, folders and globs, local or URIs: PDF, DOCX, EPUB, PPTX, ODT, HTML, Markdown,
     text, JSON Lines, CSV.
     """
     from specextend.documents.document_options import DocumentOptions

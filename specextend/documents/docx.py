@@ -80,7 +80,7 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
                 node[:] = [*_boxes(node)]
                 node.tag = f"{space}pict"
             case "oMath" | "ruby":
-                equation = _formula(node)
+                equation = formula(node)
                 node.clear()
                 node.tag = f"{space}r"
                 ElementTree.SubElement(node, f"{space}t").text = equation
@@ -140,7 +140,7 @@ def _boxes(node: ElementTree.Element) -> Iterator[ElementTree.Element]:
             yield from _boxes(child)
 
 
-def _formula(node: ElementTree.Element) -> str:
+def formula(node: ElementTree.Element) -> str:
     """Return an equation on one line, such as (a+b)/c, x^2 and √(x+1)."""
     name = local_name(node)
     if name == "t":
@@ -156,7 +156,7 @@ def _formula(node: ElementTree.Element) -> str:
     parts = []
     for child in node:
         which = local_name(child)
-        text = "" if which in _DELETED else _formula(child)
+        text = "" if which in _DELETED else formula(child)
         if which == "fName":
             text += " "
         elif name in _OPERANDS and len(text) > 1 and not text.isdigit():

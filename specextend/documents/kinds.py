@@ -14,12 +14,14 @@ from specextend.documents.docx import read_docx
 from specextend.documents.html import read_html
 from specextend.documents.pdf import read_pdf
 from specextend.documents.text import HALF_CHARACTER, decode, read_markdown
-from specextend.documents.zipped_xml import read_epub
+from specextend.documents.zipped_xml import read_epub, read_odt, read_pptx
 
 KINDS = {
     ".pdf": "pdf",
     ".docx": "docx",
     ".epub": "epub",
+    ".pptx": "pptx",
+    ".odt": "odt",
     ".html": "html",
     ".htm": "html",
     ".xhtml": "xhtml",
@@ -50,6 +52,8 @@ _PACKAGES = {
     "docx": ("mammoth", "selectolax"),
     "epub": ("selectolax", "webencodings"),
     "markdown": ("markdown_it", "selectolax"),
+    "pptx": ("selectolax",),
+    "odt": ("selectolax",),
     "html": ("selectolax", "webencodings"),
     "xhtml": ("selectolax", "webencodings"),
 }
@@ -121,6 +125,8 @@ _READERS: dict[str, Callable[[bytes, DocumentOptions], Text]] = {
     "pdf": read_pdf,
     "docx": read_docx,
     "epub": read_epub,
+    "pptx": read_pptx,
+    "odt": read_odt,
     "html": read_html,
     "xhtml": partial(read_html, is_xml=True),
     "markdown": read_markdown,

@@ -1,13 +1,46 @@
-"""The text of EPUB: zipped pages of XHTML."""
+"""The text of EPUB, PPTX and ODT: zipped XML, which is read as HTML."""
 
 import io
 import posixpath
 import zipfile
+from collections.abc import Iterable, Mapping
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
-from specextend.documents.html import read_html
+from specextend.documents.docx import formula
+from specextend.documents.html import html_text, local_name, read_html
+from specextend.documents.text import num_visible
+
+_ELEMENTS = {
+    "p": "p",
+    "br": "br",
+    "tbl": "table",
+    "tr": "tr",
+    "tc": "td",
+    "h": "h1",
+    "line-break": "br",
+    "list-item": "li",
+    "table": "table",
+    "table-row": "tr",
+    "table-cell": "td",
+    "note-citation": "sup",
+}
+"""Names in HTML of elements of PPTX and ODT."""
+_TITLES = ("title", "ctrTitle")
+_SPACES = ("tab", "s")
+_REPLACED = (
+    *_SPACES,
+    "oMath",
+    "timing",
+    "Fallback",
+    "tracked-changes",
+    "annotation",
+    "covered-table-cell",
+)
+"""Elements whose text is no text of the page, or has another form."""
+_OFF = {("display", "none"), ("is-hidden", "true"), ("show", "0"), ("hidden", "1")}
+"""Attributes of elements, or of their styles, that no reader sees."""
 
 
 def read_epub(data: bytes, options: DocumentOptions) -> Text:
@@ -31,5 +64,70 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
     return package.findtext(".//{*}title", ""), text, {"hidden_characters": num_hidden}
 
 
+def read_pptx(data: bytes, options: DocumentOptions) -> Text:
+    """Return the first slide's title and the text of all slides of a PPTX, without its notes."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        links = _xml(archive, "ppt/_rels/presentation.xml.rels")
+        files = {link.get("Id"): posixpath.join("/ppt", link.attrib["Target"]) for link in links}
+        slides = _xml(archive, "ppt/presentation.xml").iterfind("{*}sldIdLst/{*}sldId")
+        names = [files[value] for slide in slides for key, value in slide.items() if "}" in key]
+        return _read([_xml(archive, name[1:]) for name in names], {})
+
+
+def read_odt(data: bytes, options: DocumentOptions) -> Text:
+    """Return the first heading and the text of an ODT."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        parts = [_xml(archive, name) for name in ("styles.xml", "content.xml")]
+    styles = {
+        _values([style])["name"]: _values(style)
+        for part in parts
+        for style in part.iterfind(".//{*}style")
+    }
+    return _read(parts[1].iterfind("{*}body"), styles)
+
+
 def _xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
     return ElementTree.fromstring(archive.read(name))
+
+
+def _values(nodes: Iterable[ElementTree.Element]) -> dict[str, str]:
+    """Return the attributes of some elements by their names without namespace."""
+    return {name.rpartition("}")[2]: value for node in nodes for name, value in node.items()}
+
+
+def _read(roots: Iterable[ElementTree.Element], styles: Mapping[str, dict[str, str]]) -> Text:
+    """Return title and text of PPTX or ODT, whose elements become those of HTML."""
+    html = ""
+    hidden: list[str] = []
+    for root in roots:
+        for node in [*root.iter()]:
+            name = local_name(node)
+            values = _values([node, *node.iterfind("{*}rPr"), *node.iterfind("*/{*}cNvPr")])
+            values |= styles.get(values.get("style-name", ""), {})
+            is_hidden = bool(_OFF & values.items())
+            if is_hidden:
+                hidden += node.itertext()
+            if is_hidden or name in _REPLACED:
+                inner = formula(node) if name == "oMath" else " " * (name in _SPACES)
+                node[:] = []
+                node.text = inner
+            for body in node.findall("{*}note-body"):
+                node.remove(body)
+                root.append(body)
+            is_title = any(each.get("type") in _TITLES for each in node.iterfind("*/*/{*}ph"))
+            node.tag = _ELEMENTS.get(name, "h1" if is_title else "span")
+            node.attrib = {"class": name, "style": "" if name == "rPr" else _style(values)}
+        html += ElementTree.tostring(root, "unicode", "html")
+    title, text, _ = html_text(html)
+    return title, text, {"hidden_characters": num_visible("".join(hidden))}
+
+
+def _style(values: Mapping[str, str]) -> str:
+    """Return the style in CSS of text that is struck out or raised."""
+    style = ""
+    if {values.get("text-line-through-style"), values.get("strike")} - {None, "none", "noStrike"}:
+        style = "text-decoration:line-through;"
+    raised = values.get("text-position", values.get("baseline", "0"))
+    if not raised.startswith(("-", "0", "sub")):
+        style += "vertical-align:super"
+    return style

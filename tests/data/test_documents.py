@@ -341,15 +341,45 @@ BOOK = {
     "book__b.xhtml": CHAPTER.format("Two"),
     "book__t__a b.xhtml": CHAPTER.format("One"),
 }
+SLIDE = "<sld{}><sp><x/><p><r><t>{}</t></r></p></sp><timing><attrName>style</attrName></timing></sld>"
+SLIDES = {
+    "ppt__presentation_xml": "<x xmlns:r='r'><sldIdLst><sldId r:id='2'/><sldId r:id='1'/><sldId r:id='3'/></sldIdLst>"
+    "</x>",
+    "ppt___rels__presentation_xml.rels": "<x><x Id='1' Target='slides/1.xml'/><x Id='2' Target='/ppt/slides/2.xml'/>"
+    "<x Id='3' Target='slides/3.xml'/></x>",
+    "ppt__slides__1_xml": SLIDE.format("", "10</t></r><r><rPr baseline='30000'/><t>6</t></r><br/><r><t>costs"),
+    "ppt__slides__2_xml": "<sld><sp><x><x><ph type='title'/></x></x><p><r><t>Plan</t></r></p></sp></sld>",
+    "ppt__slides__3_xml": SLIDE.format(" show='0'", "secret"),
+}
+ODT = {
+    "styles_xml": "<x/>",
+    "content_xml": "<x><style name='hide'><x display='none'/></style><style name='up'>"
+    "<x text-position='super 58%'/></style><body><tracked-changes><p>old</p></tracked-changes>"
+    "<h>Head</h><p>10<span style-name='up'>6</span><s/>times<note>"
+    "<note-citation>1</note-citation><note-body><p>A note</p></note-body></note>,<span style-name='hide'>out</span> so"
+    "<line-break/>it is</p></body></x>",
+}
 
 
-def test_a_book_is_read_in_its_order(folder, prepare):
-    """That of its index, not of the archive; what is encrypted is not taken for text in another encoding."""
-    (folder / "a.epub").write_bytes(packed(**BOOK))
-    (folder / "b.epub").write_bytes(packed(**{"META-INF__encryption_xml": "x.xhtml"}))
+@pytest.mark.parametrize(
+    "kind, files, title, text, num_hidden",
+    [
+        ("epub", BOOK, "Book", "One\n\nTwo", 0),
+        ("pptx", SLIDES, "Plan", "Plan\n10^6\ncosts", 11),
+        ("odt", ODT, "Head", "Head\n10^6 times[1], so\nit is\nA note", 3),
+    ],
+)
+def test_books_slides_and_open_documents_are_read_as_they_are_shown(
+    kind, files, title, text, num_hidden, folder, prepare
+):
+    """In the order of their index, not of the archive, and without what is hidden or deleted."""
+    (folder / f"a.{kind}").write_bytes(packed(**files))
     prepare()
-    assert rows(folder, "title", "text") == [{"title": "Book", "text": "One\n\nTwo"}]
-    assert failures(folder) == {"b.epub": "password"}
+    wanted = {"title": title, "text": text, "hidden_characters": num_hidden}
+    assert rows(folder, *wanted) == [wanted]
+    (folder / f"a.{kind}").write_bytes(packed(**{"META-INF__encryption_xml": "x.xhtml", **dict([*files.items()][:1])}))
+    prepare()
+    assert failures(folder) == {f"a.{kind}": "password" if kind == "epub" else "damaged"}
 
 
 READER = """
