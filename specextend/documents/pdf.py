@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import logging
 import math
 import re
 from collections.abc import Callable, Container, Iterator
@@ -112,6 +113,7 @@ def _without_hidden_layers(data: bytes) -> bytes:
     import pypdf
     from pypdf.generic import ContentStream, DictionaryObject, NameObject, NumberObject
 
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
     writer = pypdf.PdfWriter(clone_from=io.BytesIO(data))
     layers: Any = writer.root_object["/OCProperties"]
     config = layers["/D"]
