@@ -59,7 +59,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
         for item in package.iterfind(".//{*}itemref"):
             name = posixpath.join(posixpath.dirname(path), files[item.get("idref")])
             chapters.append(read_html(archive.read(posixpath.normpath(name)), options))
-    num_hidden = sum(counts["hidden_characters"] for _, _, counts in chapters)
+    num_hidden = sum(counts.get("hidden_characters", 0) for _, _, counts in chapters)
     text = "\n\n".join(text for _, text, _ in chapters if text)
     return package.findtext(".//{*}title", ""), text, {"hidden_characters": num_hidden}
 
