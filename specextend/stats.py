@@ -31,24 +31,6 @@ which it is doubted: drafts that fit their target have about 0.75.
 """
 
 
-def doubt_draft(kind: str | None, num_documents: int, num_steps: int, num_accepted: int) -> str:
-    """Return a warning that a draft of a kind hardly fits its target; empty without evidence.
-
-    Args:
-        num_documents: Documents that are done.
-        num_steps: Their steps in which the draft network proposed.
-        num_accepted: Steps of these whose first token the network proposed.
-    """
-    is_known = num_documents >= _JUDGED_DOCUMENTS and num_steps >= _JUDGED_STEPS
-    if not is_known or num_accepted >= _DOUBTED_RATE * num_steps:
-        return ""
-    name = "head" if kind == "eagle" else "draft"
-    return (
-        f"{num_accepted / num_steps:.2f} of the {name}'s first tokens were accepted "
-        f"({num_steps:,} steps), about 0.75 is usual: is this {name} for this target?"
-    )
-
-
 @dataclass(slots=True)
 class DecodingStats:
     """Counts and seconds of one request.
@@ -145,6 +127,23 @@ class DecodingStats:
     def output_tokens_per_s(self) -> float | None:
         """Return the output tokens per second, including prefill."""
         return ratio(self.num_output_tokens, self.total_s)
+
+    def doubt(self, draft_kind: str | None, num_documents: int) -> str:
+        """Return a warning that a draft hardly fits its target; empty without evidence.
+
+        Args:
+            draft_kind: `draft.kind`.
+            num_documents: Documents that these counts are the sum of.
+        """
+        num_steps = self.num_network_steps
+        is_known = num_documents >= _JUDGED_DOCUMENTS and num_steps >= _JUDGED_STEPS
+        if not is_known or self.num_first_accepted >= _DOUBTED_RATE * num_steps:
+            return ""
+        name = "head" if draft_kind == "eagle" else "draft"
+        return (
+            f"{self.num_first_accepted / num_steps:.2f} of the {name}'s first tokens were accepted "
+            f"({num_steps:,} steps), about 0.75 is usual: is this {name} for this target?"
+        )
 
     def add(self, other: DecodingStats) -> None:
         """Add the counts and seconds of `other`."""

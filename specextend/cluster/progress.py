@@ -24,7 +24,7 @@ from specextend.cluster.exits import TooManyErrorsError
 from specextend.cluster.messages import Done, Lease
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.inputs import DocumentError
-from specextend.stats import PHASES, DecodingStats, doubt_draft, ratio
+from specextend.stats import PHASES, DecodingStats, ratio
 from specextend.terminal import raw_stream, wrap_streams
 
 MAX_GAP_S = 10.0
@@ -132,10 +132,8 @@ class Ledger:
 
     @property
     def doubt(self) -> str:
-        """Return `doubt_draft` of the documents that are done."""
-        stats = self._stats
-        counts = stats.num_network_steps, stats.num_first_accepted
-        return doubt_draft(self._draft_kind, self._num_done, *counts)
+        """Return a warning that the draft hardly fits its target; empty without evidence."""
+        return self._stats.doubt(self._draft_kind, self._num_done)
 
     @property
     def output_cost(self) -> float:

@@ -39,7 +39,6 @@ from specextend.data.run_folder import (
 )
 from specextend.data.storage import Location, exists, write_bytes
 from specextend.shipped import code_commit, package_version
-from specextend.stats import doubt_draft
 
 if TYPE_CHECKING:  # they import torch
     from specextend.cluster.progress import Display
@@ -345,9 +344,7 @@ def read_status(output: Location) -> Values:
     if driver is None and exists(lock_file(output)):
         warnings.insert(0, "_run/lock cannot be read; if no driver is running, delete it")
     draft = manifest["config"].get("draft") or {}
-    work = progress.work
-    counts = len(progress.done), work.num_network_steps, work.num_first_accepted
-    if doubt := doubt_draft(draft.get("kind"), *counts):
+    if doubt := progress.work.doubt(draft.get("kind"), len(progress.done)):
         warnings.append(doubt)
     whole = [start for start in starts if start.damage is None]
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specextend.core import ReadOnly, Values, counted
 from specextend.decoding.decoding_options import LEAST_SPEEDUP
 from specextend.report.sections import duration, look_up, number, shortened
-from specextend.stats import doubt_draft, ratio
+from specextend.stats import DecodingStats, ratio
 
 Report = ReadOnly
 LEAST_DOCUMENTS = 5
@@ -228,12 +228,9 @@ def drafts_lose(report: Report) -> Finding | None:
 def draft_misses(report: Report) -> Finding | None:
     """Say that hardly a first token of the draft network is accepted."""
     found = report["acceptance"]
-    says = doubt_draft(
-        look_up(report, "run.draft.kind"),
-        report["rows"]["done"],
-        found["num_network_steps"],
-        found["num_first_accepted"],
-    )
+    names = ("num_network_steps", "num_first_accepted")
+    stats = DecodingStats(**{name: found[name] for name in names})
+    says = stats.doubt(look_up(report, "run.draft.kind"), report["rows"]["done"])
     evidence = {"first_acceptance_rate": found["first_acceptance_rate"]}
     return Finding(says, 1.0, "Run", evidence) if says else None
 

@@ -239,20 +239,9 @@ def test_a_head_equals_its_twin(variant, length, chunk, pair):
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-LEFT = {IDS: [1, 3, 4]}
-ENTERED = {IDS: [2, 4, 5]}
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        {"eagle_config": LEFT},
-        {"eagle_config": ENTERED},
-        {"eagle_config": None, **LEFT},
-        {"eagle_config": None, **ENTERED},
-        {"eagle_config": None},
-    ],
-)
+@pytest.mark.parametrize("ids", [{"eagle_config": {IDS: [2, 4, 5]}}, {"eagle_config": None, IDS: [1, 3, 4]}])
 @torch.inference_mode()
 def test_trees_are_golden_in_both_ways_of_counting_layers(ids, tmp_path):
     """The paper's low, middle and high features of eight layers: other ones gave right text, slowly, all night."""
