@@ -214,7 +214,7 @@ class RunConfig(BaseModel):
         """Return the configuration of a run of those tasks alone. path: its `output.path`."""
         there = self.model_copy(update={"output": replace(self.output, path=path)})
         each = there.each_task
-        return _joined({name: each[name] for name in names})
+        return joined({name: each[name] for name in names})
 
     @property
     def most_new_tokens(self) -> int:
@@ -259,7 +259,7 @@ class RunConfig(BaseModel):
         values, origins = merge(given, overrides)
         if asked := _asked(values.pop("tasks", None)):
             others = [each for each in overrides if each.partition("=")[0].strip() != "tasks"]
-            return _joined(
+            return joined(
                 {
                     name: cls.load(
                         [*given, {"tasks": None}, task],
@@ -466,7 +466,7 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
     return found
 
 
-def _joined(each: Mapping[str, RunConfig]) -> RunConfig:
+def joined(each: Mapping[str, RunConfig]) -> RunConfig:
     """Make the configuration of a run with several tasks of those of runs with one. Raises
     ConfigError.
     """

@@ -12,8 +12,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, Values, first_line
 from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
+from specextend.data.commits import Earlier
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.quality import Quality, assess
+from specextend.data.quality import assess
 from specextend.data.rows import Row
-from specextend.data.schema import decoded_columns
+from specextend.data.schema import TASKS, decoded_columns, failure_of, stats_columns
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -58,8 +59,8 @@ class Summary:
     text.
     """
     tasks: tuple[Answered, ...] = ()
-    """Those of all tasks if there are several; all else is the first one's, with the counts of
-    all.
+    """Those of all tasks if there are several; all else is of the first one that was decoded, with
+    the counts of all that were.
     """
 
     def timed(self, total_s: float) -> Summary:
@@ -84,13 +85,13 @@ Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
 
-def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Rounds:
+def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str, task: str = "") -> Rounds:
     """Yield the requests for a document, round by round, take their outcomes, and return the
     summary.
 
     name: of the document; the ids of its requests begin with it, and with a colon behind it if
-    there are several. Raises DocumentError for a document that cannot be summarised, also one that
-    the engine has failed over.
+    there are several. task: name of one of several tasks. Raises DocumentError for a document that
+    cannot be summarised, also one that the engine has failed over.
     """
     limit = max_new_tokens_of(config, row)
     try:
@@ -98,13 +99,13 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     except PromptTooLongError:
         if prompts.options.length_policy != "parts":
             raise
-        return (yield from _InParts(config, prompts, row, name).rounds())
+        return (yield from _InParts(config, prompts, row, name, task).rounds())
     request = document_request(config, row, prompt, name, is_last=True)
     [outcome] = yield (request,)
     if isinstance(outcome, DocumentError):
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
-    whole = _whole(config, replace(outcome, text=answer))
+    whole = _whole(config, replace(outcome, text=answer), task)
     return Summary(whole, prompt, reasoning=reasoning)
 
 
@@ -123,7 +124,8 @@ class Answered(NamedTuple):
 
     task: Task
     row: Row
-    state: Summary | DocumentError
+    state: Summary | DocumentError | Values
+    """Values: the entry of an earlier start."""
 
 
 def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
@@ -136,66 +138,92 @@ def tasks_of(config: RunConfig, tokenizer: Any, limit: int) -> list[Task]:
     ]
 
 
-def answer(tasks: Sequence[Task], row: Row, name: str) -> Rounds:
+def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None = None) -> Rounds:
     """Yield the requests for all tasks of a document, as `summarize` does for one.
 
-    An engine that decodes them one after another reads what their prompts begin with once. A task
-    that fails does not end the others. Raises DocumentError at the end if one has failed, with what
-    the others have answered.
+    An engine that decodes them one after another reads what their prompts begin with once, so the
+    requests of tasks whose prompts begin alike follow each other. A task that fails does not end
+    the others.
+
+    Args:
+        tasks: Tasks of the run.
+        row: Document.
+        name: Its name, as for `summarize`.
+        earlier: Answers of an earlier start, of which some tasks are done again. An answer stays if
+            another try at it fails.
+
+    Raises:
+        DocumentError: No task that was decoded has an answer.
     """
     if len(tasks) == 1:
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
     rows = [row, *(replace(row, instruction=other) for other in row.others)]
     under_way = [
-        summarize(task.config, task.prompts, own, f"{name}:{number}")
+        summarize(task.config, task.prompts, own, f"{name}:{number}", task.name)
         for number, (task, own) in enumerate(zip(tasks, rows, strict=True))
     ]
-    states = [advance(rounds, None) for rounds in under_way]
-    while step := tuple(chain.from_iterable(state for state in states if isinstance(state, tuple))):
+    kept = {} if earlier is None else {each["name"]: each for each in earlier.tasks}
+    states: list[Round | Summary | DocumentError | Values] = [
+        kept[task.name] if earlier and task.name not in earlier.again else advance(rounds, None)
+        for task, rounds in zip(tasks, under_way, strict=True)
+    ]
+    openings = [
+        (*task.prompts.opening[:2], (own.instruction or task.prompts.opening[2:])[0])
+        for task, own in zip(tasks, rows, strict=True)
+    ]
+    order = sorted(range(len(tasks)), key=lambda number: openings.index(openings[number]))
+    while step := tuple(
+        chain.from_iterable(state for number in order if isinstance(state := states[number], tuple))
+    ):
         found = iter((yield step))
-        for number, state in enumerate(states):
-            if isinstance(state, tuple):
+        for number in order:
+            if isinstance(state := states[number], tuple):
                 states[number] = advance(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
-    return _together(tuple(map(Answered, tasks, rows, ended)))
+    return _together(tuple(map(Answered, tasks, rows, ended)), kept)
 
 
-def _together(answered: tuple[Answered, ...]) -> Summary:
-    """Return the summary of a document of several tasks. Raises DocumentError if one has failed."""
+def _together(answered: tuple[Answered, ...], kept: Mapping[str, Values]) -> Summary:
+    """Return the summary of a document of several tasks. kept: entries of an earlier start by task.
+
+    Raises DocumentError if none of them was decoded to its end.
+    """
     summaries = [state for _, _, state in answered if isinstance(state, Summary)]
-    failed = {task.name: state for task, _, state in answered if isinstance(state, DocumentError)}
-    if failed:
-        first = next(iter(failed.values()))
-        message = "; ".join(f"task {name}: {error.message}" for name, error in failed.items())
-        retryable = any(error.retryable for error in failed.values())
-        tasks = _task_rows(answered)
-        raise DocumentError(
-            first.error_class,
-            message,
-            first.stage,
-            retryable,
-            summary=tasks[0]["text"],
-            tasks=tasks,
-        )
+    if not summaries:
+        entries = _task_rows(answered)
+        raise DocumentError(**failure_of(entries), summary=entries[0]["text"], tasks=entries)
+    best = tuple(
+        each._replace(state=before)
+        if isinstance(each.state, DocumentError)
+        and (before := kept.get(each.task.name))
+        and before["error_class"] is None
+        else each
+        for each in answered
+    )
     stats = DecodingStats()
     for summary in summaries:
         stats.add(summary.completion.stats)
     whole = replace(summaries[0].completion, stats=stats)
-    return replace(summaries[0], completion=whole, tasks=answered)
+    return replace(summaries[0], completion=whole, tasks=best)
 
 
 def _task_rows(answered: Iterable[Answered]) -> list[Values]:
     """Return what the column `tasks` has: of each task what the row of a run of its own would
-    have, of one that failed what it wrote.
+    have, of one that failed why, and what it wrote.
     """
     found: list[Values] = []
     for task, row, state in answered:
         made: Values
         if isinstance(state, Summary):
-            made = finished_row(task.config, row, state)
+            made = _of_one(task.config, row, state)
+        elif isinstance(state, DocumentError):
+            made = asdict(state)
         else:
-            made = {"summary": state.summary}
-        found.append({**made, "name": task.name, "text": made["summary"]})
+            found.append(state)
+            continue
+        entry = dict.fromkeys(each.name for each in TASKS.value_type)
+        entry |= {name: value for name, value in made.items() if name in entry}
+        found.append(entry | {"name": task.name, "text": made["summary"]})
     return found
 
 
@@ -227,51 +255,68 @@ def finished_row(
     received, ended: when the document was asked for, and when its last request was done, by
     `time.monotonic`. One of several tasks has none of these.
     """
-    completion = summary.completion
-    prompt = summary.prompt
-    total_s = completion.stats.total_s
-    tasks = _task_rows(summary.tasks)
-    if tasks:
-        quality = Quality(**{name: tasks[0][name] for name in Quality._fields})
-    else:
-        quality = assess(
-            completion,
-            row.text,
-            prompt.num_dropped_tokens,
-            row.reference,
-            config.quality,
-            " ".join(row.instruction or [config.prompt.instruction]),
-            config.output.evidence_for,
-            prompt.left_out if config.output.sources and not config.output.schema else None,
-        )
+    total_s = summary.completion.stats.total_s
     started_at = time.time() - (time.monotonic() - ended) - total_s
-    made = {
+    made = _of_all(summary) if summary.tasks else _of_one(config, row, summary)
+    return made | {
         **row.key._asdict(),
         "doc_id": row.doc_id,
-        **decoded_columns(completion, prompt, quality),
-        "part_summaries": summary.part_rows,
-        "num_requests": summary.num_requests,
-        "reasoning": summary.reasoning,
-        "max_new_tokens": max_new_tokens_of(config, row),
         "content_sha256": row.content_sha256,
         "queue_s": max(0.0, ended - received - total_s),
         "started_at": datetime.fromtimestamp(started_at, UTC),
         "worker": worker,
         "attempts": attempts,
     }
-    return made | (_of_all(tasks) if tasks else {})
 
 
-def _of_all(tasks: list[Values]) -> Values:
-    """Return the columns that the row of a document has of all its tasks. Its counts are theirs
-    already; of the rest it has the first one's.
+def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
+    """Return the columns about a text."""
+    prompt = summary.prompt
+    quality = assess(
+        summary.completion,
+        row.text,
+        prompt.num_dropped_tokens,
+        row.reference,
+        config.quality,
+        " ".join(row.instruction or [config.prompt.instruction]),
+        config.output.evidence_for,
+        prompt.left_out if config.output.sources and not config.output.schema else None,
+        [text for each in config.prompt.examples for text in (each.user, each.assistant)],
+    )
+    return {
+        **decoded_columns(summary.completion, prompt, quality),
+        "part_summaries": summary.part_rows,
+        "num_requests": summary.num_requests,
+        "reasoning": summary.reasoning,
+        "max_new_tokens": max_new_tokens_of(config, row),
+    }
+
+
+def _of_all(summary: Summary) -> Values:
+    """Return the columns that the row of a document has of all its tasks: sums of counts, and of
+    the rest those of the first one that has an answer. A row of which a task failed says why.
     """
+    entries = _task_rows(summary.tasks)
+    tasks = [each for each in entries if each["error_class"] is None]
     joined = {
         name: [each for task in tasks for each in task[name] or ()]
         for name in ("quality_flags", "evidence", "choices")
     }
+    stats = DecodingStats()
+    for stats_of_one in (
+        summary.completion.stats,
+        *(
+            DecodingStats.of_row(each.state)
+            for each in summary.tasks
+            if isinstance(each.state, dict)
+        ),
+    ):
+        stats.add(stats_of_one)
     reasons = [task["finish_reason"] for task in tasks]
     return {
+        **tasks[0],
+        **stats_columns(stats),
+        "summary": entries[0]["text"] if entries[0]["error_class"] is None else None,
         "finish_reason": next((reason for reason in reasons if reason != "stop"), "stop"),
         "max_new_tokens": None,
         "num_dropped_tokens": sum(task["num_dropped_tokens"] for task in tasks),
@@ -280,7 +325,8 @@ def _of_all(tasks: list[Values]) -> Values:
         "quality_flags": [*dict.fromkeys(joined["quality_flags"])],
         "evidence": joined["evidence"] or None,
         "choices": joined["choices"] or None,
-        "tasks": tasks,
+        **failure_of(entries),
+        "tasks": entries,
     }
 
 
@@ -307,6 +353,7 @@ class _InParts:
     prompts: Prompts
     row: Row
     name: str
+    task: str
     stats: DecodingStats = field(default_factory=DecodingStats)
     num_requests: int = 0
     reasoning: str | None = None
@@ -366,7 +413,9 @@ class _InParts:
             self.stats.add(outcome.stats)
             text, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
             answer = replace(outcome, text=text)
-            answers.append(_whole(self.config, answer, f"{step}: ") if is_last else answer)
+            answers.append(
+                _whole(self.config, answer, self.task, f"{step}: ") if is_last else answer
+            )
         return answers
 
 
@@ -401,7 +450,7 @@ def document_request(
     )
 
 
-def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
+def _whole(config: RunConfig, answer: Completion, task: str, which: str = "") -> Completion:
     """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema`
     ends.
     """
@@ -410,10 +459,8 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    advice = (
-        "do it again with --retry-errors=all --retry-truncated LIMIT (one of several tasks: in a "
-        "run of its own)"
-    )
+    limit = f"{task}=" * bool(task) + str(2 * config.decoding.max_new_tokens)
+    advice = f"do it again with --retry-errors=all --retry-truncated {limit}"
     if is_loop:
         advice = "set decoding.repetition_penalty"
     elif config.input.has_limits:

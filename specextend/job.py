@@ -67,7 +67,7 @@ def run(
     settings: ReadOnly | None = None,
     run_date: date | None = None,
     retry_errors: Retry = "none",
-    retry_truncated: int | None = None,
+    retry_truncated: int | Mapping[str, int] | None = None,
     cancel: threading.Event | None = None,
     progress: bool = True,
 ) -> RunResult:
@@ -75,7 +75,8 @@ def run(
 
     config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or
     a list of these, such as a pair and a task. input, output, settings (`{"job.workers": 2}`),
-    run_date, retry_errors, retry_truncated: as on the command line. cancel: once it is set,
+    run_date, retry_errors, retry_truncated (a limit, or limits by the names of tasks): as on the
+    command line. cancel: once it is set,
     finished work is committed and the run ends with exit code 75, as it does on Ctrl-C. progress:
     show it on stderr. Raises in one line what the command would say: ValueError for what must be
     changed, others for what may pass.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from statistics import median
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
 """A phase of decoding: the field of `DecodingStats` to which its seconds are charged."""
@@ -144,6 +144,15 @@ class DecodingStats:
             f"{self.num_first_accepted / num_steps:.2f} of the {name}'s first tokens were accepted "
             f"({num_steps:,} steps), about 0.75 is usual: is this {name} for this target?"
         )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> DecodingStats:
+        """Return the counts and seconds that a row of the output holds."""
+        known = {name: row[name] for spec in fields(cls) if row.get(name := spec.name) is not None}
+        stats = cls(**known)
+        stats.retrieval_coverage_sum = (row["retrieval_coverage"] or 0.0) * stats.num_retrievals
+        stats.retrieval_churn_sum = (row["retrieval_churn"] or 0.0) * (stats.num_retrievals - 1)
+        return stats
 
     def add(self, other: DecodingStats) -> None:
         """Add the counts and seconds of `other`."""

@@ -1,16 +1,17 @@
 """Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
 
+import json
 import re
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
-from specextend import Summarizer, load_engine
+from specextend import RunConfig, Summarizer, load_engine
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row
-from specextend.document_requests import advance, check_requests, summarize
+from specextend.document_requests import Task, advance, answer, check_requests, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -50,6 +51,21 @@ def follow(rounds, answer):
 
 def said(request):
     return Completion(request.request_id, [1] * 18, "t7 " * 18, "stop", DecodingStats())
+
+
+def test_requests_of_tasks_whose_prompts_begin_alike_follow_each_other(config, engine):
+    """The second one of an engine is read from where it differs; between them stood the one with an example."""
+    example = [{"user": "t1 t2", "assistant": "t3"}]
+    tasks = {}
+    for name, examples in (("one", []), ("shown", example), ("two", [])):
+        tasks[name] = RunConfig.load(config, ["prompt.length_policy=middle", f"prompt.examples={json.dumps(examples)}"])
+    listed = [
+        Task(name, each, Prompts(engine.tokenizer, each.prompt, engine.max_tokens)) for name, each in tasks.items()
+    ]
+    document = replace(row("t1 t2"), others=(None, None))
+    summary, [requests] = follow(answer(listed, document, "book"), lambda step: [*map(said, step)])
+    assert [request.request_id for request in requests] == ["book:0", "book:2", "book:1"]
+    assert [each.task.name for each in summary.tasks] == ["one", "shown", "two"], "the columns' order stays"
 
 
 def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):

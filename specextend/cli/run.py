@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -27,15 +25,11 @@ from specextend.cli.command import (
     takes,
     write_json,
 )
-from specextend.core import Values, first_line, printable
+from specextend.core import ReadOnly, counted, first_line, printable
 from specextend.folders import leave
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
-
-SHOWN = 8
-"""Rows of a finished run that it prints: one in full, of the others a line."""
-_QUALITY = ["quality_flags", "rougeL", "copied_fraction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,7 @@ class Arguments:
     input: str | None = None
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
-    retry_truncated: int | None = None
+    retry_truncated: int | dict[str, int] | None = None
     log: Literal["text", "json"] = "text"
     json: str | None = None
     calibrate: int | None = None
@@ -87,6 +81,25 @@ class Arguments:
             raise RefusedError(str(error)) from error
 
 
+def _raised_limits(
+    context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> int | dict[str, int] | None:
+    """Parse what `--retry-truncated` was given: one limit, or some by the names of tasks."""
+    limits: dict[str, int] = {}
+    for each in given:
+        name, _, limit = each.rpartition("=")
+        if (
+            not (limit.isdecimal() and int(limit))
+            or name in limits
+            or (limits and "" in (*limits, name))
+        ):
+            raise click.BadParameter(
+                "give LIMIT once, or TASK=LIMIT for each task", context, parameter
+            )
+        limits[name] = int(limit)
+    return limits.get("", limits or None)
+
+
 _WHERE = takes(
     click.option(
         "--task",
@@ -116,9 +129,11 @@ _WHERE = takes(
     ),
     click.option(
         "--retry-truncated",
-        type=click.IntRange(min=1),
-        metavar="LIMIT",
-        help="of a finished run, do texts again that were cut, with up to LIMIT new tokens",
+        multiple=True,
+        callback=_raised_limits,
+        metavar="LIMIT|TASK=LIMIT",
+        help="of a finished run, do texts again that were cut, with up to LIMIT new tokens; of "
+        "several tasks all with a lower limit, or those that are named",
     ),
     click.option(
         "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"
@@ -266,8 +281,6 @@ def conclude(output: str) -> None:
     """Print what people want to see of a finished run: what it did, where the rest is, and how its
     first rows read.
     """
-    from specextend.data.fingerprint import output_columns
-    from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
     from specextend.report import read_report, render_outcome
@@ -275,63 +288,25 @@ def conclude(output: str) -> None:
     shown = printable(output)
     report = read_report(output)
     print(render_outcome(report), end="")
-    folder = summaries_folder(resolve(output))
-    text_column = output_columns(resolve(output))[0]
-    names = list_results(folder)
     print(
         f"summaries: {shown}/summaries"
-        if names
+        if list_results(summaries_folder(resolve(output)))
         else "summaries: none, because there was nothing to do"
     )
     print(f"report: {shown}/report.html; specextend report {shown} prints it")
-    files = (open_parquet(folder.child(name)) for name in names)
-    columns = dict.fromkeys(["doc_id", "title", text_column, *_QUALITY])
-    tables = (
-        table
-        for file in files
-        for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
-    )
-    if rows := list(
-        islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)
-    ):
-        examples = {example["assistant"].strip() for example in report["run"]["prompt"]["examples"]}
-        _show_texts(rows, text_column, examples, is_all=report["rows"]["done"] == len(rows))
+    _show_texts(report)
 
 
-def _show_texts(rows: list[Values], column: str, examples: set[str], *, is_all: bool) -> None:
-    """Print the text that reads best by the figures of its row, and the first line of each other.
+def _show_texts(report: ReadOnly) -> None:
+    """Print the texts that the report has drawn at random."""
+    from specextend.report.sections import num_texts
 
-    examples: the answers in the prompt; a text that only repeats one comes last.
-    """
-    from rich.text import Text  # not for --help
-
-    # what is less for a text that reads better: flags, then unlike its reference, then copied
-    best = min(
-        rows,
-        key=lambda row: (
-            row[column].strip() in examples,
-            len(row["quality_flags"]),
-            -(row["rougeL"] or 0.0),
-            row["copied_fraction"] or 0.0,
-        ),
-    )
-    others = [row for row in rows if row is not best]
-    why = (
-        f", by its quality figures the best of {'' if is_all else 'the first '}{len(rows)}"
-        if others
-        else ""
-    )
-    print(
-        f"\n{column.capitalize()} of "
-        f"{_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}"
-    )
-    if others:
-        print("\nThe others begin:")
-    for row in others:
-        line = Text(f"{_name_of(row)}: {printable(row[column].strip().partition(chr(10))[0])}")
-        line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
-        print(line.plain)
-
-
-def _name_of(row: Values) -> str:
-    return printable(str(row.get("title") or row["doc_id"]))
+    drawn = report["texts"]["random"]
+    count = num_texts(report)
+    if drawn:
+        which = "" if len(drawn) == count else f"{len(drawn)} of "
+        print(f"\n{which}{counted(count, 'text')}{', drawn at random' if which else ''}:")
+    for each in drawn:
+        flags = f" ({', '.join(each['quality_flags'])})" if each["quality_flags"] else ""
+        text = printable(each["summary"].strip(), keep="\n")
+        print(f"\n{printable(each['doc_id'])}{printable(flags)}:\n{text}")

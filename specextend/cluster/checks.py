@@ -4,19 +4,21 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, RunError, StoreError
-from specextend.config import RunConfig
-from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
+from specextend.cluster.records import ended_with_errors
+from specextend.config import RunConfig, joined
+from specextend.core import Checkpoint, ReadOnly, Values, counted, did_you_mean, first_line
 from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.check import check_task_columns
 from specextend.data.commits import (
     DamagedCommitError,
+    Limits,
     Progress,
     Retry,
     StrangeCommitError,
@@ -37,6 +39,7 @@ from specextend.data.run_folder import (
     open_retry,
     read_starts,
     read_success,
+    retry_flags,
 )
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
@@ -50,6 +53,8 @@ from specextend.model_files import HubUnreachableError, resolve_revision, split_
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, describe_features, pair_hashes
 
+RaisedLimits = int | Limits
+"""A limit of new tokens for every task that has a lower one, or limits by the names of tasks."""
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
 Hub.
@@ -74,13 +79,13 @@ class Prepared:
     """Lines for the user about the models' revisions, and about tasks that read documents again."""
     retry_errors: Retry = "none"
     """The error rows that this start does again."""
-    retry_truncated: int | None = None
-    """The limit of this start, at which it does those texts again that were cut at a lower one."""
+    limits: Limits = field(default_factory=dict)
+    """The limits of this start, at which it does those texts again that were cut at lower ones."""
 
     @property
     def retries(self) -> str:
         """Return the flag that asks for rows again; empty if none does."""
-        if self.retry_truncated is not None:
+        if self.limits:
             return "--retry-truncated"
         return "" if self.retry_errors == "none" else "--retry-errors"
 
@@ -94,19 +99,18 @@ def prepare(
     config: RunConfig,
     checkpoint: Checkpoint = lambda: None,
     retry_errors: Retry = "none",
-    retry_truncated: int | None = None,
+    retry_truncated: RaisedLimits | None = None,
 ) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError,
     OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine`
     checks that. checkpoint: called between the steps of long operations; may raise. retry_errors,
-    retry_truncated: of the result, whose `config` has this limit; the manifest has the run's own.
+    retry_truncated: of the result, whose `config` has these limits; the manifest has the run's own.
     """
-    limit = config.decoding.max_new_tokens
-    policy = config.prompt.length_policy
-    if retry_truncated is not None:
-        config = _with_limit(config, retry_truncated)
+    asked = config
+    limits = {} if retry_truncated is None else _raised(config, retry_truncated)
+    config = _with_limits(config, limits)
     with _refusals():
         output = resolve(config.output.path)
         check_kinds(output)
@@ -132,8 +136,9 @@ def prepare(
         for task in tasks:
             _check_task(task, tokenizer, facts)
         values = config.model_dump(mode="json")
-        values["decoding"]["max_new_tokens"] = limit
-        values["prompt"]["length_policy"] = policy
+        values["decoding"]["max_new_tokens"] = asked.decoding.max_new_tokens
+        values["prompt"]["length_policy"] = asked.prompt.length_policy
+        values["tasks"] = asked.model_dump(mode="json")["tasks"]
         _check_same_options(output, recorded, build_manifest(source, values, {}, models))
         hashes = pair_hashes(config.target, draft)  # which reads all weights
         if begun is not None:
@@ -149,7 +154,7 @@ def prepare(
         manifest = recorded
     features = describe_features(draft, facts.num_layers)
     notes = (*notes, *features, *_that_read_again(tasks))
-    retries = retry_errors, retry_truncated
+    retries = retry_errors, limits
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, *retries)
 
 
@@ -175,26 +180,51 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
         raise ValueError(f"task {task.name}: {error}" if task.name else str(error)) from error
 
 
-def _with_limit(config: RunConfig, limit: int) -> RunConfig:
-    """Return the configuration of a retry. A text stays where more tokens would leave less of its
-    document.
+def _raised(config: RunConfig, given: RaisedLimits) -> Limits:
+    """Return the limits that a retry raises. Raises RefusedError for a limit that is not above the
+    one of its task; a limit of all tasks must be above one of theirs.
     """
-    if config.tasks:
-        raise RefusedError("--retry-truncated: each of several tasks has a limit of its own")
     if config.input.has_limits:
         raise RefusedError(
             "--retry-truncated: the rows have limits of their own; raise those in a run of its own"
         )
-    if limit <= config.decoding.max_new_tokens:
-        raise RefusedError(
-            "--retry-truncated must be above decoding.max_new_tokens, which is "
-            f"{config.decoding.max_new_tokens}"
-        )
-    decoding = replace(config.decoding, max_new_tokens=limit)
-    prompt = config.prompt
-    if prompt.length_policy != "parts":
-        prompt = replace(prompt, length_policy="error")
-    return config.model_copy(update={"decoding": decoding, "prompt": prompt})
+    own = {name: each.decoding.max_new_tokens for name, each in config.each_task.items()}
+    if isinstance(given, int):
+        limits = {name: given for name, limit in own.items() if limit < given}
+        if not limits:
+            least = min(own.values())
+            raise RefusedError(
+                f"--retry-truncated must be above decoding.max_new_tokens, which is {least}"
+            )
+        return limits
+    for name, limit in given.items():
+        if name not in own:
+            raise RefusedError(
+                f"--retry-truncated: this run has no task {name}{did_you_mean(name, [*own])}"
+            )
+        if limit <= own[name]:
+            raise RefusedError(
+                f"--retry-truncated: the limit of task {name} must be above {own[name]}"
+            )
+    return given
+
+
+def _with_limits(config: RunConfig, limits: Limits) -> RunConfig:
+    """Return the configuration of a retry. A text stays where more tokens would leave less of its
+    document.
+    """
+    if not limits:
+        return config
+    raised: dict[str, RunConfig] = {}
+    for name, each in config.each_task.items():
+        raised[name] = each
+        if name in limits:
+            decoding = replace(each.decoding, max_new_tokens=limits[name])
+            prompt = each.prompt
+            if prompt.length_policy != "parts":
+                prompt = replace(prompt, length_policy="error")
+            raised[name] = each.model_copy(update={"decoding": decoding, "prompt": prompt})
+    return joined(raised) if config.tasks else raised[""]
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
@@ -432,7 +462,11 @@ def _check_ended(config: RunConfig) -> RunConfig:
     output folder holds it, and all of it.
     """
     prepared = prepare(config)
-    if not check_same_run(prepared) or read_success(prepared.output) is None:
+    is_over = check_same_run(prepared) and (
+        read_success(prepared.output) is not None
+        or (ended_with_errors(read_starts(prepared.output)) and not len(open_rows(prepared)[1]))
+    )
+    if not is_over:
         raise RefusedError(
             f"{prepared.output.path} has not ended: run it again with its own tasks alone, before "
             "one is added"
@@ -488,10 +522,13 @@ def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
     source = prepared.source
     with input_errors():
         progress = read_commits(
-            prepared.output, prepared.manifest["fingerprint"], prepared.retry_truncated
+            prepared.output,
+            prepared.manifest["fingerprint"],
+            prepared.limits,
+            prepared.retry_errors,
         )
-    num_results = len(progress.done) + len(progress.errors) + progress.num_cut
-    if prepared.retry_truncated is not None and num_results < source.num_rows:
+    num_results = len(progress.done) + len(progress.errors.keys() | progress.cut)
+    if prepared.limits and num_results < source.num_rows:
         raise RefusedError(
             "--retry-truncated: some rows have no result yet; finish the run without it first"
         )
@@ -511,11 +548,11 @@ def check_retry(prepared: Prepared) -> None:
         raise RefusedError(
             f"{prepared.retries}: {prepared.output.path} holds no run; leave it out to begin one"
         )
-    limit = open_retry(read_starts(prepared.output)) if is_begun else None
-    if limit is not None and (prepared.retry_truncated or 0) < limit:
+    begun = open_retry(read_starts(prepared.output)) if is_begun else {}
+    if any(prepared.limits.get(name, 0) < limit for name, limit in begun.items()):
         raise RefusedError(
-            f"a --retry-truncated {limit} of {prepared.output.path} was interrupted, so its texts "
-            f"have two limits: run again with --retry-truncated {limit}"
+            f"a retry of {prepared.output.path} was interrupted, so its texts have two limits: run "
+            f"again with {retry_flags(begun)}"
         )
 
 

@@ -33,7 +33,7 @@ from specextend.cluster.progress import (
     lease_facts,
     result_facts,
 )
-from specextend.cluster.records import Committer, StartRecord, give_up
+from specextend.cluster.records import Committer, StartRecord, give_up, task_error
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
@@ -300,12 +300,17 @@ class Driver:
             self.scheduler.reject(lease.lease_id, outcome)
             return
         self.scheduler.finish(lease.lease_id)
-        self._errors.done()
+        failure = task_error(outcome.row)
+        if failure is None:
+            self._errors.done()
+        else:
+            give_up(self.display, lease.key, failure, lease.attempt, worker)
+            self._errors.failed(failure)
         self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
         self._note_memory(worker, outcome.used_gib)
         self._note_speedup(worker, outcome.speedup)
         self.committer.add(outcome.row)
-        self.ledger.finish(lease.key, outcome.stats)
+        self.ledger.finish(lease.key, outcome.stats, has_failed=failure is not None)
         self.count(outcome.stats)
         if not self._is_doubted and (doubt := self.ledger.doubt):
             self._is_doubted = True

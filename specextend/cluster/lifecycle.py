@@ -13,6 +13,7 @@ from typing import Any
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.checks import (
     Prepared,
+    RaisedLimits,
     check_machine,
     check_retry,
     check_same_run,
@@ -46,6 +47,7 @@ from specextend.cluster.progress import Display, Ledger, Metrics
 from specextend.cluster.records import (
     Committer,
     StartRecord,
+    ended_with_errors,
     give_up,
     rows_per_commit,
     tried_before,
@@ -56,7 +58,7 @@ from specextend.cluster.workers import Pool, Roster
 from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
-from specextend.data.commits import CommitWriter, Progress, Retry
+from specextend.data.commits import CommitWriter, Earlier, Progress, Retry
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.inputs import DocumentError
@@ -89,7 +91,7 @@ def run_job(
     interrupt: Interrupt,
     *,
     retry_errors: Retry = "none",
-    retry_truncated: int | None = None,
+    retry_truncated: RaisedLimits | None = None,
     report: Callable[..., object] = write_report,
     factory: EngineFactory = load_engine,
     ray: AbstractContextManager[list[Any]] | None = None,
@@ -221,8 +223,7 @@ class _LockedRun:
         output = self.prepared.output
         with reading(output):
             is_done = read_success(output) is not None
-            last = [start.exit_code for start in read_starts(output)][-1:]
-            if not is_done and last != [EXIT_TOO_MANY_ERRORS]:
+            if not is_done and not ended_with_errors(read_starts(output)):
                 return None
             if not all(exists(report_file(output, kind)) for kind in ("json", "html")):
                 return None
@@ -256,8 +257,8 @@ class _LockedRun:
                 if self.prepared.config.input.except_done_in:
                     write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
-            if self.prepared.retry_truncated is not None:
-                self.record.retry(self.prepared.retry_truncated)
+            if self.prepared.limits:
+                self.record.retry(self.prepared.limits)
             remove_success(output)
         if plan is None:
             return None
@@ -288,6 +289,8 @@ class _LockedRun:
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in "
             f"{time.monotonic() - begin:.1f} s)"
         )
+        for line in plan.says_cut():
+            self.display.note(f"warning: {line}", "documents_cut")
         return plan
 
     def _refuse(self, plan: Plan, progress: Progress) -> None:
@@ -338,7 +341,7 @@ class _LockedRun:
             config = settle_cores(config)
             if warning := say_room(config.job):
                 self.display.note(f"warning: {warning}")
-            driver = self._driver(config, plan, ledger, tried, early)
+            driver = self._driver(config, plan, ledger, tried, early, progress.kept.find)
             try:
                 yield driver
             finally:
@@ -370,6 +373,7 @@ class _LockedRun:
         ledger: Ledger,
         tried: Mapping[DocumentKey, Tried],
         early: list[Any],
+        earlier: Callable[[DocumentKey], Earlier | None],
     ) -> Driver:
         source = self.prepared.source
         output = self.prepared.output
@@ -396,6 +400,7 @@ class _LockedRun:
                     hashes=self.prepared.manifest["identity"]["hashes"],
                 ),
                 early,
+                earlier,
             ),
             roster=Roster(job.workers),
             committer=Committer(
@@ -423,9 +428,9 @@ class _LockedRun:
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
-        if self.prepared.retry_truncated is not None:
+        if self.prepared.limits:
             with writing(output):
-                self.record.retry(0)
+                self.record.retry({})
         self.report(
             self.prepared.config.output.path,
             output,
@@ -446,12 +451,14 @@ class _LockedRun:
         share = self.prepared.config.job.max_error_fraction
         allowed = counted(int(share * counts.rows), "failed row")
         num_retryable = len(progress.errors) - len(progress.final)
+        where = ["errors/"] if len(progress.errors) > progress.num_partial else []
+        where += ["the column tasks of summaries/"] if progress.num_partial else []
         hint = "a retry would mend none of them"
         if num_retryable:
             hint = f"--retry-errors does {num_retryable:,} of them again"
         self.display.note(
             f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows "
-            f"{allowed}; see errors/, {hint}"
+            f"{allowed}; see {' and '.join(where)}, {hint}"
         )
 
     def _accepts(self, counts: Counts) -> bool:

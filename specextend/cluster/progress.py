@@ -117,15 +117,22 @@ class Ledger:
         """Of this start's documents as estimated: what several tasks read once counts once."""
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
-        """Note that a document is done, with its true counts, or has become an error row (None)."""
+    def finish(
+        self, key: DocumentKey, stats: DecodingStats | None, *, has_failed: bool = False
+    ) -> None:
+        """Note that a document is done, with its true counts, or has become an error row (None).
+
+        has_failed: some of its tasks have.
+        """
         estimate = self._estimates[key]
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
-        if stats is None:
+        if stats is None or has_failed:
             self._num_errors += 1
+        else:
+            self._num_done += 1
+        if stats is None:
             return
-        self._num_done += 1
         self._prompt_done += estimate.num_prompt_tokens
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)

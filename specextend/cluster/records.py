@@ -13,7 +13,7 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,12 @@ from specextend.data.run_folder import (
     parse_start,
     read_starts,
     read_success,
+    retry_flags,
     starts_folder,
     success_file,
     time_text,
 )
+from specextend.data.schema import FAILURE
 from specextend.data.storage import Location, exists, write_bytes
 from specextend.shipped import code_commit, package_version
 
@@ -178,9 +180,9 @@ class StartRecord:
         }
         self.write()
 
-    def retry(self, limit: int) -> None:
-        """Write that rows are done again at a limit of new tokens; 0: that all of them are."""
-        self._record["retry_truncated"] = limit
+    def retry(self, limits: Mapping[str, int]) -> None:
+        """Write that texts are done again at limits of new tokens; none: that all of them are."""
+        self._record["retry_truncated"] = dict(limits)
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
@@ -278,6 +280,13 @@ def give_up(
     return {**key._asdict(), **asdict(error), "attempts": attempts}
 
 
+def task_error(row: ReadOnly) -> DocumentError | None:
+    """Return why some tasks of a document have failed, from its row; None if none have."""
+    if row.get("error_class") is None:
+        return None
+    return DocumentError(**{name: row[name] for name in (*FAILURE.names, "doc_id")})
+
+
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
     """Find how often earlier starts have tried each document; attempts that ended in an error row
     are forgiven.
@@ -329,8 +338,8 @@ def read_status(output: Location) -> Values:
         )
         raise ValueError(f"{output.path} holds {what}")
     starts = read_starts(output)
-    limit = open_retry(starts)
-    progress = read_commits(output, cut_below=limit)
+    limits = open_retry(starts)
+    progress = read_commits(output, limits=limits)
     success = read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
@@ -350,11 +359,12 @@ def read_status(output: Location) -> Values:
     return {
         "state": "running"
         if is_alive
-        else _state(whole, num_left, limit, is_complete=success is not None),
+        else _state(whole, num_left, limits, is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
         "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
+        "partial": progress.num_partial,
         "left": num_left,
         "driver": None if driver is None else str(driver),
         "heartbeat_age_s": None if driver is None else now - driver.heartbeat,
@@ -364,14 +374,21 @@ def read_status(output: Location) -> Values:
     }
 
 
-def _state(starts: list[Start], num_left: int, limit: int | None, *, is_complete: bool) -> str:
-    """Name the state of a run whose driver is gone. limit: of an interrupted retry."""
-    if limit is not None:
-        return f"stopped, run again with --retry-truncated {limit} to resume"
+def _state(
+    starts: list[Start], num_left: int, limits: Mapping[str, int], *, is_complete: bool
+) -> str:
+    """Name the state of a run whose driver is gone. limits: of an interrupted retry, by task."""
+    if limits:
+        return f"stopped, run again with {retry_flags(limits)} to resume"
     if is_complete:
         return "complete"
-    is_finished = bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS and not num_left
+    is_finished = not num_left and ended_with_errors(starts)
     return "finished with errors" if is_finished else "stopped, run again to resume"
+
+
+def ended_with_errors(starts: Sequence[Start]) -> bool:
+    """Return True if the last start has ended with exit 3, as it also does if it stops early."""
+    return bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
 
 
 def describe_status(status: Values) -> str:
@@ -381,6 +398,11 @@ def describe_status(status: Values) -> str:
         f"{status['errors']:,} failed, {status['left']:,} left",
     ]
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
+    if status["partial"]:
+        lines.append(
+            f"of these, {status['partial']:,} failed in some of their tasks: summaries/ has the "
+            "answers of the others"
+        )
     if status["driver"]:
         lines.append(
             f"driver: {status['driver']}, last heartbeat {status['heartbeat_age_s']:,.0f} s ago"

@@ -28,6 +28,7 @@ from specextend.cluster.messages import (
 )
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
+from specextend.data.commits import Earlier
 from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
 from specextend.data.rows import Row
@@ -124,19 +125,25 @@ class Worker:
         return device_name(torch.device(config.job.device)), limits
 
     async def run(
-        self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False
+        self,
+        lease_id: str,
+        key: DocumentKey,
+        attempt: int,
+        alone: bool = False,
+        earlier: Earlier | None = None,
     ) -> Outcome:
         """Read, render and decode the document of a lease. A cancelled call drops its sequences
         between two steps.
 
         alone: decode one request after the other, so that a failure can be told from a neighbour's.
+        earlier: answers of an earlier start, if only some tasks are to be done.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
         row: Row | None = None
         try:
             row = await loop.run_in_executor(self._reader, self._read, key)
-            summary = await self._summarize(row, lease_id, alone)
+            summary = await self._summarize(row, lease_id, alone, earlier)
         except SuspectedError as error:
             return error
         except DocumentError as error:
@@ -165,10 +172,12 @@ class Worker:
         except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), retryable=True) from error
 
-    async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary:
+    async def _summarize(
+        self, row: Row, lease_id: str, alone: bool, earlier: Earlier | None
+    ) -> Summary:
         """Decode the requests of a document, round by round. Raises DocumentError."""
         loop = asyncio.get_running_loop()
-        rounds = answer(self._tasks, row, lease_id)
+        rounds = answer(self._tasks, row, lease_id, earlier)
         began = math.inf
         outcomes: list[RequestOutcome] | None = None
         while True:

@@ -44,7 +44,8 @@ from specextend.cluster.messages import (
 from specextend.cluster.progress import AwakeClock, Pace
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.core import counted, first_line
+from specextend.core import DocumentKey, counted, first_line
+from specextend.data.commits import Earlier
 from specextend.data.inputs import DocumentError
 from specextend.data.source import Source
 
@@ -239,6 +240,8 @@ class Pool:
     factory: EngineFactory
     early: list[Any] = field(default_factory=list)
     """Actors that have been started already."""
+    earlier: Callable[[DocumentKey], Earlier | None] = lambda key: None
+    """Finds the answers of earlier starts to a document of which only some tasks are to be done."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Future[Any]]] = field(default_factory=SimpleQueue)
@@ -260,7 +263,9 @@ class Pool:
     def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
         actor = self._actors[worker]
-        run = actor.handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        run = actor.handle.run.remote(
+            lease.lease_id, lease.key, lease.attempt, lease.is_alone, self.earlier(lease.key)
+        )
         actor.runs[lease.lease_id] = run
         self._expect(run, _Call(worker, "run", lease))
 

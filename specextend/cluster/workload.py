@@ -17,7 +17,7 @@ from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
 from specextend.core import Checkpoint, Values
 from specextend.data.inputs import DocumentError
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import Prompts, describe_cut
 from specextend.data.source import Source
 from specextend.document_requests import PartPrompts, Task
 from specextend.loading import (
@@ -29,6 +29,7 @@ from specextend.loading import (
     with_batch_size,
 )
 from specextend.models import ModelFacts
+from specextend.stats import ratio
 
 SAMPLE_SIZE = 200
 """Rows whose texts are tokenized to estimate tokens per byte."""
@@ -51,6 +52,14 @@ class Plan(NamedTuple):
     """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to
     them.
     """
+    num_cut: int
+    """Number of these that are cut, because the policy is neither `error` nor `parts`."""
+    unread: float
+    """Share of all documents' tokens that nothing reads, as estimated."""
+
+    def says_cut(self) -> list[str]:
+        """Describe in a line how much is cut; none if nothing is."""
+        return describe_cut(self.num_cut, len(self.estimates), self.unread)
 
     def num_prompt_tokens(self) -> int:
         """Sum the estimated prompt tokens of all documents."""
@@ -100,21 +109,24 @@ def make_plan(
         num_rows += 1
         lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 4), tasks, per_byte)
-    return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
+    estimates, *cut = _estimate(np.asarray(lengths).reshape(-1, 4), tasks, per_byte)
+    return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, *cut)
 
 
-def _estimate(lengths: Ints, tasks: Sequence[Task], per_byte: float) -> tuple[Estimates, int]:
+def _estimate(
+    lengths: Ints, tasks: Sequence[Task], per_byte: float
+) -> tuple[Estimates, int, int, float]:
     """Estimate the tokens of all tasks together; of prompts that begin alike the document is read
     once.
 
     lengths: [N, 4] of file, row, bytes and most output tokens. per_byte: tokens. Returns the
-    estimates, and how many rows have to be cut.
+    estimates, the rows over the limit, and of these how many are cut and the share that is unread.
     """
     files, rows, num_bytes, limits = lengths.T
     documents = np.round(num_bytes * per_byte).astype(np.int64)
     read = np.zeros_like(documents)
     outputs = np.zeros_like(documents)
+    unread = np.zeros_like(documents)
     is_long = np.zeros(len(documents), np.bool_)
     openings = set[object]()
     for task in tasks:
@@ -122,12 +134,17 @@ def _estimate(lengths: Ints, tasks: Sequence[Task], per_byte: float) -> tuple[Es
             limits = np.full_like(limits, task.config.decoding.max_new_tokens)
         own, most, is_too_long = _request_tokens(documents, limits, task.prompts)
         is_long |= is_too_long
+        if task.config.prompt.length_policy not in ("error", "parts"):
+            kept = np.clip(own - task.prompts.num_template_tokens, 0, documents)
+            unread = np.maximum(unread, documents - kept)
         outputs += most
         if task.prompts.opening in openings:
             own = np.maximum(own - documents, np.minimum(own, task.prompts.num_template_tokens))
         read += own
         openings.add(task.prompts.opening)
-    return Estimates(files, rows, read, outputs), int(np.sum(is_long))
+    share = ratio(float(unread.sum()), float(documents.sum())) or 0.0
+    estimates = Estimates(files, rows, read, outputs)
+    return estimates, int(np.sum(is_long)), int(np.sum(unread > 0)), share
 
 
 def _request_tokens(documents: Ints, limits: Ints, prompts: Prompts) -> tuple[Ints, Ints, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, write_table
+from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, rows_where, write_table
 from specextend.data.run_folder import commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
@@ -26,8 +26,8 @@ _RUN_ID = b"specextend.run_id"
 _FINGERPRINT = b"specextend.fingerprint"
 _WHOLE_BYTES = 1 << 20
 """A commit up to this size is read in one request, also if few of its columns are wanted."""
-KEY_COLUMNS = ("file", "row", "error_class")
-"""The columns that name the row of a result, and whether it is done: then the last is null."""
+KEY_COLUMNS = ("file", "row", "error_class", "finish_reason")
+"""The columns that name the row of a result, and its state: done, or with which failure."""
 _WORK_COLUMNS = (
     "num_prompt_tokens",
     "num_cached_tokens",
@@ -156,8 +156,52 @@ _MOST_ROWS = 1 << 32
 _ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names, "tasks"}
 OPEN = 0
 FAILED = 1
-DONE = 2
-"""States of an input row: without a result, or with one that counts."""
+PARTIAL = 2
+DONE = 3
+"""States of an input row: without a result, or with the best one: an error row, a row of which some
+tasks failed, a row done.
+"""
+Limits = Mapping[str, int]
+"""Most new tokens by the name of a task; "" is the only one."""
+
+
+class Earlier(NamedTuple):
+    """Holds the answers to a document of several tasks, some of which are done again."""
+
+    tasks: list[Values]
+    """Its entries of the column `tasks`."""
+    again: frozenset[str]
+    """Names of the tasks to do again."""
+
+
+class KeptTasks:
+    """The column `tasks` of rows of which something may be done again, as it was read."""
+
+    def __init__(self, limits: Limits | None = None, retry_errors: Retry = "none"):
+        self._limits = limits or {}
+        self._retry_errors = retry_errors
+        self._places: dict[DocumentKey, tuple[pa.ChunkedArray, int]] = {}
+
+    def add(self, rows: pa.Table) -> None:
+        """Add rows with their keys."""
+        for place, key in enumerate(_keys(rows)):
+            self._places[key] = rows["tasks"], place
+
+    def find(self, key: DocumentKey) -> Earlier | None:
+        """Return the answers to a document; None if all of its tasks are to be done."""
+        if key not in self._places:
+            return None
+        tasks, place = self._places[key]
+        entries: list[Values] = tasks[place].as_py()
+        return Earlier(entries, frozenset(each["name"] for each in entries if self._is_due(each)))
+
+    def _is_due(self, entry: Values) -> bool:
+        if entry["error_class"] is not None:
+            return self._retry_errors == "all" or (
+                self._retry_errors == "retryable" and entry["retryable"]
+            )
+        limit = self._limits.get(entry["name"], 0)
+        return entry["finish_reason"] == "length" and entry["max_new_tokens"] < limit
 
 
 @dataclass(frozen=True)
@@ -166,51 +210,90 @@ class Progress:
 
     done: frozenset[DocumentKey]
     errors: dict[DocumentKey, str]
-    """Error rows that are not done: key -> error_class of the latest result."""
+    """Rows that have failed, if only in some of their tasks: key -> error_class of the latest
+    result.
+    """
     final: frozenset[DocumentKey] = frozenset()
     """Those of `errors` that would fail again, because their latest result is not retryable."""
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
     """Attempts of `errors`: key -> attempts of the latest result."""
     work: DecodingStats = field(default_factory=DecodingStats)
     """Sums of `_WORK_COLUMNS` over `done`."""
-    num_cut: int = 0
-    """Rows that have a text, and do not count as done because it was cut too early."""
+    cut: frozenset[DocumentKey] = frozenset()
+    """Rows with a text that was cut too early. They do not count as done."""
+    num_partial: int = 0
+    """Number of `errors` of which some tasks have an answer."""
+    kept: KeptTasks = field(default_factory=KeptTasks)
+    """Answers of the rows of which only some tasks are done again."""
 
 
-def read_commits(output: Location, fingerprint: str = "", cut_below: int | None = None) -> Progress:
+def read_commits(
+    output: Location,
+    fingerprint: str = "",
+    limits: Limits | None = None,
+    retry_errors: Retry = "none",
+) -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
     All columns are read, so that damage is found before a worker starts, not when the summaries are
     written. fingerprint: that of the run to which the commits must belong; if empty, that of the
-    folder's manifest. cut_below: a row whose text was cut at a lower limit of new tokens does not
-    count as done.
+    folder's manifest. limits: a row whose text was cut at a lower limit of new tokens does not
+    count as done. retry_errors: which failed tasks are done again.
     """
     done: set[DocumentKey] = set()
-    num_cut = 0
+    cut: set[DocumentKey] = set()
+    num_partial = 0
+    kept = KeptTasks(limits, retry_errors)
     errors: dict[DocumentKey, str] = {}
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
     work = DecodingStats()
     for table in read_results(output, COMMIT_SCHEMA.names, fingerprint):
-        if table["error_class"].null_count:
-            if cut_below is not None:
-                num_rows = len(table)
-                table = table.filter(
-                    (pc.field("finish_reason") != "length")
-                    | (pc.field("max_new_tokens") >= cut_below)
-                )
-                num_cut += num_rows - len(table)
-            done.update(map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist()))
+        state = state_of(table)
+        if limits and state != FAILED:
+            is_cut = _are_cut(table, limits)
+            cut.update(_keys(rows_where(table, is_cut)))
+            if "" not in limits:
+                kept.add(rows_where(table, is_cut))
+            table = rows_where(table, ~is_cut) if state == DONE else table
+        if state == DONE:
+            done.update(_keys(table))
             for name in _WORK_COLUMNS:
                 setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
+        if state == PARTIAL:
+            num_partial += len(table)
+            if retry_errors != "none":
+                kept.add(table)
         for row in table.select([*KEY_COLUMNS, "retryable", "attempts"]).to_pylist():
             key = DocumentKey(row["file"], row["row"])
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
                 final.add(key)
-    return Progress(frozenset(done), errors, frozenset(final), attempts, work, num_cut)
+    return Progress(
+        frozenset(done), errors, frozenset(final), attempts, work, frozenset(cut), num_partial, kept
+    )
+
+
+def _keys(rows: pa.Table) -> Iterator[DocumentKey]:
+    return map(DocumentKey, rows["file"].to_pylist(), rows["row"].to_pylist())
+
+
+def _are_cut(rows: pa.Table, limits: Limits) -> NDArray[np.bool_]:
+    """Return which rows have a text that was cut at a lower limit of new tokens."""
+    if "" in limits:
+        reasons = rows["finish_reason"]
+        lower = pc.less(rows["max_new_tokens"], limits[""])
+        return pc.fill_null(pc.and_(pc.equal(reasons, "length"), lower), False).to_numpy()
+    tasks = rows["tasks"].combine_chunks()
+    each = tasks.flatten()
+    wanted = pa.array([limits.get(name, 0) for name in each.field("name").to_pylist()], "int32")
+    lower = pc.less(each.field("max_new_tokens"), wanted)
+    is_cut = pc.fill_null(pc.and_(pc.equal(each.field("finish_reason"), "length"), lower), False)
+    found = np.zeros(len(rows), bool)
+    found[pc.list_parent_indices(tasks).filter(is_cut).to_numpy()] = True
+    return found
 
 
 def pending(
@@ -223,7 +306,7 @@ def pending(
         "none": progress.errors.keys(),
         "retryable": progress.final,
         "all": set[DocumentKey](),
-    }[retry_errors]
+    }[retry_errors] - progress.cut
     for file, wanted in enumerate(rows):
         for row in wanted:
             key = DocumentKey(file, row)
@@ -237,11 +320,12 @@ def read_results(
     """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each
     commit is read once.
 
-    Done beats error, later beats earlier, and each input row has one result. A table is of one
-    commit, and holds rows done or error rows: first come those done, the latest commits first, then
-    the error rows in the order of their commits. Memory: the commits read ahead (MOST_BYTES), the
-    error rows' own columns, and a byte for each input row. fingerprint: as for `read_commits`.
-    settled: filled in. Raises DamagedCommitError and StrangeCommitError.
+    Done beats failed in some tasks, which beats error, later beats earlier, and each input row has
+    one result. A table is of one commit and one state: first come the rows done, the latest commits
+    first, then all others in the order of their commits. Memory: the commits read ahead
+    (MOST_BYTES), the rows of which tasks failed, the error rows' own columns, and a byte for each
+    input row. fingerprint: as for `read_commits`. settled: filled in. Raises DamagedCommitError and
+    StrangeCommitError.
     """
     sizes = commit_sizes(output)
     if not fingerprint and (manifest := read_manifest(output)) is not None:
@@ -253,49 +337,66 @@ def read_results(
         return read_commit(output, name, columns, fingerprint, sizes[name])
 
     for table in in_order(read, reversed(sizes), cost=sizes.__getitem__, most=MOST_BYTES):
-        done, errors = settled.settle(table)
+        done, partial, errors = settled.settle(table)
         if len(done):
             yield table.take(done)
+        if len(partial):
+            failed.append(table.take(partial))
         if len(errors):
             own = table.select([column for column in columns if column in _ERROR_COLUMNS])
             failed.append(own.take(errors))
     while failed:
         own = failed.pop()
-        own = own.filter(settled.is_failed(own))
+        own = own.filter(settled.is_best(own))
         if len(own):
             every = table.schema.with_metadata(own.schema.metadata)
             yield pa.concat_tables([every.empty_table(), own], promote_options="default")
 
 
+def state_of(results: pa.Table) -> int:
+    """Return the state of the rows of a table of `read_results`."""
+    return int(_states(results.slice(0, 1))[0])
+
+
+def _states(table: pa.Table) -> NDArray[np.uint8]:
+    """Return the state of each result of a table."""
+    has_text = table["finish_reason"].is_valid().to_numpy()
+    is_done = table["error_class"].is_null().to_numpy()
+    return np.where(is_done, DONE, np.where(has_text, PARTIAL, FAILED)).astype(np.uint8)
+
+
 class Settled:
-    """Remembers for each input row whether a result that counts was seen: one that is done, or only
-    a failed one.
-    """
+    """Remembers the best state of each input row that was seen."""
 
     def __init__(self) -> None:
         self._states: dict[int, NDArray[np.uint8]] = {}
         """Of the rows of each file, which may have room for more."""
 
-    def settle(self, table: pa.Table) -> tuple[Ints, Ints]:
-        """Take in a commit; return which of its rows done and of its error rows count by now, of
-        equal ones the last.
+    def settle(self, table: pa.Table) -> tuple[Ints, Ints, Ints]:
+        """Take in a commit; return which of its rows count by now, of equal ones the last: rows
+        done, rows of which some tasks failed, and error rows.
         """
-        is_done = table["error_class"].is_null().to_numpy()
+        own = _states(table)
         counts = np.zeros(len(table), bool)
-        for state, mask in ((DONE, is_done), (FAILED, ~is_done)):
+        for state in (DONE, PARTIAL, FAILED):
+            mask = own == state
             for states, places, rows in self._files(table):
                 is_better = mask[places] & (states[rows] < state)
                 _, last = np.unique(rows[is_better][::-1], return_index=True)
                 counts[places[is_better][::-1][last]] = True
                 states[rows[is_better]] = state
-        return np.flatnonzero(counts & is_done), np.flatnonzero(counts & ~is_done)
+        done, partial, failed = (
+            np.flatnonzero(counts & (own == state)) for state in (DONE, PARTIAL, FAILED)
+        )
+        return done, partial, failed
 
-    def is_failed(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return which rows have failed and were not done, before or afterwards."""
-        failed = np.zeros(len(table), bool)
+    def is_best(self, table: pa.Table) -> NDArray[np.bool_]:
+        """Return which rows have no better result, before or afterwards."""
+        own = _states(table)
+        best = np.zeros(len(table), bool)
         for states, places, rows in self._files(table):
-            failed[places] = states[rows] == FAILED
-        return failed
+            best[places] = states[rows] == own[places]
+        return best
 
     def states(self, file: int, num_rows: int) -> NDArray[np.uint8]:
         """Return the states of the first rows of an input file [num_rows]."""
@@ -303,12 +404,12 @@ class Settled:
         return np.pad(known, (0, num_rows - len(known)))
 
     def count(self) -> tuple[int, int]:
-        """Count the rows done and the error rows."""
-        done, failed = (
+        """Count the rows done and those that failed, if only in some of their tasks."""
+        done, partial, failed = (
             sum(int((each == state).sum()) for each in self._states.values())
-            for state in (DONE, FAILED)
+            for state in (DONE, PARTIAL, FAILED)
         )
-        return done, failed
+        return done, partial + failed
 
     def _files(self, table: pa.Table) -> Iterator[tuple[NDArray[np.uint8], Ints, Ints]]:
         """Yield the states of each file that a commit names, the places of its rows in the commit,

@@ -18,6 +18,7 @@ from pyarrow import ipc
 
 from specextend.core import Checkpoint, counted
 from specextend.data.commits import (
+    FAILED,
     KEY_COLUMNS,
     OPEN,
     Settled,
@@ -25,6 +26,7 @@ from specextend.data.commits import (
     commit_order,
     read_results,
     run_id_of,
+    state_of,
 )
 from specextend.data.database import temporary_room
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
@@ -78,6 +80,8 @@ def finalize(
     observe: Callable[[pa.Table], object] = lambda rows: None,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
+
+    A row of which some tasks failed is in `summaries/`, and counts as an error.
 
     Each commit is read once. Memory is bounded: some rows are sorted at a time; the rest goes to
     temporary files. Each file is there whole or not at all; one that would not change is not
@@ -182,7 +186,7 @@ class _Ending:
 
     def add(self, table: pa.Table) -> None:
         """Remember the commit of a table of `read_results`."""
-        folder = self._summaries if table["error_class"].null_count else self._errors
+        folder = self._errors if state_of(table) == FAILED else self._summaries
         for number in np.unique(table["file"].to_numpy()).tolist():
             folder.commits[number].add(commit_of(table))
 
@@ -258,7 +262,7 @@ class _Ending:
             self._checkpoint()
             columns = summary_columns(results, self._columns) + passed
             table = pa.table(columns, schema=self._summaries.schema)
-            yield rows_where(table, results["error_class"].is_null().to_numpy())
+            yield rows_where(table, _has_answers(results).to_numpy())
 
     def _errors_of(self, number: int, failed: list[pa.Table]) -> Iterator[pa.Table]:
         """Yield error rows as `_summaries_of` does. failed: their own columns."""
@@ -292,7 +296,7 @@ class _Ending:
         """Return the error rows of a table of results, with the columns of their schema but those
         passed through.
         """
-        rows = table.filter(table["error_class"].is_valid())
+        rows = table.filter(pc.invert(_has_answers(table)))
         keys = pc.make_struct(rows["file"], rows["row"], field_names=["file", "row"])
         names = [*ERROR_SCHEMA.names, *(["tasks"] if self._columns.others else [])]
         schema = error_schema([], self._columns)
@@ -319,6 +323,11 @@ class _Ending:
         except DAMAGED:  # if its store is away, writing it again says so
             return False
         return is_whole and (found.metadata or {}).get(_DIGEST) == _digest(schema, names)
+
+
+def _has_answers(results: pa.Table) -> pa.ChunkedArray:
+    """Return which rows belong in `summaries/`: rows done, and those of which some tasks failed."""
+    return pc.or_(results["error_class"].is_null(), results["finish_reason"].is_valid())
 
 
 def _digest(schema: pa.Schema, names: list[str]) -> bytes:

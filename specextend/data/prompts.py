@@ -23,7 +23,7 @@ from jinja2 import Undefined, meta, nodes
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.core import Values, did_you_mean, first_line, mended
+from specextend.core import Values, counted, did_you_mean, first_line, mended
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
@@ -134,7 +134,8 @@ class PartOptions:
 
     tokens: int | None = None
     """Most tokens of a part; unset: what fits into a prompt. Parts of a document are about as
-    long."""
+    long. A document that fits into one prompt is read whole, whatever this says; a lower
+    `prompt.max_prompt_tokens` splits it, too."""
     instruction: str = ""
     """The user message for a part, with `{{ document }}` but no columns; if empty,
     `prompt.instruction`. An instruction of the row's own is used for parts and merges."""
@@ -150,6 +151,22 @@ class PartOptions:
                 raise ValueError(
                     f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns"
                 )
+
+
+def describe_cut(num_cut: int, num_documents: int, unread: float) -> list[str]:
+    """Describe in a line how much of the documents a length policy cuts; none if nothing.
+
+    Args:
+        num_cut: Documents that are cut.
+        num_documents: All documents.
+        unread: Share of all their tokens that is not read.
+    """
+    if not num_cut:
+        return []
+    return [
+        f"{num_cut:,} of {counted(num_documents, 'document')} cut, {unread:.0%} of all tokens "
+        "unread; prompt.length_policy: parts reads all"
+    ]
 
 
 @dataclass(frozen=True)

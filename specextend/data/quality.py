@@ -7,6 +7,7 @@ a word.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""
 COPIED_WORDS = 8
 """Length of the runs of words that count as copied, in words."""
+EXAMPLE_WORDS = 3
+"""Length of the runs of words by which an answer is compared with the examples of its prompt."""
 MOST_REPEATED = 0.2
 """Share of a summary's runs of words that occurred in it before, above which it is flagged
 `repeated_ngrams`.
@@ -99,12 +102,14 @@ def assess(
     instruction: str = "",
     evidence_for: Collection[str] | None = None,
     sources_without: range | None = None,
+    examples: Collection[str] = (),
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
     num_dropped_tokens: of the document, which were not read. reference: another summary to compare
-    with, if any. instruction: what was asked. evidence_for: fields of the answer whose strings are
-    looked for in the document, if that is wanted. sources_without: characters of the document that
+    with, if any. instruction: what was asked. examples: texts of the examples in the prompt.
+    evidence_for: fields of the answer whose strings are looked for in the document, if that is
+    wanted. sources_without: characters of the document that
     were not read, if sources of the sentences are wanted.
     """
     text = completion.text
@@ -119,7 +124,8 @@ def assess(
         "repeated": is_loop(completion.token_ids),
         "repeated_ngrams": len(runs) - len({*runs}) > MOST_REPEATED * len(runs),
         "copied": (copied or 0) > MOST_COPIED,
-        "echo": length and not {*_runs(asked, length)}.isdisjoint(_runs(summary, length)),
+        "echo": (length and not {*_runs(asked, length)}.isdisjoint(_runs(summary, length)))
+        or _is_of_examples(text, examples, document),
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,
@@ -155,6 +161,32 @@ def copied_fraction(words: Sequence[str], document: str) -> float | None:
 
 def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
     return zip(*(words[begin:] for begin in range(length)), strict=False)
+
+
+def _is_of_examples(text: str, examples: Collection[str], document: str) -> bool:
+    """Return True if half of an answer's words stand in examples and not in its document, by runs
+    of 3 words. Names of fields are not counted.
+    """
+    known = {run for example in examples for run in _runs(split_words(example), EXAMPLE_WORDS)}
+    strings = [text]
+    with suppress(ValueError, RecursionError):
+        strings = [value for _, value in _strings(read_json(text), "")]
+    values = [*map(split_words, strings)]
+    copied = known.intersection(run for words in values for run in _runs(words, EXAMPLE_WORDS))
+    for piece in _overlapping_pieces(document) if copied else ():
+        copied.difference_update(_runs(piece, EXAMPLE_WORDS))
+    num_copied = sum(
+        len(
+            {
+                begin + n
+                for begin, run in enumerate(_runs(words, EXAMPLE_WORDS))
+                if run in copied
+                for n in range(EXAMPLE_WORDS)
+            }
+        )
+        for words in values
+    )
+    return 2 * num_copied >= max(1, sum(map(len, values)))
 
 
 def _overlapping_pieces(text: str) -> Iterator[list[str]]:

@@ -5,7 +5,7 @@ of its end.
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -338,8 +338,10 @@ class Start:
     gpus_per_worker: FiniteFloat | None = None
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None
-    retry_truncated: int | None = None
-    """The limit of a `--retry-truncated` that has begun; 0 if it was brought to its end."""
+    retry_truncated: dict[str, int] | None = None
+    """The limits of a `--retry-truncated` that has begun, by task; none if it was brought to its
+    end.
+    """
     took_over: Heartbeat | None = None
     """The last one of the dead driver whose lock this start took over."""
     damage: str | None = None
@@ -361,10 +363,16 @@ def read_starts(output: Location) -> list[Start]:
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
 
 
-def open_retry(starts: list[Start]) -> int | None:
-    """Return the limit of a `--retry-truncated` that no start has brought to its end."""
+def open_retry(starts: list[Start]) -> dict[str, int]:
+    """Return the limits, by task, of a `--retry-truncated` that no start has brought to its end."""
     limits = [start.retry_truncated for start in starts if start.retry_truncated is not None]
-    return (limits or [0])[-1] or None
+    return limits[-1] if limits else {}
+
+
+def retry_flags(limits: Mapping[str, int]) -> str:
+    """Return the flags of the command line that ask for texts again at these limits."""
+    values = (f"{name}={limit}" if name else str(limit) for name, limit in limits.items())
+    return " ".join(f"--retry-truncated {value}" for value in values)
 
 
 def _read_start(location: Location) -> Start | None:

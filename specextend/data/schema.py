@@ -94,23 +94,27 @@ SUMMARY_SCHEMA = pa.schema(
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
 
+FAILURE = pa.schema([*_columns("string", "error_class", "message", "stage"), ("retryable", "bool")])
+"""Columns that say why a document, or one of its tasks, has failed; null if it has not."""
 _OF_DOCUMENT = {"doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s"}
 TASKS = pa.list_(
     pa.struct(
         [
             *_columns("string", "name", "text"),
+            *FAILURE,
             *(each for each in SUMMARY_SCHEMA if each.name not in {*_OF_DOCUMENT, "summary"}),
         ]
     )
 )
 """What came of each task of a document, in a run of several: the columns of a run of its own."""
-_TEXTS = pa.list_(pa.struct(_columns("string", "name", "text")))
+_STATES = pa.list_(pa.struct([("name", "string"), *FAILURE]))
+_TEXTS = pa.list_(pa.struct(_columns("string", "name", "text", "error_class")))
 
 ERROR_SCHEMA = pa.schema(
     [
         ("key", pa.struct([("file", "int32"), ("row", "int64")])),
-        *_columns("string", "doc_id", "error_class", "message", "stage"),
-        ("retryable", "bool"),
+        ("doc_id", "string"),
+        *FAILURE,
         ("attempts", "int32"),
         *_columns("string", "content_sha256", "summary"),
     ]
@@ -126,8 +130,8 @@ COMMIT_SCHEMA = pa.schema(
         ("tasks", TASKS),
     ]
 )
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null
-for a row done.
+"""Columns of `_run/parts/`: the key, the summary columns, the error columns. `error_class` is null
+for a row done, `finish_reason` for an error row; a row of which some tasks failed has both.
 """
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
@@ -135,7 +139,6 @@ _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(),
 
 def decoded_columns(completion: Completion, prompt: Prompt, quality: Quality) -> Values:
     """Return what the row of a document that is done says about its prompt and its text."""
-    stats = completion.stats
     return {
         "summary": completion.text,
         "finish_reason": completion.finish_reason,
@@ -143,10 +146,38 @@ def decoded_columns(completion: Completion, prompt: Prompt, quality: Quality) ->
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,
         "choices": [each._asdict() for each in completion.scored] or None,
-        **{name: getattr(stats, name) for name in _FROM_STATS},
-        "acceptance_histogram": stats.acceptance_histogram or None,
+        **stats_columns(completion.stats),
         **quality._asdict(),
     }
+
+
+def stats_columns(stats: DecodingStats) -> Values:
+    """Return the columns with counts and seconds."""
+    return {
+        **{name: getattr(stats, name) for name in _FROM_STATS},
+        "acceptance_histogram": stats.acceptance_histogram or None,
+    }
+
+
+def failure_of(tasks: Iterable[ReadOnly]) -> Values:
+    """Return why tasks of a document have failed, from its entries of the column `tasks`: class and
+    stage of the first, the messages of all. The values are None if none have.
+    """
+    failed = [each for each in tasks if each["error_class"] is not None]
+    if not failed:
+        return dict.fromkeys(FAILURE.names)
+    return {
+        "error_class": failed[0]["error_class"],
+        "message": "; ".join(f"task {each['name']}: {each['message']}" for each in failed),
+        "stage": failed[0]["stage"],
+        "retryable": any(each["retryable"] for each in failed),
+    }
+
+
+def task_failures(tasks: pa.ChunkedArray) -> pa.Table:
+    """Return `failure_of` for each row of a column `tasks`."""
+    entries = tasks.cast(_STATES).to_pylist()
+    return pa.Table.from_pylist([failure_of(each or ()) for each in entries], FAILURE)
 
 
 def rows_table(rows: Iterable[ReadOnly], schema: pa.Schema) -> pa.Table:
@@ -216,7 +247,7 @@ def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArra
     if not columns.others:
         return found
     texts = [
-        {each["name"]: each["text"] for each in tasks or ()}
+        {each["name"]: each["text"] for each in tasks or () if each["error_class"] is None}
         for tasks in rows["tasks"].cast(_TEXTS).to_pylist()
     ]
     for name, _, answers in columns.others:

@@ -35,6 +35,7 @@ from specextend.data.parquet import (
     write_table,
 )
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
+from specextend.data.schema import task_failures
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, list_folders, resolve
 
@@ -73,6 +74,12 @@ _TABLES = (
     "CREATE TABLE earlier (origin INT, id TEXT, content TEXT, state INT)",
     "CREATE TABLE found (file INT, row BIGINT, content TEXT)",
 )
+_ADD_EARLIER = f"""
+    INSERT INTO earlier SELECT {{}}, doc_id, content_sha256,
+        if(retryable IS NULL, {_UNCHANGED}, {_FAILED})
+    FROM given WHERE retryable IS NOT true
+"""
+"""Rows done have no `retryable`. A row that may succeed another time counts as new."""
 _KNOWN = """
     CREATE TABLE known AS
     SELECT file, row, content, state, (origin, file) IN (FROM given) AS is_same FROM earlier
@@ -271,16 +278,16 @@ def _compare(
     for statement in _TABLES:
         database.select(statement)
     for origin, each in enumerate(earlier):
-        for table in each.read(summaries_folder(each.location), "doc_id", "content_sha256"):
-            database.add(table, f"INSERT INTO earlier SELECT {origin}, *, {_UNCHANGED} FROM given")
-        for table in each.read(
-            errors_folder(each.location), "doc_id", "content_sha256", "retryable"
-        ):
-            database.add(
-                table,
-                f"INSERT INTO earlier SELECT {origin}, * EXCLUDE retryable, {_FAILED} FROM given "
-                "WHERE NOT retryable",
-            )
+        names = ["doc_id", "content_sha256"]
+        tasks = ["tasks"] if each.manifest["identity"].get("tasks") else []
+        for table in each.read(summaries_folder(each.location), *names, *tasks):
+            is_retryable = pa.nulls(len(table), "bool")
+            if tasks:
+                is_retryable = task_failures(table["tasks"])["retryable"]
+            rows = table.select(names).append_column("retryable", is_retryable)
+            database.add(rows, _ADD_EARLIER.format(origin))
+        for table in each.read(errors_folder(each.location), *names, "retryable"):
+            database.add(table, _ADD_EARLIER.format(origin))
     same = [
         {"origin": origin, "file": file.number}
         for origin, each in enumerate(earlier)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specextend.core import ReadOnly, Values, counted
 from specextend.decoding.decoding_options import LEAST_SPEEDUP
-from specextend.report.sections import duration, look_up, number, shortened
+from specextend.report.sections import duration, look_up, num_texts, number, shortened
 from specextend.stats import DecodingStats, ratio
 
 Report = ReadOnly
@@ -91,16 +91,16 @@ def truncated(report: Report) -> Finding | None:
     flags = report["quality_flags"]
     rows = flags.get("truncated", 0)
     loops = flags.get("repeated", 0)
-    share = ratio(rows, report["rows"]["done"]) or 0.0
+    share = ratio(rows, num_texts(report)) or 0.0
     if share < 0.05:
         return None
     is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
     column = look_up(report, "run.input.options_column")
     own = f" or the limit in column '{shortened(column)}'" if column else ""
-    if not is_loop and not column and not look_up(report, "run.tasks"):
+    if not is_loop and not column:
         advice += ", or do them again with --retry-truncated"
-    of = f"{rows:,} of {counted(report['rows']['done'], 'text')} ({share:.0%})"
+    of = f"{rows:,} of {counted(num_texts(report), 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
     return Finding(
         says,
@@ -264,7 +264,7 @@ def acceptance_falls(report: Report) -> Finding | None:
         f"The acceptance length falls from {high:.2f} (prompts up to {best['bucket']}) to "
         f"{low:.2f} (up to {last['bucket']}): {advice}."
     )
-    weight = (1 - low / high) * last["documents"] / report["rows"]["done"]
+    weight = (1 - low / high) * last["documents"] / num_texts(report)
     return Finding(
         says, weight, "By prompt length", {"best": high, "longest": low, "bucket": last["bucket"]}
     )
@@ -323,4 +323,4 @@ def _phases(report: Report) -> dict[str, float] | None:
     """Return the share of each phase; None if no time was measured, or of too few documents."""
     shares = report["time"]["shares"]
     is_unknown = any(share is None for share in shares.values())
-    return None if is_unknown or report["rows"]["done"] < LEAST_DOCUMENTS else shares
+    return None if is_unknown or num_texts(report) < LEAST_DOCUMENTS else shares

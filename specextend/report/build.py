@@ -38,7 +38,9 @@ SCHEMA_VERSION = 1
 added.
 """
 _DONE = """
-    SELECT count(*) AS done, count(*) FILTER (max_new_tokens > ?) AS raised_limits FROM done
+    SELECT count(*) AS texts, count(*) FILTER (max_new_tokens > ?) AS raised_limits,
+        (SELECT count(*) FROM errors WHERE answered) AS partial
+    FROM done
 """
 
 
@@ -94,7 +96,7 @@ def build_report(
     documents = document_figures(figures)
     most = manifest and manifest["config"]["decoding"]["max_new_tokens"]
     [counted] = figures.select(_DONE, most)
-    done = counted["done"]
+    done = counted["texts"] - counted["partial"]
     failed = sum(error["rows"] for error in documents["errors"])
     rows = manifest and num_input_rows(manifest)
     pending = None if rows is None else rows - done - failed
@@ -106,6 +108,7 @@ def build_report(
         "run": manifest and _run(manifest),
         "selection": manifest and manifest.get("selection"),
         "rows": {"input": rows, "done": done, "errors": failed, "pending": pending},
+        "partial": counted["partial"],
         **clock_sections(records, figures, read_heartbeat(location)),
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),

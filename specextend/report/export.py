@@ -163,7 +163,7 @@ def follow(
         ):
             needed = (*KEY_COLUMNS, "max_new_tokens") if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
-            done, _ = settled.settle(commit)
+            done, *_ = settled.settle(commit)
             limits.update(commit["max_new_tokens"].drop_null().to_pylist())
             # not only handed in twice
             if len(limits) > 1 and commit["error_class"].null_count > len(done):

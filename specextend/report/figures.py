@@ -12,7 +12,7 @@ from specextend.data.database import Database
 from specextend.data.run_folder import Start
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.decoding.model import ModelWork
-from specextend.report.result_rows import RUN_ID, told_apart
+from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
 SMALLEST = 512
@@ -98,7 +98,8 @@ _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in 
 _TABLES = (
     "CREATE TABLE done AS SELECT * EXCLUDE (evidence, sources, choices, summary) FROM given",
     f"CREATE TABLE texts AS SELECT doc_id, quality_flags, {_SHOWN} FROM given",
-    "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL)",
+    "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL, "
+    "answered BOOL)",
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
     "CREATE TABLE sources (sentences INT, found INT)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
@@ -110,7 +111,8 @@ _TABLES = (
 _ADD_DONE = (
     f"INSERT INTO done SELECT * EXCLUDE (evidence, sources, choices, summary) REPLACE ({_FINITE}) "
     "FROM given",
-    f"INSERT INTO texts SELECT doc_id, quality_flags, {_SHOWN} FROM given",
+    f"INSERT INTO texts SELECT doc_id, quality_flags, {_SHOWN} FROM given "
+    "WHERE summary IS NOT NULL",
     f"""CREATE OR REPLACE TABLE texts AS FROM texts
     WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
     QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
@@ -130,7 +132,7 @@ _ADD_DONE = (
     )
     GROUP BY field, value""",
 )
-_ADD_ERRORS = f"INSERT INTO errors SELECT {', '.join(ERROR_COLUMNS)} FROM given"
+_ADD_ERRORS = f"INSERT INTO errors SELECT {', '.join(ERROR_COLUMNS)}, {ANSWERED} FROM given"
 _ERRORS = f"""
     SELECT error_class, coalesce(stage, '') AS stage, retryable, count(*) AS rows,
         arg_min(coalesce(doc_id, ''), rowid) AS example_doc_id,
@@ -187,14 +189,15 @@ class RunFigures:
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
-        self.take(*told_apart(results, DONE_COLUMNS, ERROR_COLUMNS))
+        for is_done, rows in told_apart(results, DONE_COLUMNS, ERROR_COLUMNS):
+            self.take(is_done, rows)
 
     def take(self, is_done: bool, rows: pa.Table) -> None:
-        """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
+        """Add rows as `read_rows` yields them, of DONE_COLUMNS or ERROR_COLUMNS."""
         if not is_done:
             self._database.add(rows, _ADD_ERRORS)
             return
-        self._waiting.append(rows)
+        self._waiting.append(rows.select(_DONE_SCHEMA.names))
         self._num_bytes += rows.nbytes
         if self._num_bytes >= _MOST_WAITING:
             self._insert()

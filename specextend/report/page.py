@@ -13,8 +13,10 @@ from specextend.report.sections import (
     KIND_NAMES,
     LEFT_OUT,
     Figures,
+    cut_documents,
     duration,
     look_up,
+    num_texts,
     sections,
     shown,
 )
@@ -82,6 +84,8 @@ def _render(report: ReadOnly) -> str:
         seats_of=_seats,
         duration=duration,
         counted=counted,
+        num_texts=num_texts,
+        cut_documents=cut_documents,
         released=RELEASED,
         config=_config(report),
     )

@@ -9,7 +9,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specextend.core import Values
-from specextend.data.commits import commit_of, commit_sizes, read_results, run_id_of
+from specextend.data.commits import (
+    DONE,
+    FAILED,
+    PARTIAL,
+    commit_of,
+    commit_sizes,
+    read_results,
+    run_id_of,
+    state_of,
+)
 from specextend.data.database import Database
 from specextend.data.fingerprint import (
     check_one_task,
@@ -19,13 +28,15 @@ from specextend.data.fingerprint import (
 )
 from specextend.data.parquet import Damaged, damaged_as, halved, read_stream
 from specextend.data.run_folder import errors_folder, list_results, summaries_folder
-from specextend.data.schema import COMMIT_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA, task_failures
 from specextend.data.storage import Location, atomic_output
 
 RUN_ID = "run_id"
 """Column that is added to every table: the start that committed a row; null if only summaries are
 left.
 """
+ANSWERED = "answered"
+"""Column that is added to error rows: True if other tasks of the document have an answer."""
 _PIECE_BYTES = 4 << 20
 """Bytes of rows that the database writes as JSON at a time."""
 BATCH_ROWS = 16_384
@@ -85,14 +96,15 @@ def read_rows(
     """Read columns of the finished documents and of the failed ones, each with RUN_ID; one row for
     each document.
 
-    Each table comes with True if its documents are done. Rows are read from the commits in
+    Each table comes with True if its documents have a text. Documents of which some tasks failed
+    are in one of each kind, and ANSWERED in the latter. Rows are read from the commits in
     `_run/parts`, which are complete at any time; a copy of the folder without them from
     `summaries/` and `errors/`. Raises ValueError if the folder has neither, unless its run was
     about no row, because earlier runs have done all of them.
     """
     if commit_sizes(output):
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
-            yield told_apart(table, done, errors)
+            yield from told_apart(table, done, errors)
         return
     files = result_files(output)
     if not files:
@@ -104,6 +116,8 @@ def read_rows(
     for file, is_done in files:
         columns = done if is_done else errors
         yield from ((is_done, table) for table in _read_file(file, columns, text))
+        if is_done and errors:
+            yield from ((False, table) for table in _read_failures(file, errors))
 
 
 def result_files(output: Location) -> list[tuple[Location, bool]]:
@@ -120,16 +134,15 @@ def result_files(output: Location) -> list[tuple[Location, bool]]:
 
 def told_apart(
     results: pa.Table, done: Sequence[str], errors: Sequence[str]
-) -> tuple[bool, pa.Table]:
-    """Return whether a table of `read_results` holds rows done, and its columns for those or for
-    error rows.
-
-    RUN_ID is added.
-    """
-    is_done = results["error_class"].null_count > 0
-    selected = results.select(list(done if is_done else errors))
+) -> Iterator[tuple[bool, pa.Table]]:
+    """Yield the rows of a table of `read_results` as `read_rows` does."""
+    state = state_of(results)
     run_ids = pa.repeat(pa.scalar(run_id_of(commit_of(results)), pa.string()), len(results))
-    return is_done, selected.append_column(RUN_ID, run_ids)
+    if state != FAILED:
+        yield True, results.select(list(done)).append_column(RUN_ID, run_ids)
+    if state != DONE:
+        failed = results.select(list(errors)).append_column(RUN_ID, run_ids)
+        yield False, failed.append_column(ANSWERED, pa.repeat(state == PARTIAL, len(results)))
 
 
 def damaged_results(file: Location) -> Damaged:
@@ -162,7 +175,23 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
             table = pa.table(batch).select(stored).rename_columns(schema.names).cast(schema)
-            yield table.append_column(RUN_ID, pa.nulls(len(batch), "string"))
+            table = table.append_column(RUN_ID, pa.nulls(len(batch), "string"))
+            yield table.append_column(ANSWERED, pa.repeat(False, len(batch)))
+
+    return read_stream(file, read, damaged_results(file))
+
+
+def _read_failures(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Read the documents of a file of `summaries/` of which some tasks failed, as error rows."""
+
+    def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
+        if "tasks" not in parquet.schema_arrow.names:
+            return
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=["doc_id", "tasks"]):
+            found = task_failures(pa.table(batch)["tasks"]).append_column("doc_id", batch["doc_id"])
+            found = found.filter(found["error_class"].is_valid()).select(list(columns))
+            found = found.append_column(RUN_ID, pa.nulls(len(found), "string"))
+            yield found.append_column(ANSWERED, pa.repeat(True, len(found)))
 
     return read_stream(file, read, damaged_results(file))
 

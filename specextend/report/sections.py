@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specextend.core import ReadOnly, counted, printable
+from specextend.data.prompts import describe_cut
 from specextend.stats import ratio
 
 _MOST_VALUES = 20
@@ -299,6 +300,18 @@ def look_up(report: ReadOnly, path: str) -> Any:
     return value
 
 
+def num_texts(report: ReadOnly) -> int:
+    """Return the number of documents with a text, some of whose tasks may have failed."""
+    return int(report["rows"]["done"]) + (report.get("partial") or 0)
+
+
+def cut_documents(report: ReadOnly) -> list[str]:
+    """Describe in a line how much of the documents was cut; none if nothing was."""
+    tokens = report["tokens"]
+    unread = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"]) or 0.0
+    return describe_cut(report["quality_flags"].get("shortened", 0), num_texts(report), unread)
+
+
 def sections(report: ReadOnly) -> list[Section]:
     """Make the tables of the report; those without rows are left out."""
     spreads = report["per_document"]
@@ -378,7 +391,7 @@ def _phases(time: ReadOnly) -> Section:
 
 
 def _flags(report: ReadOnly) -> Section:
-    done = report["rows"]["done"]
+    done = num_texts(report)
     ids = report["flagged"]
     rows = [
         (flag, number(rows), percent(ratio(rows, done)), listed_ids(ids[flag]))
@@ -394,7 +407,7 @@ def _flags(report: ReadOnly) -> Section:
 
 
 def _evidence(report: ReadOnly) -> Section:
-    done = report["rows"]["done"]
+    done = num_texts(report)
     rows = [
         (
             field,
@@ -413,7 +426,7 @@ def _evidence(report: ReadOnly) -> Section:
 
 
 def _choices(report: ReadOnly) -> Section:
-    done = report["rows"]["done"]
+    done = num_texts(report)
     rows = [
         (
             field,
@@ -439,7 +452,7 @@ def _choices(report: ReadOnly) -> Section:
 
 
 def _endings(report: ReadOnly) -> Section:
-    done = report["rows"]["done"]
+    done = num_texts(report)
     rows = [
         (reason, number(rows), percent(ratio(rows, done)))
         for reason, rows in report["finish_reasons"].items()
@@ -473,6 +486,7 @@ def render_outcome(report: ReadOnly, width: int = 110) -> str:
     outcome = [
         ("rows done", number(done) + ("" if rows_in is None else f" of {rows_in:,}")),
         ("rows failed", _failures(report)),
+        *(("cut", line) for line in cut_documents(report)),
         *_named("", OUTCOME, report).rows,
         *advice[:MOST_FINDINGS],
     ]
@@ -491,7 +505,10 @@ def _failures(report: ReadOnly) -> str:
         f"{error['rows']:,} {error['error_class']}" for error in errors[:MOST_CLASSES]
     )
     example = f"{shortened(errors[0]['example_doc_id'])}: {message(errors[0]['example_message'])}"
-    return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {example}"
+    partial = num_texts(report) - report["rows"]["done"]
+    kept = f"; {number(partial)} have the answers of other tasks" if partial else ""
+    more = ", ..." if errors[MOST_CLASSES:] else ""
+    return f"{failed}: {classes}{more}{kept}; for example {example}"
 
 
 def to_text(parts: Iterable[Section | str], width: int = 110) -> str:

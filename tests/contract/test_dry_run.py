@@ -29,6 +29,10 @@ def test_a_dry_run_says_what_there_is_to_do_and_what_is_wrong_and_writes_nothing
     assert "time and cost: not measured; --calibrate N measures them" in ended.stdout
     assert not (tmp_path / "out").exists()
     lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
+    assert 0.9 < plan["cut"]["unread"] < 1
+    [line] = plan["cut"]["says"]
+    assert line.startswith("1 of 2 documents cut, 9")
+    assert line in ended.stdout
     for line in "null text 1 error rows", "over the prompt limit 1 cut (middle)", "up to 512 2":
         assert line in lines
 

@@ -112,27 +112,69 @@ def test_a_text_repeats_its_own_instruction_and_no_others(ask, corpus):
     assert [row["tasks"][1]["quality_flags"] for row in found] == [row["quality_flags"] for row in own]
 
 
-def test_a_task_that_fails_is_named_and_the_other_answers_are_kept(ask):
-    """And a retry does the document again."""
-    broken = {
-        "name": "form",
-        "prompt": {"instruction": "{{ document }}\n\nFill in."},
-        "output": {"column": "form", "schema": {"agency": {"type": "string", "minLength": 20}}},
-        "decoding": {"max_new_tokens": 30, "stop_repetition": True},
-    }
-    given = partial(ask, "out", "--set", "job.max_error_fraction=1", tasks=[*listed("outline"), broken])
-    _, output = given()
-    errors = rows(output / "errors")
-    assert errors, "random text rarely ends a string"
-    for row in errors:
-        assert row["error_class"] == "IncompleteAnswer"
-        assert row["message"].startswith("task form: the answer ended")
-        answered, failed = row["tasks"]
-        assert (answered["name"], answered["num_output_tokens"] > 0) == ("outline", True)
-        assert row["outline"] == answered["text"], "the column of one task has no text of another"
-        assert failed["text"].startswith("{")
-    given("--retry-errors=all")
-    assert {row["attempts"] for row in rows(output / "errors")} == {2}
+BROKEN = {
+    "name": "form",
+    "prompt": {"instruction": "{{ document }}\n\nFill in."},
+    "output": {"column": "form", "schema": {"agency": {"type": "string", "minLength": 20, "maxLength": 60}}},
+    "decoding": {"max_new_tokens": 14, "stop_repetition": False},
+}
+"""A task whose limit lets no answer end."""
+
+
+def test_a_task_that_fails_leaves_the_answers_of_the_others(ask):
+    """They were nowhere but in errors/, and the remedy that the error named was refused. Now the failed task
+    alone is retried, the row names it, and the run counts as failed until it is mended.
+    """
+    given = partial(ask, "out", tasks=[BROKEN, *listed("outline")])
+    said, output = given(code=3)
+    assert "see the column tasks of summaries/, a retry would mend none" in said
+    assert not (output / "errors").exists()
+    before = rows(output / "summaries")
+    for row in before:
+        failed, answered = row["tasks"]
+        assert row["form"] is row["agency"] is None
+        assert (row["outline"], row["num_output_tokens"]) == (answered["text"], answered["num_output_tokens"])
+        assert (failed["name"], failed["error_class"], failed["retryable"]) == ("form", "IncompleteAnswer", False)
+        assert failed["message"].startswith("the answer ended")
+        assert failed["text"].startswith("{"), "what it wrote"
+        assert answered["error_class"] is None
+    [remedy] = {re.search(r"with (--.*?), or limit", row["tasks"][0]["message"])[1] for row in before}
+    assert remedy == "--retry-errors=all --retry-truncated form=28"
+    status = specextend("status", output).stdout
+    assert "finished with errors: 0 of 4 rows done, 4 failed, 0 left" in status
+    assert "of these, 4 failed in some of their tasks" in status
+    report = read_json(output / "report.json")
+    assert (report["rows"]["errors"], report["partial"]) == (4, 4)
+    assert report["errors"][0]["example_message"].startswith("task form: the answer ended")
+    for path in output.glob("_run/parts/*"):  # as in a copy of the folder
+        path.rename(output / path.name)
+    assert re.search(r"rows done\W+0\W+rows failed\W+4\W", specextend("report", output).stdout)
+    for path in output.glob("part-*"):
+        path.rename(output / "_run" / "parts" / path.name)
+    _, night = ask("night", "--set", f"input.except_done_in=[{output}]", tasks=[BROKEN, *listed("outline")])
+    assert not (night / "summaries").exists(), "another try would fail in the same way"
+    said, _ = given(*remedy.replace("28", "600").split())
+    after = rows(output / "summaries")
+    assert [row["outline"] for row in after] == [row["outline"] for row in before]
+    for was, row in zip(before, after, strict=True):
+        assert row["tasks"][1] == was["tasks"][1], "it was not decoded again"
+        assert row["agency"] in row["form"]
+        assert row["num_output_tokens"] == sum(task["num_output_tokens"] for task in row["tasks"])
+    assert (output / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize("limit", ["40", "outline=40"])
+def test_a_text_that_was_cut_is_done_again_with_a_limit_of_its_task(limit, ask):
+    """All else stays: the other task's answers, and the texts that were not cut."""
+    tasks = [{**listed("outline")[0], "decoding": {"max_new_tokens": 4}}, *listed("kind")]
+    _, output = ask("out", tasks=tasks)
+    before = rows(output / "summaries")
+    said, _ = ask("out", "--retry-truncated", "outline=4", code=2, tasks=tasks)
+    assert "the limit of task outline must be above 4" in said
+    ask("out", "--retry-truncated", limit, tasks=tasks)
+    for was, row in zip(before, rows(output / "summaries"), strict=True):
+        assert len(row["outline"]) > len(was["outline"])
+        assert [row["tasks"][0]["max_new_tokens"], row["tasks"][1]] == [40, was["tasks"][1]]
 
 
 def test_another_list_of_tasks_is_another_run(ask):
@@ -196,11 +238,16 @@ def test_a_task_is_not_added_where_its_rows_would_not_be_those_of_the_others(ask
 
 
 def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path):
-    """An export has every column, the page says whose text it shows, and a night does only what is new."""
+    """An export has every column, the page says whose text it shows and how much of the documents nobody read, as
+    the start does, and a night does only what is new.
+    """
     tasks = listed("outline", "kind")
-    first = partial(ask, "first", "--set", "input.limit=3", tasks=tasks)
-    _, output = first()
+    short = ["--set", "prompt.max_prompt_tokens=300"]
+    said, output = ask("first", *short, "--set", "input.limit=3", tasks=tasks)
     page = (output / "report.html").read_text()
+    cut = r"[12] of 3 documents cut, \d\d% of all tokens unread; prompt.length_policy: parts reads all"
+    assert re.search(rf"warning: {cut}\n", said)
+    assert re.search(rf"{cut}\.", page)
     assert "with 2 texts each" in page
     assert "those of the first of 2 tasks" in page
     table = tmp_path / "all.jsonl"
@@ -216,9 +263,7 @@ def test_what_reads_a_run_reads_its_tasks_or_says_that_it_does_not(ask, tmp_path
         ["audit", output],
     ):
         assert "takes a run of one task, and this one has several" in specextend(*arguments).line()
-    said, _ = first("--retry-truncated=64", code=2)
-    assert "each of several tasks has a limit of its own" in said
-    _, second = ask("second", "--set", f"input.except_done_in=[{output}]", tasks=tasks)
+    _, second = ask("second", *short, "--set", f"input.except_done_in=[{output}]", tasks=tasks)
     assert [row["doc_id"] for row in rows(second / "summaries")] == ["d"]
 
 

@@ -35,9 +35,10 @@ def assessed(
     reference=None,
     dropped=0,
     instruction="",
+    examples=(),
 ):
     completion = Completion("x", list(token_ids), text, reason, DecodingStats())
-    return assess(completion, document, dropped, reference, options, instruction)
+    return assess(completion, document, dropped, reference, options, instruction, examples=examples)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,29 @@ def test_flags_of_the_text(text, flags):
 def test_a_text_that_repeats_what_was_asked_is_flagged(instruction, text, flags):
     """Small models answer with their instruction: eight words of it in a row, or all of a shorter one."""
     assert assessed(text, instruction=instruction).quality_flags == flags
+
+
+EXAMPLE = "library, lending of tools, drills, ladders, sewing machines"
+FORM = '{"kind": "law", "agency": "the office of lending and tools of Kent", "date": null}'
+
+
+@pytest.mark.parametrize(
+    "example, text, flags",
+    [
+        (EXAMPLE, "lending of tools, drills, ladders", ["echo"]),
+        (EXAMPLE, f"school budget, {EXAMPLE}", ["echo"]),
+        (EXAMPLE, "committee, town hall, budget, schools, county", []),
+        ("The committee met in the town hall.", "The committee met on Monday in the old town hall.", []),
+        ("law", "law", []),  # a label may be right
+        (FORM, FORM, ["echo"]),
+        (FORM, '{"kind": "law", "agency": "the schools of the county", "date": null}', []),
+        (FORM, "[" * 100_000, []),
+    ],
+)
+def test_an_answer_that_is_copied_from_an_example_is_flagged(example, text, flags):
+    """It was unflagged that a text about something else lent tools; what the document says, too, is no copy."""
+    found = assessed(text, examples=["The library lends tools since May.", example]).quality_flags
+    assert [flag for flag in found if flag == "echo"] == flags
 
 
 @pytest.mark.parametrize(
