@@ -109,8 +109,9 @@ def make_plan(
         num_rows += 1
         lengths.extend((*row.key, len(row.text), own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
-    estimates, *cut = _estimate(np.asarray(lengths).reshape(-1, 4), tasks, per_byte)
-    return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, *cut)
+    rows = np.asarray(lengths).reshape(-1, 4)
+    estimates, num_long, num_cut, unread = _estimate(rows, tasks, per_byte)
+    return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_long, num_cut, unread)
 
 
 def _estimate(
