@@ -110,7 +110,7 @@ _MAIN = "main,article,h1,[role=main]"
 _AROUND = (
     (
         'sup:has(a[href*="#"],[role=doc-noteref]),a[href*="#"] sup,sup[class*=note i],'
-        "sup[class*=reference i],sup[class*=cite i],[role=doc-noteref],[epub\\:type~=noteref],"
+        "sup[class*=reference i],sup[class*=cite i],[role=doc-noteref],[type~=noteref],"
         "a.footnote-reference",
         _NOTE,
         _END,
@@ -176,6 +176,7 @@ def _xml_as_html(xml: str) -> str:
     root = ElementTree.fromstring(named)
     for node in root.iter():
         node.tag = local_name(node)
+        node.attrib = {name.rpartition("}")[2]: value for name, value in node.items()}
     return ElementTree.tostring(root, "unicode", "html")
 
 
@@ -237,9 +238,9 @@ def _flattened(text: str, notes: set[str]) -> str:
     """Return the lines of a text with their marks, of which `notes` are those of notes."""
     text = _FRACTION.sub(r" \1/\2 ", text.replace("\u2061", " "))
     while _OPEN in text:
-        text = re.sub("\\s*([_^/\u221a]?)\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
-        text = re.sub("\\s*([_^/\u221a]?)\x05(\\w?|\\d+)\x06", r"\1\2", text)
-        text = re.sub("\\s*([_^/\u221a]?)\x05([^\x05\x06]*)\x06", r"\1(\2)", text)
+        text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05(\\w|\\d+)\x06(?=\\w)", r"\1\2 ", text)
+        text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05(\\w?|\\d+)\x06", r"\1\2", text)
+        text = re.sub("(?:(?<!\\s)\\s*([_^/]))?\x05([^\x05\x06]*)\x06", r"\1(\2)", text)
     count = 1
     while count:
         text, count = _INNERMOST.subn(partial(_script, notes), text)

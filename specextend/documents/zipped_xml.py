@@ -123,11 +123,11 @@ def _read(roots: Iterable[ElementTree.Element], styles: Mapping[str, dict[str, s
 
 
 def _style(values: Mapping[str, str]) -> str:
-    """Return the style in CSS of text that is struck out or raised."""
+    """Return the style in CSS of text that is struck, raised or lowered."""
     style = ""
     if {values.get("text-line-through-style"), values.get("strike")} - {None, "none", "noStrike"}:
         style = "text-decoration:line-through;"
     raised = values.get("text-position", values.get("baseline", "0"))
-    if not raised.startswith(("-", "0", "sub")):
-        style += "vertical-align:super"
+    if not raised.startswith("0"):
+        style += f"vertical-align:{'sub' if raised.startswith(('-', 'sub')) else 'super'}"
     return style

@@ -338,7 +338,7 @@ BOOK = {
     "META-INF__container_xml": '<x><rootfile full-path="book/x.opf"/></x>',
     "book__x.opf": "<x><title>Book</title><item id='b' href='b.xhtml'/><item id='a' href='t/a%20b.xhtml'/>"
     "<itemref idref='a'/><itemref idref='b'/></x>",
-    "book__b.xhtml": CHAPTER.format("Two"),
+    "book__b.xhtml": CHAPTER.format("Two<a xmlns:e='e' e:type='noteref'>1</a>"),
     "book__t__a b.xhtml": CHAPTER.format("One"),
 }
 SLIDE = "<sld{}><sp><x/><p><r><t>{}</t></r></p></sp><timing><attrName>style</attrName></timing></sld>"
@@ -347,7 +347,9 @@ SLIDES = {
     "</x>",
     "ppt___rels__presentation_xml.rels": "<x><x Id='1' Target='slides/1.xml'/><x Id='2' Target='/ppt/slides/2.xml'/>"
     "<x Id='3' Target='slides/3.xml'/></x>",
-    "ppt__slides__1_xml": SLIDE.format("", "10</t></r><r><rPr baseline='30000'/><t>6</t></r><br/><r><t>costs"),
+    "ppt__slides__1_xml": SLIDE.format(
+        "", "10</t></r><r><rPr baseline='30000'/><t>6</t></r><br/><r><t>log</t></r><r><rPr baseline='-25000'/><t>2"
+    ),
     "ppt__slides__2_xml": "<sld><sp><x><x><ph type='title'/></x></x><p><r><t>Plan</t></r></p></sp></sld>",
     "ppt__slides__3_xml": SLIDE.format(" show='0'", "secret"),
 }
@@ -364,8 +366,8 @@ ODT = {
 @pytest.mark.parametrize(
     "kind, files, title, text, num_hidden",
     [
-        ("epub", BOOK, "Book", "One\n\nTwo", 0),
-        ("pptx", SLIDES, "Plan", "Plan\n10^6\ncosts", 11),
+        ("epub", BOOK, "Book", "One\n\nTwo[1]", 0),
+        ("pptx", SLIDES, "Plan", "Plan\n10^6\nlog_2", 11),
         ("odt", ODT, "Head", "Head\n10^6 times[1], so\nit is\nA note", 3),
     ],
 )

@@ -74,6 +74,7 @@ ENERGY = f"<math><semantics><mrow><mi>E</mi><mo>=</mo><mi>m</mi><msup><mi>c</mi>
         (f"<span class=mwe-math-element><span style='display:none'>{ENERGY}</span><img alt=out></span>", "E=mc^{2}"),
         ("<span class=MathJax>x2</span><script type='math/tex'>x^2</script> <img class=math alt='y^2'>", "x^2 y^2"),
         (ENERGY.replace(TEX, "</semantics></math>") + NESTED + SUM, "E=mc^2(a+b)/c x_i\u2211_(i=1)^n"),
+        ("a <math><msqrt><mi>x</mi></msqrt></math>", "a \u221ax"),
         ("<math><mroot><mn>8</mn><mn>3</mn></mroot><msqrt><mi>x</mi><mi>y</mi></msqrt></math>", "8^(1/3)\u221a(xy)"),
         (
             "<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>",
