@@ -29,9 +29,9 @@ from specextend.data.commits import Earlier
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.quality import assess
+from specextend.data.quality import answer_words, assess
 from specextend.data.rows import Row
-from specextend.data.schema import TASKS, decoded_columns, failure_of, stats_columns
+from specextend.data.schema import COMMITTED_TASKS, decoded_columns, failure_of, stats_columns
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -221,7 +221,7 @@ def _task_rows(answered: Iterable[Answered]) -> list[Values]:
         else:
             found.append(state)
             continue
-        entry = dict.fromkeys(each.name for each in TASKS.value_type)
+        entry = dict.fromkeys(each.name for each in COMMITTED_TASKS.value_type)
         entry |= {name: value for name, value in made.items() if name in entry}
         found.append(entry | {"name": task.name, "text": made["summary"]})
     return found
@@ -289,6 +289,7 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         "num_requests": summary.num_requests,
         "reasoning": summary.reasoning,
         "max_new_tokens": max_new_tokens_of(config, row),
+        "words": None if config.output.schema else answer_words(summary.completion.text, row.text),
     }
 
 

@@ -176,7 +176,13 @@ class _LockedRun:
                 with writing(output):
                     source = self.prepared.source
                     code = self._conclude(
-                        finalize(source, output, self.interrupt.check, self.figures.add)
+                        finalize(
+                            source,
+                            output,
+                            self.interrupt.check,
+                            self.figures.add,
+                            self.figures.words,
+                        )
                     )
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()

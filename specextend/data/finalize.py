@@ -30,6 +30,7 @@ from specextend.data.commits import (
 )
 from specextend.data.database import temporary_room
 from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
+from specextend.data.generic import WORD_COLUMNS, RunWords, with_flags
 from specextend.data.parquet import (
     DAMAGED,
     Ints,
@@ -78,6 +79,7 @@ def finalize(
     output: Location,
     checkpoint: Checkpoint = lambda: None,
     observe: Callable[[pa.Table], object] = lambda rows: None,
+    words: RunWords | None = None,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
@@ -88,13 +90,13 @@ def finalize(
     rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read
     from the input itself. checkpoint: called between tables, by several threads; may raise.
     observe: called with the results that count, as `read_results` yields them with the columns of
-    COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and
-    InputError for an input that changed or cannot be read.
+    COMMIT_SCHEMA. words: filled in. Raises ReconciliationError, DamagedCommitError,
+    StrangeCommitError, and InputError for an input that changed or cannot be read.
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled = Settled()
-    ending = _Ending(source, output, checkpoint)
+    ending = _Ending(source, output, checkpoint, words)
     with closing(SortedRows(COMMIT_SCHEMA)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
@@ -102,6 +104,7 @@ def finalize(
             rows.add(table)
             observe(table)
         counts = _reconcile(source, settled)
+        ending.find_generic()
         stretches = ending.stretches(rows.tables())
         for _ in in_order(
             ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES
@@ -117,8 +120,9 @@ def unfinished(source: Source, output: Location) -> list[str]:
     One may have been taken away, or a byte of it has changed on the disk.
     """
     ending = _Ending(source, output)
-    for table in read_results(output, KEY_COLUMNS):
+    for table in read_results(output, [*dict.fromkeys((*KEY_COLUMNS, *WORD_COLUMNS))]):
         ending.add(table)
+    ending.find_generic()
     numbers = [file.number for file in source.files]
     written = in_order(ending.is_written, numbers)
     return [
@@ -159,7 +163,7 @@ class _Stretch(NamedTuple):
 class _Folder:
     """One of the two folders of results: the commits whose rows each of its files holds.
 
-    A commit never changes, so equal commits mean equal results.
+    A commit never changes, so equal commits mean equal results, generic answers aside.
     """
 
     def __init__(self, place: Location, schema: pa.Schema):
@@ -174,8 +178,16 @@ class _Ending:
     thread-safe.
     """
 
-    def __init__(self, source: Source, output: Location, checkpoint: Checkpoint = lambda: None):
+    def __init__(
+        self,
+        source: Source,
+        output: Location,
+        checkpoint: Checkpoint = lambda: None,
+        words: RunWords | None = None,
+    ):
         self._source = source
+        self._words = words or RunWords()
+        self._generic = defaultdict[int, dict[int, list[str]]](dict)
         self._checkpoint = checkpoint
         self._columns = output_columns(output)
         passed = source.passthrough_fields
@@ -185,10 +197,16 @@ class _Ending:
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def add(self, table: pa.Table) -> None:
-        """Remember the commit of a table of `read_results`."""
+        """Remember the commit and the words of a table of `read_results`."""
+        self._words.add(table)
         folder = self._errors if state_of(table) == FAILED else self._summaries
         for number in np.unique(table["file"].to_numpy()).tolist():
             folder.commits[number].add(commit_of(table))
+
+    def find_generic(self) -> None:
+        """Find the generic answers, after all results were added."""
+        for found in self._words.flagged():
+            self._generic[found["file"]][found["row"]] = found["tasks"]
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
         """Cut all results into those of each file; a file with too many of them is written at once,
@@ -219,7 +237,8 @@ class _Ending:
         failed = list[pa.Table]()
 
         def told_apart() -> Iterator[pa.Table]:
-            for table in stretch.tables:
+            for given in stretch.tables:
+                table = with_flags(given, self._generic.get(number, {}))
                 failed.append(self._error_rows(table))
                 yield table
 
@@ -241,7 +260,7 @@ class _Ending:
             return
         # no reason to write a file again
         origin = self._provenance(dict.fromkeys(map(run_id_of, names)))
-        metadata = {_DIGEST: _digest(folder.schema, names), PROVENANCE: origin}
+        metadata = {_DIGEST: self._digest(folder, number, names), PROVENANCE: origin}
         with atomic_output(place) as path:
             write_groups(path, folder.schema.with_metadata(metadata), tables)
 
@@ -322,19 +341,22 @@ class _Ending:
                 is_whole = num_rows == parquet.metadata.num_rows and found.equals(as_stored(schema))
         except DAMAGED:  # if its store is away, writing it again says so
             return False
-        return is_whole and (found.metadata or {}).get(_DIGEST) == _digest(schema, names)
+        return is_whole and (found.metadata or {}).get(_DIGEST) == self._digest(
+            folder, number, names
+        )
+
+    def _digest(self, folder: _Folder, number: int, names: list[str]) -> bytes:
+        """Return what tells whether a file must be written again: its columns, the commits that its
+        rows come from, and its generic answers, which depend on all other rows.
+        """
+        generic = sorted(self._generic.get(number, {}).items())
+        content = "\n".join([folder.schema.to_string(), *names, *map(str, generic)])
+        return hashlib.sha256(content.encode()).hexdigest().encode()
 
 
 def _has_answers(results: pa.Table) -> pa.ChunkedArray:
     """Return which rows belong in `summaries/`: rows done, and those of which some tasks failed."""
     return pc.or_(results["error_class"].is_null(), results["finish_reason"].is_valid())
-
-
-def _digest(schema: pa.Schema, names: list[str]) -> bytes:
-    """Return what tells whether a file must be written again: its columns, and the commits that its
-    rows come from.
-    """
-    return hashlib.sha256("\n".join([schema.to_string(), *names]).encode()).hexdigest().encode()
 
 
 # Rows in the order of the input, whatever order they come in

@@ -27,6 +27,8 @@ REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""
 COPIED_WORDS = 8
 """Length of the runs of words that count as copied, in words."""
+CONTENT_CHARACTERS = 4
+"""Least length of a content word: shorter words are mostly articles and prepositions."""
 EXAMPLE_WORDS = 3
 """Length of the runs of words by which an answer is compared with the examples of its prompt."""
 MOST_REPEATED = 0.2
@@ -143,6 +145,23 @@ def split_words(text: str) -> list[str]:
     """Return the words of a text in order."""
     text = text.lower().replace("_", " ")
     return _WORD.findall(_UNSPACED.sub(r" \g<0> ", text))
+
+
+def answer_words(text: str, document: str) -> Values:
+    """Return the distinct content words of an answer in order: `held` by its document, and `other`
+    ones. Words of fewer than `CONTENT_CHARACTERS` are left out, but for numbers and scripts without
+    spaces.
+    """
+    words = dict.fromkeys(
+        word
+        for word in split_words(text)
+        if len(word) >= CONTENT_CHARACTERS or not word.isalpha() or _UNSPACED.match(word)
+    )
+    held = {word for piece in _overlapping_pieces(document) for word in piece if word in words}
+    return {
+        "held": [word for word in words if word in held],
+        "other": [word for word in words if word not in held],
+    }
 
 
 def copied_fraction(words: Sequence[str], document: str) -> float | None:

@@ -96,6 +96,8 @@ SUMMARY_SCHEMA = pa.schema(
 
 FAILURE = pa.schema([*_columns("string", "error_class", "message", "stage"), ("retryable", "bool")])
 """Columns that say why a document, or one of its tasks, has failed; null if it has not."""
+WORDS = pa.struct([("held", pa.list_(pa.string())), ("other", pa.list_(pa.string()))])
+"""The distinct content words of an answer: those that its document has, and the others."""
 _OF_DOCUMENT = {"doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s"}
 TASKS = pa.list_(
     pa.struct(
@@ -107,6 +109,8 @@ TASKS = pa.list_(
     )
 )
 """What came of each task of a document, in a run of several: the columns of a run of its own."""
+COMMITTED_TASKS = pa.list_(pa.struct([*TASKS.value_type, ("words", WORDS)]))
+"""The same in commits."""
 _STATES = pa.list_(pa.struct([("name", "string"), *FAILURE]))
 _TEXTS = pa.list_(pa.struct(_columns("string", "name", "text", "error_class")))
 
@@ -127,10 +131,12 @@ COMMIT_SCHEMA = pa.schema(
         ("row", "int64"),
         *SUMMARY_SCHEMA,
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
-        ("tasks", TASKS),
+        ("tasks", COMMITTED_TASKS),
+        ("words", WORDS),
     ]
 )
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns. `error_class` is null
+"""Columns of `_run/parts/`: the key, the summary columns, the error columns, and what `generic`
+follows from. `error_class` is null
 for a row done, `finish_reason` for an error row; a row of which some tasks failed has both.
 """
 
@@ -253,7 +259,7 @@ def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArra
     for name, _, answers in columns.others:
         written = pa.chunked_array([[each.get(name) for each in texts]], pa.string())
         found += [written, *answer_columns(answers, written)]
-    return [*found, rows["tasks"]]
+    return [*found, rows["tasks"].cast(TASKS)]
 
 
 def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:

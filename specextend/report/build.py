@@ -135,7 +135,7 @@ def read_report(output: str) -> Values:
 
 def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
     figures = RunFigures()
-    for is_done, table in read_rows(location, DONE_COLUMNS, ERROR_COLUMNS):
+    for is_done, table in read_rows(location, DONE_COLUMNS, ERROR_COLUMNS, figures.words):
         checkpoint()
         figures.take(is_done, table)
     return figures

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from specextend.core import Values, mended
 from specextend.data.database import Database
+from specextend.data.generic import GENERIC, RunWords
 from specextend.data.run_folder import Start
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.decoding.model import ModelWork
@@ -21,6 +22,8 @@ NUM_SLOWEST = 10
 NUM_IDS = 10
 """Ids that are listed of the documents of a class of errors or of a quality flag."""
 NUM_TEXTS = 3
+_HELD_TEXTS = 100
+"""Texts among which those with a flag of the whole run are looked for."""
 TEXT_CHARACTERS = 2000
 """Texts that are shown, drawn at random, and so many more that have a flag; the characters of each,
 at most.
@@ -115,7 +118,7 @@ _ADD_DONE = (
     "WHERE summary IS NOT NULL",
     f"""CREATE OR REPLACE TABLE texts AS FROM texts
     WINDOW flagged AS (PARTITION BY len(quality_flags) > 0 ORDER BY md5(doc_id))
-    QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {NUM_TEXTS}
+    QUALIFY row_number() OVER (ORDER BY md5(doc_id)) <= {_HELD_TEXTS}
         OR len(quality_flags) > 0 AND row_number() OVER flagged <= 2 * {NUM_TEXTS}""",
     """INSERT INTO evidence SELECT each.field, count(DISTINCT place), count(*), count(each."begin")
     FROM (SELECT row_number() OVER () AS place, unnest(evidence) AS each FROM given)
@@ -132,6 +135,10 @@ _ADD_DONE = (
     )
     GROUP BY field, value""",
 )
+_FLAG_GENERIC = """
+    UPDATE {} SET quality_flags = list_append(quality_flags, '{}')
+    WHERE doc_id IN (SELECT doc_id FROM generic) AND NOT list_contains(quality_flags, '{}')
+"""
 _ADD_ERRORS = f"INSERT INTO errors SELECT {', '.join(ERROR_COLUMNS)}, {ANSWERED} FROM given"
 _ERRORS = f"""
     SELECT error_class, coalesce(stage, '') AS stage, retryable, count(*) AS rows,
@@ -186,6 +193,8 @@ class RunFigures:
         self._database.add(_DONE_SCHEMA.empty_table(), *_TABLES)
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
+        self.words = RunWords()
+        """Words of the answers, for whoever reads the commits to fill in."""
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
@@ -212,6 +221,12 @@ class RunFigures:
             self._database.add(
                 pa.table(arrays, [*map(str, range(len(arrays)))]), f"INSERT INTO {name} FROM given"
             )
+
+    def flag_generic(self) -> None:
+        """Add the flag `generic` to rows that were read from commits."""
+        self.create("generic", "doc_id TEXT", [[row["doc_id"]] for row in self.words.flagged()])
+        for table in ("done", "texts"):
+            self.select(_FLAG_GENERIC.format(table, GENERIC, GENERIC))
 
     def select(self, query: str, *values: Any) -> list[Values]:
         """Return the rows that a query finds in `done`, `errors` and `work`, which is `done` with
@@ -302,6 +317,7 @@ def document_figures(figures: RunFigures) -> Values:
     frequent first, documents and the sum of its probabilities; `errors` classes and stages, the
     most frequent first.
     """
+    figures.flag_generic()
     whole, *buckets = figures.select(_SECTIONS)
     del whole["of_bucket"]
     [depths] = figures.select(_DEPTHS)

@@ -26,6 +26,7 @@ from specextend.data.fingerprint import (
     output_columns,
     read_manifest,
 )
+from specextend.data.generic import RunWords
 from specextend.data.parquet import Damaged, damaged_as, halved, read_stream
 from specextend.data.run_folder import errors_folder, list_results, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, task_failures
@@ -91,7 +92,7 @@ _FAILED = f"""
 
 
 def read_rows(
-    output: Location, done: Sequence[str], errors: Sequence[str]
+    output: Location, done: Sequence[str], errors: Sequence[str], words: RunWords | None = None
 ) -> Iterator[tuple[bool, pa.Table]]:
     """Read columns of the finished documents and of the failed ones, each with RUN_ID; one row for
     each document.
@@ -100,10 +101,13 @@ def read_rows(
     are in one of each kind, and ANSWERED in the latter. Rows are read from the commits in
     `_run/parts`, which are complete at any time; a copy of the folder without them from
     `summaries/` and `errors/`. Raises ValueError if the folder has neither, unless its run was
-    about no row, because earlier runs have done all of them.
+    about no row, because earlier runs have done all of them. words: filled in from the commits,
+    whose flags lack `generic`.
     """
     if commit_sizes(output):
         for table in read_results(output, COMMIT_SCHEMA.names):  # all, so that damage is found
+            if words is not None:
+                words.add(table)
             yield from told_apart(table, done, errors)
         return
     files = result_files(output)

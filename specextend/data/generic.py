@@ -1,0 +1,124 @@
+"""Texts that fit any document of a run: few of their words are rare in it and in their document.
+
+A worker stores the content words of each answer with its row (`answer_words`). Which answers are
+generic is known when all rows are read together (`RunWords`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pyarrow as pa
+
+from specextend.core import Values
+from specextend.data.database import Database
+from specextend.data.schema import COMMIT_SCHEMA, WORDS
+
+GENERIC = "generic"
+"""The quality flag."""
+LEAST_ANSWERS = 5
+"""Answers of a task with fewer of which none is flagged."""
+MOST_OTHERS = 0.1
+"""Share of the task's other answers in which a rare word may be."""
+LEAST_RARE = 0.15
+"""Share of an answer's distinct content words that are rare and in its document, below which it is
+flagged.
+"""
+LEAST_HELD = 0.5
+"""Share of the content words of all answers that are in their documents, below which none is
+flagged: labels and translations use other words than their documents.
+"""
+WORD_COLUMNS = ("file", "row", "doc_id", "words", "tasks")
+"""Columns of results that `RunWords` needs."""
+_WORDS_OF_TASKS = pa.list_(pa.struct([("name", "string"), ("words", WORDS)]))
+_MOST_WAITING = 4 << 20
+"""Bytes of words that wait until they are inserted."""
+_TABLE = """
+    CREATE TABLE answers
+        (file INT, "row" BIGINT, doc_id TEXT, task TEXT, held TEXT[], other TEXT[])
+"""
+_ADD = """
+    INSERT INTO answers
+    SELECT file, "row", doc_id, each.name, each.words.held, each.words.other
+    FROM (
+        SELECT file, "row", doc_id,
+            unnest(coalesce(tasks, [{'name': '', 'words': words}])) AS each
+        FROM given
+    )
+    WHERE each.words IS NOT NULL
+"""
+_FLAGGED = f"""
+    WITH tasks AS (
+        SELECT task, count(*) AS answers FROM answers GROUP BY task
+        HAVING answers >= {LEAST_ANSWERS}
+            AND sum(len(held)) >= {LEAST_HELD} * sum(len(held) + len(other))
+    ), common AS (
+        SELECT task, word
+        FROM (SELECT task, unnest(held || other) AS word FROM answers) JOIN tasks USING (task)
+        GROUP BY task, word HAVING count(*) - 1 > {MOST_OTHERS} * (min(answers) - 1)
+    ), rare AS (
+        SELECT place, count(*) AS num_rare
+        FROM (SELECT rowid AS place, task, unnest(held) AS word FROM answers)
+        ANTI JOIN common USING (task, word)
+        GROUP BY place
+    )
+    SELECT file, "row", doc_id, list(task ORDER BY task) AS tasks
+    FROM answers JOIN tasks USING (task) LEFT JOIN rare ON answers.rowid = rare.place
+    WHERE coalesce(num_rare, 0) < {LEAST_RARE} * (len(held) + len(other))
+    GROUP BY file, "row", doc_id
+"""
+
+
+class RunWords:
+    """The content words of a run's answers, in a database in bounded memory."""
+
+    def __init__(self) -> None:
+        self._database = Database()
+        self._database.select(_TABLE)
+        self._waiting: list[pa.Table] = []
+        self._num_bytes = 0
+
+    def add(self, results: pa.Table) -> None:
+        """Add results as `read_results` yields them, with the WORD_COLUMNS."""
+        names = [name for name in WORD_COLUMNS if name != "tasks"]
+        tasks = results["tasks"].cast(_WORDS_OF_TASKS)
+        self._waiting.append(results.select(names).append_column("tasks", tasks))
+        self._num_bytes += self._waiting[-1].nbytes
+        if self._num_bytes >= _MOST_WAITING:
+            self._insert()
+
+    def flagged(self) -> Iterator[Values]:
+        """Yield `file`, `row` and `doc_id` of each document with a generic answer, in no particular
+        order, and in `tasks` the names of the tasks; "" is the only one.
+        """
+        self._insert()
+        return self._database.stream(_FLAGGED)
+
+    def _insert(self) -> None:
+        if self._waiting:
+            self._database.add(pa.concat_tables(self._waiting), _ADD)
+            self._waiting = []
+            self._num_bytes = 0
+
+
+def with_flags(results: pa.Table, flagged: Mapping[int, Sequence[str]]) -> pa.Table:
+    """Add the flag to results of one input file.
+
+    Args:
+        results: Rows with the columns of COMMIT_SCHEMA.
+        flagged: Tasks with a generic answer by the number of the row.
+    """
+    rows = results["row"].to_pylist()
+    if flagged.keys().isdisjoint(rows):
+        return results
+    flags = results["quality_flags"].to_pylist()
+    tasks = results["tasks"].to_pylist()
+    for place, row in enumerate(rows):
+        if row in flagged:
+            flags[place] = [*(flags[place] or ()), GENERIC]
+            for entry in tasks[place] or ():
+                if entry["name"] in flagged[row]:
+                    entry["quality_flags"] = [*(entry["quality_flags"] or ()), GENERIC]
+    for name, values in (("quality_flags", flags), ("tasks", tasks)):
+        field = COMMIT_SCHEMA.field(name)
+        index = results.schema.get_field_index(name)
+        results = results.set_column(index, field, pa.array(values, field.type))
+    return results
