@@ -153,11 +153,7 @@ class EngineParts:
         )
         self.tree_attention: TreeAttention = "dense" if name == "triton" else "hybrid"
         self.chunk_size = traits_of(model.device).prefill_chunk
-        scratch = (
-            shape.tree.most_nodes * shape.tree.depth
-            + shape.cache.draft_prefill_window
-            + self.chunk_size
-        )
+        scratch = shape.tree.most_nodes * shape.tree.depth
         self.network = self._network(pair, batch * (rows + aligned(scratch)))
         visible = shape.cache.top_k_chunks * shape.cache.chunk_size
         self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)
@@ -180,9 +176,8 @@ class EngineParts:
     def _network(self, pair: Pair, num_rows: int) -> DraftNetwork:
         target = self.target
         if pair.head is None:
-            window = self.shape.cache.draft_prefill_window
             cached = CachedModel(_own(pair.draft_model), target.attend, num_rows, target.kernels)
-            return ModelNetwork(cached, num_rows, window, self.chunk_size)
+            return ModelNetwork(cached, self.shape.cache.chunk_size, self.chunk_size)
         rope = rope_frequencies({}, pair.head.head_dim, pair.head.format)
         layers = pair.head.hidden_layers(target.config.num_hidden_layers)
         vocabulary = torch.arange(pair.head.draft_vocab_size)

@@ -449,6 +449,7 @@ class Replayer:
             [probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]]
         )
         self._drafter.read(_SLOT, decided.token_ids[0])
+        self._drafter.read_selected([_SLOT])
         self._drafter.absorb([_SLOT], decided)
 
     def _row(self, probe: Probe, trace: Trace, steps: Sequence[Step]) -> dict[str, Any]:

@@ -11,14 +11,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
 from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
-from specextend.decoding.decoding_options import CacheOptions, DraftOptions
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import Drafter
@@ -155,7 +154,7 @@ def load_drafter(
             head.hidden_layers(target.config.num_hidden_layers, draft.feature_layers),
         )
     else:
-        network = _load_model(draft, config.target, target, rows)
+        network = _load_model(config, draft, target, rows[1])
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     # a draft sees few tokens, except with policy `full`
     tree_attention = how_trees_attend(config, reads_much=visible is None)
@@ -179,22 +178,22 @@ def how_trees_attend(config: RunConfig, *, reads_much: bool) -> TreeAttention:
 def draft_rows(config: RunConfig, num_rows: int) -> tuple[int, int]:
     """Return the rows of a draft's full and working cache, from those of the target's.
 
-    The working one holds what a full batch sees, its outputs and trees, or a chunk of a prompt of
-    each.
+    The working one holds what a full batch sees, its outputs and trees. Only a head has a full one.
     """
     levels = config.num_tree_levels
     cache = config.active_cache
     batch_size = config.decoding.batch_size
     trees = config.tree.most_nodes * levels
-    window = cache.draft_prefill_window
-    # whole pieces of a prompt, and one before them
-    staged = window * (1 - -traits_of(torch.device(config.job.device)).prefill_chunk // window)
+    draft = config.active_draft
+    is_head = draft is not None and draft.kind == "eagle"
     num_full = num_rows + batch_size * aligned(2 * levels + 1)
     # each may need any number
     if cache.policy == "full" or config.input.has_limits:
-        return num_full, num_full + batch_size * aligned(trees + staged)
-    seen = cache.top_k_chunks * cache.chunk_size + config.most_new_tokens + 2 * levels + 1
-    return num_full, batch_size * aligned(max(staged, seen + trees))
+        num_visible = num_full + batch_size * aligned(trees)
+    else:
+        seen = cache.top_k_chunks * cache.chunk_size + config.most_new_tokens + 2 * levels + 1
+        num_visible = batch_size * aligned(seen + trees)
+    return num_full if is_head else 0, num_visible
 
 
 def draft_size(draft: DraftOptions | None) -> DraftSize:
@@ -270,20 +269,16 @@ def _size_eagle(draft: DraftOptions) -> DraftSize:
 
 
 def _load_model(
-    draft: DraftOptions,
-    options: TargetOptions,
-    target: CachedModel,
-    rows: tuple[int, int],
+    config: RunConfig, draft: DraftOptions, target: CachedModel, num_rows: int
 ) -> ModelNetwork:
-    model = load_causal_lm(draft.model, options.dtype, str(target.device))
-    cached = CachedModel(model, target.attend, rows[1], target.kernels)
+    model = load_causal_lm(draft.model, config.target.dtype, str(target.device))
+    cached = CachedModel(model, target.attend, num_rows, target.kernels)
     facts = read_facts(draft.model)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
     sizes = facts.vocab_size, target.config.vocab_size
     return ModelNetwork(
         cached,
-        rows[0],
-        CacheOptions.draft_prefill_window,
+        config.cache.chunk_size,
         traits_of(target.device).prefill_chunk,
         None if sizes[0] == sizes[1] else min(sizes),
         next(iter(facts.eos_token_ids), 0),

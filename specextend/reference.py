@@ -2,8 +2,8 @@
 accept.
 
 Slow and plain: nothing is cached or batched, every forward reads the whole text, and decoding is
-greedy. It shows what the engine does, and its tests hold the engine to it. One thing differs: the
-draft reads the chosen chunks anew, where the engine gathers their keys and values.
+greedy. It shows what the engine does, and its tests hold the engine to it. One thing differs: after
+a new choice the draft reads all chosen chunks, where the engine reads those that are new.
 
 A node of a tree is the path of tokens that leads to it from the text, whose own end is the empty
 path.

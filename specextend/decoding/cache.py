@@ -4,16 +4,17 @@ caches of a draft.
 In offline work the largest length of a sequence is known in advance, so each gets one contiguous
 region and no paging is needed. A region is aligned to 256 rows, which are copied at a time.
 
-A draft has every committed token's K and V, and the rows that it may see now (arXiv 2505.20776,
-section 3). Its full cache holds keys rotated back to position 0. Its working cache holds the
-visible ones, rotated to consecutive positions, so that a draft trained on 2K positions stays in
-range at 16K. Rotations are computed in fp32 from `inv_freq` alone; yarn's attention scaling is part
-of the stored key.
+A draft has rows for the tokens that it may see now, at consecutive positions, so that a draft
+trained on 2K positions stays in range at 16K (arXiv 2505.20776, section 3). A small LM reads these
+tokens. A head reads the target's features once, and has every committed token's K and V in a full
+cache besides, with keys rotated back to position 0. Rotations are computed in fp32 from `inv_freq`
+alone; yarn's attention scaling is part of the stored key.
 
 Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W`
 rows of a path, `n` tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,46 +138,44 @@ def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 class DraftRows:
     """The rows of one sequence."""
 
-    full: Region
     working: Region
+    full: Region = Region(0, 0)
+    """Rows of the full cache; none for a draft that has no such cache."""
     length: int = 0
-    """Tokens in the full cache."""
+    """Tokens that the draft was given."""
     visible: int = 0
     """Rows in the working cache that the draft sees now; the next token has this position."""
     pending: Tensor | None = None
-    """What prefill keeps for its next chunk: features [1, F] that wait for the next token."""
+    """Features [1, F] of the last token of a prompt's chunk, which wait for the next token."""
 
     @property
     def full_end(self) -> int:
-        """Return the row of the full cache behind the sequence's tokens."""
+        """Return the row of the full cache after the sequence's tokens."""
         return self.full.start + self.length
 
     def reach(self, num_new: int) -> int:
-        """Return the rows in use with `num_new` behind the visible ones; the region must hold
+        """Return the rows in use with `num_new` after the visible ones; the region must hold
         them.
         """
         assert self.visible + num_new <= self.working.size, "the working cache is full"
         return self.visible + num_new
 
 
-class DraftCache:
-    """Full and working cache of one draft, for many sequences."""
+class VisibleCache:
+    """The rows of a draft that hold the tokens which its sequences see now."""
 
-    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
-        """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
-        num_layers, _, num_heads, _, head_dim = working.stored.shape
+    def __init__(self, working: KVCache):
+        """Take the rows, all of them free."""
         self.working = working
-        dtype = working.stored.dtype
-        device = working.stored.device
-        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
-        self._inv_freq = inv_freq.float().to(device)
         self.of: dict[int, DraftRows] = {}
         """The rows of each slot."""
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve a region of each cache; return False, and reserve nothing, if either has no room.
+        """Reserve rows for a sequence of `num_tokens`, of which `num_working_rows` are visible at
+        most.
 
-        Raises ValueError if the working cache never has so many rows.
+        Returns False, and reserves nothing, if there is no room now. Raises ValueError if there is
+        never so much room.
         """
         assert slot not in self.of, f"slot {slot} is in use"
         if num_working_rows > self.working.stored.shape[3]:
@@ -184,19 +183,58 @@ class DraftCache:
                 "the draft's cache has no room for so many new tokens; raise "
                 "decoding.max_new_tokens"
             )
-        if (full := self._full.rows.take(num_tokens)) is None:
-            return False
         if (working := self.working.rows.take(num_working_rows)) is None:
-            self._full.rows.give_back(full)
             return False
-        self.of[slot] = DraftRows(full, working)
+        self.of[slot] = DraftRows(working)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Free the rows of a slot."""
+        self.working.rows.give_back(self.of.pop(slot).working)
+
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Choose the tokens at `positions` [S] to be seen, ascending and on the host."""
+        raise NotImplementedError
+
+    def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
+        """Keep copies of working `rows` [n] for later selections, if there is a full cache."""
+
+    def advance(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Count `token_ids`, in the rows after the visible ones, as the sequence's next tokens."""
+        sequence = self.of[slot]
+        sequence.visible += len(token_ids)
+        sequence.length += len(token_ids)
+
+
+class DraftCache(VisibleCache):
+    """Full and working cache of one draft, for many sequences."""
+
+    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor):
+        """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
+        super().__init__(working)
+        num_layers, _, num_heads, _, head_dim = working.stored.shape
+        dtype = working.stored.dtype
+        device = working.stored.device
+        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
+        self._inv_freq = inv_freq.float().to(device)
+
+    def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
+        """Reserve a region of each cache; return False, and reserve nothing, if either has no room.
+
+        Raises ValueError if the working cache never has so many rows.
+        """
+        if not super().admit(slot, num_tokens, num_working_rows):
+            return False
+        if (full := self._full.rows.take(num_tokens)) is None:
+            super().release(slot)
+            return False
+        self.of[slot].full = full
         return True
 
     def release(self, slot: int) -> None:
         """Free both regions."""
-        sequence = self.of.pop(slot)
-        self._full.rows.give_back(sequence.full)
-        self.working.rows.give_back(sequence.working)
+        self._full.rows.give_back(self.of[slot].full)
+        super().release(slot)
 
     def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
         """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to
@@ -209,27 +247,6 @@ class DraftCache:
         rows = slice(first, first + keys.shape[1])
         self._full.keys[:, :, rows] = keys.transpose(1, 2)
         self._full.values[:, :, rows] = values.transpose(1, 2)
-
-    def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
-        """Append `count` working rows from `offset` on, whose positions begin at `position`, to the
-        full cache.
-        """
-        held = self.of[slot]
-        numbers = torch.arange(count, device=self._inv_freq.device)
-        self.write_back(
-            held.working.start + offset + numbers, position + numbers, held.full_end + numbers
-        )
-        held.length += count
-
-    def keep_last(self, slot: int, offset: int, count: int) -> None:
-        """Move `count` working rows from `offset` on to the front, as prefill does when its window
-        slides.
-        """
-        first = self.of[slot].working.start
-        stored = self.working.stored
-        stored[..., first : first + count, :] = stored[
-            ..., first + offset : first + offset + count, :
-        ].clone()
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Show the tokens at `positions` [S] that the full cache holds, at positions 0 to S - 1.
@@ -261,11 +278,8 @@ class DraftCache:
             3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1)
         )
 
-    def advance(self, slot: int, count: int) -> None:
-        """Count the first `count` rows behind the visible ones, which were written back, as the
-        sequence's own.
-        """
+    def advance(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Count `token_ids`, whose rows were written back, as the sequence's next tokens."""
+        super().advance(slot, token_ids)
         sequence = self.of[slot]
-        sequence.visible += count
-        sequence.length += count
         assert sequence.length <= sequence.full.size, "the full cache is full"

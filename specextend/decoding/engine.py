@@ -30,7 +30,7 @@ from specextend.decoding.grammar import Grammars
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
-from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
+from specextend.decoding.retrieval import REFRESH_EVERY, CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
 from specextend.decoding.speculation import Adaptive, Payoff
@@ -412,6 +412,7 @@ class Engine:
             return
         sequence.push([token_id], now)
         if sequence.drafts and not sequence.has_ended:
+            self._timed_for = self._adaptive  # the host has waited for the token
             self._retrieve([(sequence, end.queries)])
             self.drafter.read(sequence.slot, [token_id])
             self._read_late(sequence, [token_id], end.features)
@@ -578,10 +579,12 @@ class Engine:
             if self._adaptive is not None and going:
                 self._adaptive.decide([*going.values()])
             drafting = {b: sequence for b, sequence in going.items() if sequence.speculation.active}
+        lengths = [sequence.length for sequence in drafting.values()]
+        interval = self._adaptive.refresh_every(lengths) if self._adaptive else REFRESH_EVERY
         due = [
             (sequence, step.last_queries(b))
             for b, sequence in drafting.items()
-            if sequence.policy.is_due(sequence.length)
+            if sequence.policy.is_due(sequence.length, interval)
         ]
         if due:
             self._retrieve(due)
@@ -633,8 +636,16 @@ class Engine:
         return mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
 
     def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
-        """Let the draft read what was decided; return the seconds it took."""
+        """Let the draft read what was selected and what was decided; return the seconds of the
+        latter.
+        """
         begin = self._watch.charge("other_s", sequences)
+        if self.drafter.read_selected([sequence.slot for sequence in sequences]):
+            self._wait_if_timed()
+            now = self._watch.charge("draft_prefill_s", sequences)
+            if self._timed_for is not None:
+                self._timed_for.costs.observe_reading(len(sequences), now - begin)
+            begin = now
         self.drafter.absorb([sequence.slot for sequence in sequences], decided)
         self._wait_if_timed()
         return self._watch.charge("draft_s", sequences) - begin

@@ -16,6 +16,9 @@ from torch.nn.functional import pad
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.stats import DecodingStats
 
+REFRESH_EVERY = 32
+"""Steps between two retrievals if their cost was not measured."""
+
 
 def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers that score the chunks, ascending from 0; none unless the policy is
@@ -110,13 +113,17 @@ class CachePolicy:
         """Count a step, speculative or plain."""
         self._num_steps += 1
 
-    def is_due(self, num_tokens: int) -> bool:
-        """Return True if it is time to select again, now that `num_tokens` tokens are committed."""
+    def is_due(self, num_tokens: int, auto_steps: int = REFRESH_EVERY) -> bool:
+        """Return True if it is time to select again, now that `num_tokens` tokens are committed.
+
+        auto_steps: Steps between two retrievals if `cache.refresh_every` is `auto`.
+        """
         if self._options.policy == "full":
             return False
         if self._options.policy == "streaming":
             return num_tokens - self._selected_at >= self._options.chunk_size
-        return self._num_steps >= self._options.refresh_every
+        steps = self._options.refresh_every
+        return self._num_steps >= (auto_steps if steps == "auto" else steps)
 
     def select(self, num_tokens: int, mass: Tensor, stats: DecodingStats) -> Tensor:
         """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] counts

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from specextend.decoding.decoding_options import (
     TRIAL_DOCUMENTS,
 )
 from specextend.decoding.device import download
+from specextend.decoding.retrieval import REFRESH_EVERY
 from specextend.decoding.tree import DraftTrees, prune
 from specextend.stats import DecodingStats, ratio
 
@@ -94,6 +96,10 @@ LOOK_AROUND = 16
 """Steps after which a tree of the next size, larger or smaller in turn, is verified: costs of sizes
 that are never taken were measured once, at the start, perhaps beside other work.
 """
+FIRST_READING_STEPS = 32
+"""Steps by which a draft's first reading of a document is expected to pay."""
+_READING_MEMORY = 0.998
+"""Weight of the reading and the steps of drafts one step later."""
 _WARM_UP = 4
 """Number of first measurements of a cost, of which the smallest is taken."""
 _QUICKLY = 0.1
@@ -134,6 +140,10 @@ class StepCosts:
         self._corrections: dict[tuple[int, int], _Average] = {}
         # at pace 1
         self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
+        # seconds at pace 1 in which drafts read what they are to see, and the steps that had it
+        self._reading = _Average(_SLOWLY)
+        self._reading_s = 0.0
+        self._num_drafted = float(FIRST_READING_STEPS)
 
     def size_for(self, num_rows: int) -> int:
         """Return the smallest measured size that holds `num_rows`; the largest if none does."""
@@ -164,14 +174,18 @@ class StepCosts:
     def draft_s(self, num_sequences: int) -> float:
         """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if
         there is none.
+
+        It includes a step's share of the time in which the draft read the document.
         """
 
         def distance(number: int) -> tuple[int, int]:
             return abs(number - num_sequences), number
 
-        return self._pace.value * sum(
+        phases = sum(
             seen[min(seen, key=distance)].value for seen in self._drafting.values() if seen
         )
+        reading = num_sequences * self._reading_s / self._num_drafted
+        return self._pace.value * (phases + reading)
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Record the time of a verification."""
@@ -186,6 +200,22 @@ class StepCosts:
         self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(
             seconds / self._pace.value
         )
+
+    def reading_s(self) -> float:
+        """Return the time in which the draft reads the chunks that are new to it; 0 if it reads
+        none.
+        """
+        return self._pace.value * self._reading.value
+
+    def observe_reading(self, num_sequences: int, seconds: float) -> None:
+        """Record the time in which the drafts of sequences read what they are to see."""
+        self._reading.add(seconds / num_sequences / self._pace.value)
+        self._reading_s += seconds / self._pace.value
+
+    def count_drafted(self, num_sequences: int) -> None:
+        """Count a step of sequences that draft: the steps by which their reading has to pay."""
+        self._reading_s *= _READING_MEMORY**num_sequences
+        self._num_drafted = self._num_drafted * _READING_MEMORY**num_sequences + num_sequences
 
 
 @dataclass(slots=True)
@@ -579,6 +609,15 @@ class Adaptive:
             return self._sizes[-1] - 1
         return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
 
+    def refresh_every(self, lengths: list[int]) -> int:
+        """Return the steps between two retrievals of sequences, of which reading takes
+        `ALLOWED_LOSS` of the time.
+        """
+        reading_s = len(lengths) * self.costs.reading_s()
+        if not reading_s:
+            return REFRESH_EVERY
+        return ceil(reading_s / (ALLOWED_LOSS * self.costs.verify_s(self._size, lengths)))
+
     def least_probability(self, lengths: list[int]) -> float:
         """Return how likely a node must be to be worth a thought: half the tokens that its row
         takes the time of.
@@ -664,6 +703,7 @@ class Adaptive:
             sequence.speculation.worth_s += each_s * (1 + number)
         states = [sequence.speculation for sequence in sequences]
         num_drafting = sum(state.active for state in states)
+        self.costs.count_drafted(num_drafting)
         seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
         was_plain = self.payoff.is_plain
         if not any(each.is_doubted or each.request.drafts is not None for each in sequences):

@@ -389,10 +389,10 @@ class Drafter:
     """Proposes trees; by itself nothing, so that all steps are plain. A `slot` is a sequence's
     place in the batch.
 
-    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read` and `absorb`
-    of the first root; then, in rounds, `propose`, `read`, `select` if the cache policy says so, and
-    `absorb`; at the end `release`. While a slot pauses it calls `glance` and `read`, and absorbs
-    what was read meanwhile when it goes on.
+    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, `read`,
+    `read_selected` and `absorb` of the first root; then, in rounds, `propose`, `read`, `select` and
+    `read_selected` if the cache policy says so, and `absorb`; at the end `release`. While a slot
+    pauses it calls `glance` and `read`, and absorbs what was read meanwhile when it goes on.
     """
 
     hidden_layers: tuple[int, ...] | None = None
@@ -422,6 +422,10 @@ class Drafter:
         """Let the draft see these committed positions [S], ascending and on the host, and what
         `absorb` adds later.
         """
+
+    def read_selected(self, slots: Sequence[int]) -> int:
+        """Read the selected tokens that the draft has no rows for; return their number."""
+        return 0
 
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Note newly decided tokens."""

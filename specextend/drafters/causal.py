@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
-from specextend.decoding.cache import DraftCache
+from specextend.decoding.cache import VisibleCache
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, grow_trees, prune
@@ -34,7 +34,10 @@ def stands_still() -> float:
 class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
-    cache: DraftCache
+    @property
+    def cache(self) -> VisibleCache:
+        """The rows that it sees."""
+
     hidden_size: int
     """C"""
     vocabulary: Tensor | None
@@ -45,17 +48,18 @@ class DraftNetwork(Protocol):
     """
     reads_history: bool
     """True if `forward` needs the tokens before each token."""
-    num_staging_rows: int
-    """Working rows that prefill needs."""
     at_once: Any
     """What reads decided tokens and grows trees in one call (`attention.compiled.calls.Head`);
     None: `forward` and `logits` do.
     """
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Put the next chunk of a prompt into the full cache: tokens [3 + T], the first ones those
-        before it, and features [T, F] of the target.
+        """Take the next chunk of a prompt: tokens [3 + T], the first ones those before it, and
+        features [T, F] of the target.
         """
+
+    def read(self, slots: Sequence[int]) -> int:
+        """Read what was selected and not read yet; return the number of tokens."""
 
     def forward(
         self,
@@ -192,9 +196,7 @@ class CausalDrafter(Drafter):
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
         self._texts[slot] = -1
-        return self._cache.admit(
-            slot, num_tokens, max(visible + scratch, self.network.num_staging_rows)
-        )
+        return self._cache.admit(slot, num_tokens, visible + scratch)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at
@@ -213,6 +215,10 @@ class CausalDrafter(Drafter):
         """
         self._cache.select(slot, positions)
 
+    def read_selected(self, slots: Sequence[int]) -> int:
+        """Read the selected tokens that the draft has no rows for; return their number."""
+        return self.network.read(slots)
+
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees
         now: in the call that grows the next tree, if there is one.
@@ -228,7 +234,7 @@ class CausalDrafter(Drafter):
                     self._gain.interrupt()
                     read = torch.tensor([token_ids[:late]])
                     self._read([slot], self._locate([slot]), read, before[None, :late])
-                    self._cache.advance(slot, late)
+                    self._cache.advance(slot, token_ids[:late])
                     token_ids, before = token_ids[late:], before[late:]
                 self._unread[slot] = token_ids, before
             return
@@ -240,7 +246,7 @@ class CausalDrafter(Drafter):
             decided.features,
         )
         for slot, new in zip(slots, decided.token_ids, strict=True):
-            self._cache.advance(slot, len(new))
+            self._cache.advance(slot, new)
         self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
@@ -332,7 +338,7 @@ class CausalDrafter(Drafter):
             missing = width - len(new)
             texts.append(pad(text.clamp(min=0), (missing, 0)))  # -1: before the text
             features.append(pad(before, (0, 0, missing, 0)))
-            self._cache.advance(slot, len(new))
+            self._cache.advance(slot, new)
         nodes, log_probs = self.network.at_once.grow(
             torch.stack(texts),
             torch.stack(features),

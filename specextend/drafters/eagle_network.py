@@ -282,7 +282,6 @@ class EagleNetwork:
         self.cache = DraftCache(
             working, num_full, inv_freq if self.reads_history else self._inv_freq
         )
-        self.num_staging_rows = 0  # prefill fills the full cache directly
         self.at_once = (
             self._in_one_call(target) if head.is_ours and target.runs_in_one_call else None
         )
@@ -337,6 +336,10 @@ class EagleNetwork:
             projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
             keys, values = self._with_copies(projected, embedded)
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
+
+    def read(self, slots: Sequence[int]) -> int:
+        """Return 0: a head reads all of a prompt in `prefill`."""
+        return 0
 
     def forward(
         self,

@@ -335,6 +335,10 @@ class NgramDrafter(Drafter):
         """Let the draft see these committed positions [S]; n-gram drafts see all."""
         self._draft.select(slot, positions)
 
+    def read_selected(self, slots: Sequence[int]) -> int:
+        """Let the draft read what was selected."""
+        return self._draft.read_selected(slots)
+
     def read(self, slot: int, token_ids: list[int]) -> None:
         """Append newly decided tokens to the text."""
         self._slots[slot].read(token_ids)

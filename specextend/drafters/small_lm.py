@@ -1,76 +1,168 @@
-"""A small standalone causal LM as the draft.
+"""A small standalone causal LM as the draft. It reads only the tokens that it sees.
 
-Shapes: `L` layers, `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
+The paper (arXiv 2505.20776) lets such a draft read the whole prompt and then hides most of it. Here
+retrieval comes first, so the work and the memory of a draft do not depend on the length of a
+document. When the choice changes, only the new tokens are read, into the rows of those that left.
+
+Shapes: `B` sequences, `T` new rows of each, `S` visible tokens, `C` hidden size, `V` vocabulary.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specextend.attention.plan import AttentionPlan
-from specextend.decoding.cache import DraftCache
+from specextend.decoding.cache import DraftRows, VisibleCache
+from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY
+
+
+@dataclass(slots=True)
+class Reading(DraftRows):
+    """The text of one sequence, and which of its tokens the draft sees."""
+
+    text: list[Tensor] = field(default_factory=list)
+    """Token ids in pieces [n], on the device."""
+    decided: list[int] = field(default_factory=list)
+    """Token ids that follow `text`."""
+    shown: list[int] = field(default_factory=list)
+    """Positions in the text of the tokens in the visible rows."""
+    wanted: list[int] | None = None
+    """Positions of a new choice that was not read yet, ascending."""
+
+    def tokens_at(self, positions: Sequence[int]) -> Tensor:
+        """Return the ids of the tokens at `positions` [n]."""
+        device = self.text[0].device
+        self.text = [torch.cat([*self.text, upload(torch.tensor(self.decided).long(), device)])]
+        self.decided = []
+        return self.text[0].index_select(0, upload(torch.tensor(positions), device))
+
+    def replace(self, size: int) -> list[list[int]]:
+        """Let new tokens of the choice take rows of tokens that left; return runs of these rows.
+
+        All other tokens keep their rows, also those that left and whose rows nobody needs. If more
+        than half would change, or the new tokens are no runs of `size`, there is one run: all rows.
+        """
+        assert self.wanted is not None
+        wanted = [position for position in self.wanted if position < self.length]
+        self.wanted = None
+        chosen = set(wanted)
+        free = [row for row, position in enumerate(self.shown) if position not in chosen]
+        new = sorted(chosen.difference(self.shown))
+        runs = [free[first : first + size] for first in range(0, len(new), size)]
+        are_runs = all(run == [*range(run[0], run[0] + size)] for run in runs if run)
+        num_kept = len(self.shown) - len(free)
+        if sum(map(len, runs)) != len(new) or not are_runs or 2 * num_kept < len(self.shown):
+            self.shown = wanted
+            self.visible = len(wanted)
+            return [[*range(len(wanted))]]
+        for row, position in zip(chain(*runs), new, strict=True):
+            self.shown[row] = position
+        return runs
+
+
+class ReadCache(VisibleCache):
+    """The rows of a draft that reads what it is to see. `ModelNetwork.read` fills them."""
+
+    of: dict[int, Reading]  # type: ignore[assignment]
+
+    def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
+        """Reserve the rows that are visible at most; return False if there is no room now."""
+        if not super().admit(slot, num_tokens, num_working_rows):
+            return False
+        self.of[slot] = Reading(self.of[slot].working)
+        return True
+
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Choose the tokens at `positions` [S] to be read before the draft is used next."""
+        self.of[slot].wanted = positions.tolist()
+
+    def advance(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Count `token_ids` as the sequence's next tokens, in the rows after the visible ones."""
+        held = self.of[slot]
+        held.decided += token_ids
+        held.shown += range(held.length, held.length + len(token_ids))
+        super().advance(slot, token_ids)
 
 
 class ModelNetwork:
     """A stock transformers LM. It reads tokens only and ignores the target's hidden states."""
 
+    vocabulary: Tensor | None = None
+    hidden_layers: tuple[int, ...] | None = None
+    reads_history = False
+    at_once = None
+
     def __init__(
         self,
         model: CachedModel,
-        num_full_rows: int,
-        prefill_window: int,
+        chunk_size: int,
         max_chunk: int,
         num_shared: int | None = None,
         other_id: int = 0,
     ):
         """Take the model.
 
-        It proposes the ids below `num_shared`, and reads `other_id` for all others; None: it knows
-        the target's tokens.
+        Args:
+            model: The draft, with rows for what a full batch sees.
+            chunk_size: Tokens that a retrieval shows or hides together.
+            max_chunk: Tokens that one forward reads at most.
+            num_shared: Number of ids that target and draft share, from 0 on. The draft proposes no
+                others, and reads `other_id` for them. None: all ids are shared.
         """
         self._model = model
-        self._window = prefill_window
+        self._chunk_size = chunk_size
         self._max_chunk = max_chunk
         self._num_shared = num_shared
         self._other_id = other_id
-        self.vocabulary: Tensor | None = None
         self.hidden_size: int = model.config.hidden_size
-        self.hidden_layers: tuple[int, ...] | None = None
-        self.reads_history = False
-        self.at_once = None
-        # whole pieces
-        self.num_staging_rows = prefill_window * (1 - -max_chunk // prefill_window) - 1
-        self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
+        self.cache = ReadCache(model.cache)
 
     def prefill(self, slot: int, text: Tensor, hidden: Tensor) -> None:
-        """Run a chunk at its original positions, and store its rows in the full cache.
-
-        It is cut into pieces as long as the window, the sequences of a batch, so that no kernel
-        needs a mask: a token sees its own piece, and a window before it. What pads the last one is
-        read by nobody.
-        """
-        token_ids = text[HISTORY:]
-        num_new = len(token_ids)
+        """Take the next chunk of the prompt, without reading it."""
         held = self.cache.of[slot]
-        position = held.length
-        assert num_new <= self._max_chunk
-        kept = min(position, self._window - 1)
-        size = min(num_new, self._window)
-        padded = -(-num_new // size) * size
-        ends = range(kept + size, kept + padded + 1, size)
-        lengths = [min(end, size + self._window - 1) for end in ends]
-        starts = [
-            held.working.start + end - length for end, length in zip(ends, lengths, strict=True)
-        ]
-        positions = torch.arange(position, position + padded, device=token_ids.device)
-        pieces = pad(token_ids, (0, padded - num_new)).view(-1, size)
-        plan = AttentionPlan(starts, lengths, size, ends_only=True)
-        self.forward(pieces, hidden, positions.view(-1, size), plan, None)
-        self.cache.store_working(slot, kept, num_new, position)
-        keep_next = min(position + num_new, self._window - 1)
-        self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
+        held.text.append(text[HISTORY:])
+        held.length += len(text) - HISTORY
+
+    def read(self, slots: Sequence[int]) -> int:
+        """Read the tokens that were selected and are not in the rows of `slots`; return their
+        number.
+        """
+        num_read = 0
+        changed: list[tuple[Reading, list[int]]] = []
+        for slot in slots:
+            held = self.cache.of[slot]
+            if held.wanted is None:
+                continue
+            runs = held.replace(self._chunk_size)
+            num_read += sum(map(len, runs))
+            if len(runs) == 1:
+                rows, step = runs[0], self._max_chunk
+                for first in range(0, len(rows), step):
+                    self._read([(held, rows[first : first + step])])
+            else:
+                changed += [(held, run) for run in runs]
+        if changed:
+            self._read(changed)
+        return num_read
+
+    def _read(self, runs: Sequence[tuple[Reading, list[int]]]) -> None:
+        """Read runs of rows [T] of one length. A token sees the rows up to its own."""
+        token_ids = torch.stack(
+            [held.tokens_at([held.shown[row] for row in rows]) for held, rows in runs]
+        )
+        plan = AttentionPlan(
+            starts=[held.working.start for held, _ in runs],
+            lengths=[rows[-1] + 1 for _, rows in runs],
+            num_new=token_ids.shape[1],
+            ends_only=True,
+        )
+        positions = upload(torch.tensor([rows for _, rows in runs]), token_ids.device)
+        self.forward(token_ids, positions, positions, plan, None)
 
     def forward(
         self,

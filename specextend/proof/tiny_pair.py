@@ -154,10 +154,9 @@ class TinyPair:
         target = CachedModel(_own(self._target), attend, rows, layers)
         drafter = None
         if speculates:
-            window = _CACHE.draft_prefill_window
-            scratch = batch * aligned(tree.most_nodes * tree.depth + window + subject.chunk)
+            scratch = batch * aligned(tree.most_nodes * tree.depth)
             cached = CachedModel(_own(self._draft), attend, rows + scratch, layers)
-            network = ModelNetwork(cached, rows + scratch, window, subject.chunk)
+            network = ModelNetwork(cached, _CACHE.chunk_size, subject.chunk)
             visible = _CACHE.top_k_chunks * _CACHE.chunk_size
             drafter = _NotingDrafter(network, tree, "dense", visible, batch, graphs)
             drafter.trees = trees

@@ -82,7 +82,7 @@ def until(engine, num_tokens, then, *requests):
 @pytest.mark.parametrize("draft", ["good", "eagle3"])
 def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     """No completion follows, its rows come back, its neighbour does not notice."""
-    engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=3, decoding__max_new_tokens=1500)
     before = fresh(engine)
     requests = of_length(150, 1500), of_length(200, NEW)
     completions = engine.generate(until(engine, 5, lambda: engine.cancel("150"), *requests))

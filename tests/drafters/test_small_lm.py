@@ -1,9 +1,8 @@
-"""The model draft: prefill in pieces is full attention with a mask, and rows come and go cleanly."""
+"""A small LM as the draft: it reads what it is to see, and when the choice changes only what is new."""
 
 import pytest
 import torch
 
-from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
@@ -11,11 +10,14 @@ from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.small_lm import ModelNetwork
 from specextend.models import load_causal_lm
-from tests.covering import covering
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
 
 OPTIONS = TreeOptions(nodes=4, depth=2, threshold=0)
 NAMES = ["llama", "mistral-yarn", "qwen3-tied-linear", "llama-tied-llama3"]
+CHUNK = 8
+PROMPT = random_prompt(130)
+FIRST = torch.cat([torch.arange(8), torch.arange(24, 40), torch.arange(96, 130)])
+"""Chunks 0, 3 and 4, and the last ones from chunk 12 on."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -23,74 +25,89 @@ def pair(request, pairs):
     return pairs(request.param)
 
 
-def network_of(pair, window, max_chunk=512, attend=attend_by_head):
-    model = load_causal_lm(pair.target, "float32", "cpu")
-    return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
+def drafter_of(path, num_slots=1, options=OPTIONS, **vocabulary):
+    model = CachedModel(load_causal_lm(path, "float32", "cpu"), attend_by_head, 2048)
+    return CausalDrafter(ModelNetwork(model, CHUNK, 64, **vocabulary), options, "hybrid", None, num_slots)
 
 
-def prefilled(network, prompt, chunk):
-    drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
-    prefill(drafter, prompt, chunk)
-    return drafter
+def begin(drafter, slot, prompt, positions):
+    """Give a slot a prompt in chunks, and let it see some positions; return how many tokens were read."""
+    assert drafter.admit(slot, len(prompt), 32)
+    for tokens in torch.tensor(prompt).split(50):
+        drafter.prefill(slot, tokens, torch.zeros(len(tokens), 0))
+    drafter.select(slot, positions)
+    return drafter.read_selected([slot])
 
 
-def prefill(drafter, prompt, chunk):
-    assert drafter.admit(0, len(prompt), 16)
-    for tokens in torch.tensor(prompt).split(chunk):
-        drafter.prefill(0, tokens, torch.zeros(len(tokens), 48))
+def visible(drafter, slot=0):
+    """Keys and values [2, L, K, S, D] of the rows that a slot sees."""
+    cache = drafter.network.cache
+    start = cache.of[slot].working.start
+    return cache.working.stored.transpose(0, 1)[:, :, :, start : start + cache.of[slot].visible]
 
 
-def run_in_pieces(pair, prompt, window, chunk):
-    """Keys and values [L, n, K, D] of one forward under a mask, by transformers with its own cache.
-
-    A token sees its piece of a chunk, up to itself, and a window before the piece.
-    """
-    model = load_reference(pair)
-    position = torch.arange(len(prompt))
-    begin = position // chunk * chunk + position % chunk // window * window
-    hidden = (position[None] > position[:, None]) | (position[None] <= begin[:, None] - window)
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    cache = model(torch.tensor([prompt]), attention_mask=mask[None, None], use_cache=True).past_key_values
-    keys, values = ([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers] for name in ("keys", "values"))
-    return torch.stack(keys), torch.stack(values)
+def read_by_transformers(pair, token_ids):
+    """The same of a text that transformers reads with its own cache."""
+    cache = load_reference(pair)(torch.tensor([token_ids]), use_cache=True).past_key_values
+    return torch.stack(
+        [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
+    )
 
 
-@pytest.mark.parametrize(
-    "family, window_and_chunk, attend",
-    covering(NAMES, [(16, 64), (16, 40), (16, 7), (1, 5), (31, 30), (500, 64)], [attend_reference, attend_by_head]),
-)
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
 @torch.inference_mode()
-def test_prefill_in_pieces_needs_no_mask(family, window_and_chunk, attend, pairs):
-    """Whatever the chunks: only window - 1 old rows are kept. A band took a mask of 4096 x 4607 numbers."""
-    pair, prompt, (window, chunk) = pairs(family), random_prompt(130), window_and_chunk
-    spans = []
-
-    def attending(q, k, v, span, scale):
-        spans.append(span)
-        return attend(q, k, v, span, scale)
-
-    network = network_of(pair, window, 64, attending)
-    drafter = prefilled(network, prompt, chunk)
-    assert all(span.mask is None for span in spans)
-    assert network.cache.of[0].length == len(prompt)
-    drafter.select(0, torch.arange(len(prompt)))  # slots are the original positions
-    assert_visible(network.cache, *run_in_pieces(pair, prompt, window, chunk))
+def test_a_draft_reads_what_it_sees_as_a_text_of_its_own(pair):
+    """It used to read the whole prompt, a third of the target's time, only to hide most of it."""
+    drafter = drafter_of(pair.target)
+    assert begin(drafter, 0, PROMPT, FIRST) == len(FIRST)
+    assert_close(visible(drafter), read_by_transformers(pair, [PROMPT[i] for i in FIRST.tolist()]))
 
 
-def assert_visible(cache, expected_keys, expected_values):
-    """What slot 0 sees: keys and values [L, n, K, D]."""
-    rows = slice(cache.of[0].working.start, cache.of[0].working.start + cache.of[0].visible)
-    torch.testing.assert_close(cache.working.keys[:, :, rows].transpose(1, 2), expected_keys, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
+@torch.inference_mode()
+def test_a_new_choice_costs_what_is_new(pair):
+    """New chunks take the rows of those that left; what lies beside them keeps its keys.
+
+    Keys and values of the first layer follow from a row's token and place alone, so they show which token is where.
+    """
+    drafter = drafter_of(pair.target, num_slots=2)
+    for slot in (0, 1):
+        begin(drafter, slot, PROMPT, FIRST)
+        drafter.absorb([slot], Decided.pad([[5, 6]], [torch.zeros(2, 0)]))
+    before = visible(drafter).clone()
+    seven_for_three = torch.cat([FIRST[:8], torch.arange(32, 40), torch.arange(56, 64), torch.arange(96, 132)])
+    for slot in (0, 1):
+        drafter.select(slot, seven_for_three)
+    assert drafter.read_selected([0, 1]) == 2 * CHUNK  # both slots in one forward
+    text = [*PROMPT, 5, 6]
+    rows = [*range(8), *range(56, 64), *range(32, 40), *range(96, 132)]
+    assert_close(visible(drafter)[:, 0], read_by_transformers(pair, [text[i] for i in rows])[:, 0])
+    assert_close(visible(drafter, 1), visible(drafter))
+    kept = [row for row, position in enumerate(rows) if not 56 <= position < 64]
+    assert_close(visible(drafter)[..., kept, :], before[..., kept, :])
+    assert not torch.allclose(visible(drafter), before)
+
+
+@torch.inference_mode()
+def test_a_choice_of_which_most_is_new_is_read_as_a_whole(pair):
+    """Rows that were read beside other chunks get stale."""
+    drafter = drafter_of(pair.target)
+    begin(drafter, 0, PROMPT, FIRST)
+    others = torch.cat([torch.arange(40, 96), torch.arange(120, 130)])
+    drafter.select(0, others)
+    assert drafter.read_selected([0]) == len(others)
+    assert drafter.read_selected([0]) == 0
+    assert_close(visible(drafter), read_by_transformers(pair, [PROMPT[i] for i in others.tolist()]))
 
 
 @pytest.mark.parametrize("draft, num_rows", [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
-    model = CachedModel(load_causal_lm(pair.drafts[draft], "float32", "cpu"), attend_by_head, 1024)
-    network = ModelNetwork(model, 1024, 512, 512, min(num_rows, VOCABULARY), EOS_TOKEN_ID)
-    drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
+    vocabulary = {"num_shared": min(num_rows, VOCABULARY), "other_id": EOS_TOKEN_ID}
+    drafter = drafter_of(pair.drafts[draft], options=TreeOptions(nodes=40, depth=3, threshold=0), **vocabulary)
     text = random_prompt(60)
     known = [token_id if token_id < num_rows else EOS_TOKEN_ID for token_id in text]
     assert (text != known) == (draft == "cut")
@@ -102,9 +119,8 @@ def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_t
 
 def drafted(drafter, prompt):
     """Draft for one prompt, from admission to release; return its tree."""
-    prefill(drafter, prompt, 64)
-    drafter.select(0, torch.arange(len(prompt)))
-    drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
+    begin(drafter, 0, prompt, torch.arange(len(prompt)))
+    drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 0)]))
     [tree] = drafter.propose([0])
     drafter.release(0)
     return [*tree.log_probs.tolist(), *tree.token_ids.tolist()]
