@@ -42,7 +42,7 @@ from specextend.models import (
     target_device,
 )
 from specextend.pairing import check_pair, draft_rows, draft_size, how_trees_attend, load_drafter
-from specextend.proof.checks import times_of
+from specextend.proof.kernel_checks import times_of
 from specextend.proof.prover import Proof, load_proof
 from specextend.proof.subject import Kernels, LayerShape, Subject, candidates_for
 from specextend.proof.tiny_pair import random_model

@@ -14,6 +14,7 @@ Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` n
 rows of a path, `n` tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -161,7 +162,7 @@ class DraftRows:
         return self.visible + num_new
 
 
-class VisibleCache:
+class VisibleCache(ABC):
     """The rows of a draft that hold the tokens which its sequences see now."""
 
     def __init__(self, working: KVCache):
@@ -192,10 +193,11 @@ class VisibleCache:
         """Free the rows of a slot."""
         self.working.rows.give_back(self.of.pop(slot).working)
 
+    @abstractmethod
     def select(self, slot: int, positions: Tensor) -> None:
         """Choose the tokens at `positions` [S] to be seen, ascending and on the host."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
         """Keep copies of working `rows` [n] for later selections, if there is a full cache."""
 

@@ -81,6 +81,9 @@ class ReadCache(VisibleCache):
         """Choose the tokens at `positions` [S] to be read before the draft is used next."""
         self.of[slot].wanted = positions.tolist()
 
+    def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
+        """Keep no copies: tokens that are chosen again are read again."""
+
     def advance(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count `token_ids` as the sequence's next tokens, in the rows after the visible ones."""
         held = self.of[slot]

@@ -20,7 +20,7 @@ from specextend.decoding.device import (
     is_device_error,
     make_current,
 )
-from specextend.proof.checks import calls_of, wrong_attention, wrong_layer
+from specextend.proof.kernel_checks import calls_of, wrong_attention, wrong_layer
 from specextend.proof.subject import TREES, Candidate, Kernels, Subject
 from specextend.proof.tiny_pair import make_requests, wrong_steps
 

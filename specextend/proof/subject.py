@@ -115,7 +115,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What kernels are proven for; all of it are JSON values.
+    """Names what kernels are proven for, in JSON values.
 
     Nothing in it depends on documents, a batch or the room for a cache, so that one proof holds for
     every run of a pair.

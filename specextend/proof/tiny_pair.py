@@ -19,7 +19,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.proof.checks import LONGEST
+from specextend.proof.kernel_checks import LONGEST
 from specextend.proof.subject import Kernels, Subject
 
 _SHAPE: Values = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specextend.attention.layer_kernels import TRITON, multiply
-from specextend.proof.checks import wrong_layer
+from specextend.proof.kernel_checks import wrong_layer
 from tests.attention.calls import assert_near
 from tests.attention.layer_calls import HEADS, layer_shape, product_in_fp8
 from tests.covering import covering

@@ -10,7 +10,7 @@ import torch
 from specextend.attention.backends import load_backend
 from specextend.attention.plain import attend_reference
 from specextend.attention.torch_kernels import TORCH, attend_by_head, gate
-from specextend.proof.checks import LONGEST, Call, prompt_calls, step_calls, wrong_attention, wrong_layer
+from specextend.proof.kernel_checks import LONGEST, Call, prompt_calls, step_calls, wrong_attention, wrong_layer
 from specextend.proof.subject import Kernels, LayerShape
 from specextend.proof.tiny_pair import make_requests, wrong_steps
 from tests.proof import faulty
