@@ -223,7 +223,7 @@ class Progress:
     """Rows with a text that was cut too early. They do not count as done."""
     num_partial: int = 0
     """Number of `errors` of which some tasks have an answer."""
-    kept: KeptTasks = field(default_factory=KeptTasks)
+    kept: KeptTasks = field(default_factory=KeptTasks, compare=False)
     """Answers of the rows of which only some tasks are done again."""
 
 

@@ -41,7 +41,7 @@ def drafted(network, slots):
         output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
         rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.of[0].full_end + torch.arange(count)
         network.cache.write_back(rows, positions[0], full_rows)
-        network.cache.advance(0, count)
+        network.cache.advance(0, [0] * count)
         return output[0, -1:]
 
     first = run(own[:-1], slots.hidden[own[:-1]])
