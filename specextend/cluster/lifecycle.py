@@ -119,6 +119,8 @@ def run_job(
         check_retry(prepared)
     lock = OutputLock(prepared.output, secrets.token_hex(4))
     with held(lock, display.note, interrupt.check):
+        with reading(prepared.output):
+            check_retry(prepared)  # another driver may have begun a run while this one waited
         prepared = replace(prepared, output=prepared.output.behind(lock.check))
         record = StartRecord(
             prepared.output,
@@ -459,7 +461,7 @@ class _LockedRun:
         num_retryable = len(progress.errors) - len(progress.final)
         where = ["errors/"] if len(progress.errors) > progress.num_partial else []
         where += ["the column tasks of summaries/"] if progress.num_partial else []
-        hint = "a retry would mend none of them"
+        hint = "--retry-errors does none of them again, --retry-errors=all does"
         if num_retryable:
             hint = f"--retry-errors does {num_retryable:,} of them again"
         self.display.note(

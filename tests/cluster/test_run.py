@@ -13,8 +13,10 @@ from specextend.cluster.exits import (
     Interrupt,
     InterruptedRunError,
     LockLostError,
+    OtherRunError,
     WorkersFailError,
 )
+from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import describe_status, read_status
 from specextend.models import load_causal_lm
 from specextend.pairing import pair_hashes
@@ -56,6 +58,25 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert not (run.output / "_SUCCESS").exists()
     [why] = [note for note in run.screen.notes if note.startswith("exit 3, ")]
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
+
+
+def test_a_run_that_waited_for_another_one_reads_the_folder_again(job, tmp_path):
+    """It had looked before it waited, and told its user to move the other run's good commits away."""
+    run = job(GOOD)
+    assert run.run() == 0
+    shutil.move(run.output, tmp_path / "done")
+    other = OutputLock(location(run.output), "0000000a", host="elsewhere")
+    assert other.try_take()
+
+    def end(name, facts):
+        if not (run.output / "_SUCCESS").exists() and "is held by run 0000000a" in run.screen.notes[-1]:
+            shutil.copytree(tmp_path / "done", run.output, dirs_exist_ok=True)
+            other.release()
+
+    run.screen.on_event = end
+    run.sections = {"prompt": {"instruction": "Answer: {{ document }}"}}
+    with pytest.raises(OtherRunError, match="belongs to another run"):
+        run.run()
 
 
 def test_workers_for_which_the_machine_has_no_room_are_said(job):

@@ -93,7 +93,9 @@ def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_aga
     ended = again(*flags).exits(3)
     assert "complete already, 5 rows: 3 done, 2 failed\nexit 3, no _SUCCESS" in ended.stderr
     said = ended.stderr.splitlines()[-1]
-    assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
+    assert said.endswith(
+        "allows 0 failed rows; see errors/, --retry-errors does none of them again, --retry-errors=all does"
+    )
     assert stamps(folder) == before
     assert not (folder / "out" / "_SUCCESS").exists()
 

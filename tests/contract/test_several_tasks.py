@@ -127,7 +127,7 @@ def test_a_task_that_fails_leaves_the_answers_of_the_others(ask):
     """
     given = partial(ask, "out", tasks=[BROKEN, *listed("outline")])
     said, output = given(code=3)
-    assert "see the column tasks of summaries/, a retry would mend none" in said
+    assert "see the column tasks of summaries/, --retry-errors does none" in said
     assert not (output / "errors").exists()
     before = rows(output / "summaries")
     for row in before:
