@@ -64,6 +64,8 @@ def test_a_run_that_waited_for_another_one_reads_the_folder_again(job, tmp_path)
     """It had looked before it waited, and told its user to move the other run's good commits away."""
     run = job(GOOD)
     assert run.run() == 0
+    for name in ("report.json", "report.html"):
+        (run.output / name).write_text("{}")
     shutil.move(run.output, tmp_path / "done")
     other = OutputLock(location(run.output), "0000000a", host="elsewhere")
     assert other.try_take()
