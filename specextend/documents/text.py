@@ -84,7 +84,9 @@ _FRONT = re.compile(r"(---|\+\+\+)[ \t]*\n(.*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
 """Metadata before a text of Markdown, in YAML or TOML."""
 _COMMENT = re.compile("<!--.*?-->", re.DOTALL)
 _ANCHOR = re.compile(r" ?\{[#.:][^}]*\}\Z")
-_PAYLOAD = re.compile(r"(data:[\w.+-]+/[\w.+-]+[\w.;=+-]*,)[^\s)>\"'\]]{64,}")
+_PAYLOAD = re.compile(
+    r"(data:[\w.+-]+/[\w.+-]+[\w.;=+-]*(?:(?<=;base64),|,(?=[^\s)>\"'\]]{64})))[^\s)>\"'\]]+"
+)
 
 
 def read_markdown(data: bytes, options: DocumentOptions) -> Text:

@@ -206,7 +206,8 @@ def test_markdown_stays_as_it_is_written_but_for_payload_and_comments():
     text = "- [x] done ~~500~~ <!-- kept -->\n\n`data:,short`\n\n```\n<!-- kept -->\n```\n"
     payload = "A+/=" * 99
     got = read(
-        f"<!-- out\nout -->\n{text}![a](data:image/png;base64,{payload})\n\n[b]: <data:x/y,{payload}>\n", "markdown"
+        f"<!-- out\nout -->\n{text}![a](data:image/png;base64,{payload}) ![c](data:image/gif;base64,R0lG)\n\n[b]: <data:x/y,{payload}>\n",
+        "markdown",
     )
-    assert got["text"] == f"\n{text}![a](data:image/png;base64,)\n\n[b]: <data:x/y,>\n"
-    assert got["hidden_characters"] == 2 * len(payload) + len("<!-- out\nout -->")
+    assert got["text"] == f"\n{text}![a](data:image/png;base64,) ![c](data:image/gif;base64,)\n\n[b]: <data:x/y,>\n"
+    assert got["hidden_characters"] == 2 * len(payload) + len("R0lG<!-- out\nout -->")
