@@ -205,9 +205,7 @@ def test_markdown_stays_as_it_is_written_but_for_payload_and_comments():
     """An image in Base64 took a hundred thousand tokens of a text of two pages."""
     text = "- [x] done ~~500~~ <!-- kept -->\n\n`data:,short`\n\n```\n<!-- kept -->\n```\n"
     payload = "A+/=" * 99
-    got = read(
-        f"<!-- out\nout -->\n{text}![a](data:image/png;base64,{payload}) ![c](data:image/gif;base64,R0lG)\n\n[b]: <data:x/y,{payload}>\n",
-        "markdown",
-    )
+    images = f"![a](data:image/png;base64,{payload}) ![c](data:image/gif;base64,R0lG)"
+    got = read(f"<!-- out\nout -->\n{text}{images}\n\n[b]: <data:x/y,{payload}>\n", "markdown")
     assert got["text"] == f"\n{text}![a](data:image/png;base64,) ![c](data:image/gif;base64,)\n\n[b]: <data:x/y,>\n"
     assert got["hidden_characters"] == 2 * len(payload) + len("R0lG<!-- out\nout -->")
