@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specextend.config import RunConfig
-from specextend.core import Completion, Request, Values, first_line
+from specextend.core import Completion, DocumentKey, Request, Values, first_line
 from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
 from specextend.data.commits import Earlier
 from specextend.data.inputs import DocumentError
@@ -31,7 +31,13 @@ from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.data.quality import answer_words, assess
 from specextend.data.rows import Row
-from specextend.data.schema import COMMITTED_TASKS, decoded_columns, failure_of, stats_columns
+from specextend.data.schema import (
+    COMMITTED_TASKS,
+    FAILURE,
+    decoded_columns,
+    failure_of,
+    stats_columns,
+)
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -257,7 +263,12 @@ def finished_row(
     """
     total_s = summary.completion.stats.total_s
     started_at = time.time() - (time.monotonic() - ended) - total_s
-    made = _of_all(summary) if summary.tasks else _of_one(config, row, summary)
+    kept = (each.state for each in summary.tasks if isinstance(each.state, dict))
+    made = (
+        _of_all(_task_rows(summary.tasks), summary.completion.stats, kept)
+        if summary.tasks
+        else _of_one(config, row, summary)
+    )
     return made | {
         **row.key._asdict(),
         "doc_id": row.doc_id,
@@ -267,6 +278,26 @@ def finished_row(
         "worker": worker,
         "attempts": attempts,
     }
+
+
+def failed_row(
+    key: DocumentKey, error: DocumentError, attempts: int, earlier: Earlier | None
+) -> Values:
+    """Return the row of a document that has failed: with the answers of an earlier start, of which
+    other tasks had failed, and this failure of those that were tried again.
+    """
+    made = asdict(error)
+    if earlier and len({each["error_class"] is None for each in earlier.tasks}) == 2:
+        again = {each["name"]: each for each in error.tasks or ()}
+        failure = {name: made[name] for name in FAILURE.names}
+        entries = [
+            again.get(each["name"], dict.fromkeys(each) | failure | {"name": each["name"]})
+            if each["name"] in earlier.again and each["error_class"] is not None
+            else each
+            for each in earlier.tasks
+        ]
+        made = _of_all(entries, DecodingStats(), entries) | earlier.document
+    return made | {**key._asdict(), "attempts": attempts}
 
 
 def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
@@ -293,30 +324,24 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
     }
 
 
-def _of_all(summary: Summary) -> Values:
+def _of_all(entries: list[Values], stats: DecodingStats, kept: Iterable[Values]) -> Values:
     """Return the columns that the row of a document has of all its tasks: sums of counts, and of
     the rest those of the first one that has an answer. A row of which a task failed says why.
+
+    stats: of what was decoded now. kept: entries of an earlier start.
     """
-    entries = _task_rows(summary.tasks)
     tasks = [each for each in entries if each["error_class"] is None]
     joined = {
         name: [each for task in tasks for each in task[name] or ()]
         for name in ("quality_flags", "evidence", "choices")
     }
-    stats = DecodingStats()
-    for stats_of_one in (
-        summary.completion.stats,
-        *(
-            DecodingStats.of_row(each.state)
-            for each in summary.tasks
-            if isinstance(each.state, dict)
-        ),
-    ):
-        stats.add(stats_of_one)
+    total = DecodingStats()
+    for one in (stats, *map(DecodingStats.of_row, kept)):
+        total.add(one)
     reasons = [task["finish_reason"] for task in tasks]
     return {
         **tasks[0],
-        **stats_columns(stats),
+        **stats_columns(total),
         "summary": entries[0]["text"] if entries[0]["error_class"] is None else None,
         "finish_reason": next((reason for reason in reasons if reason != "stop"), "stop"),
         "max_new_tokens": None,

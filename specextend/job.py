@@ -16,7 +16,7 @@ from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRun
 from specextend.cluster.progress import Display, open_display
 from specextend.config import Configs, RunConfig
 from specextend.core import ReadOnly
-from specextend.data.commits import Retry
+from specextend.data.run_folder import Retry
 from specextend.folders import die
 
 _ONE_RUN = threading.Lock()

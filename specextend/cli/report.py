@@ -269,10 +269,16 @@ def _say(exported: Exported, to: str) -> str:
     parts = [f"{_of(exported.done, exported.rows)} in {to}"]
     if exported.failed:
         parts.append(f"{exported.failed:,} failed")
+    if exported.partial:
+        parts.append(f"{exported.partial:,} with a task that failed")
     if exported.outdated:
         parts.append(f"{exported.outdated:,} with an older answer, because a newer attempt failed")
     if exported.gone:
         parts.append(f"{exported.gone:,} left out, because the input has them no more")
+    parts += [
+        f"a retry has not ended, and these are the answers before it: run again with {flags}"
+        for flags in exported.retries
+    ]
     if exported.difference:
         parts.append(f"the runs differ ({exported.difference})")
     return printable("; ".join(parts))

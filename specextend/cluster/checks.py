@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
@@ -20,7 +20,6 @@ from specextend.data.commits import (
     DamagedCommitError,
     Limits,
     Progress,
-    Retry,
     StrangeCommitError,
     pending,
     read_commits,
@@ -32,6 +31,7 @@ from specextend.data.quality import check_library
 from specextend.data.run_folder import (
     ADDED,
     Counts,
+    Retry,
     added_run,
     added_runs,
     check_kinds,
@@ -548,11 +548,14 @@ def check_retry(prepared: Prepared) -> None:
         raise RefusedError(
             f"{prepared.retries}: {prepared.output.path} holds no run; leave it out to begin one"
         )
-    begun = open_retry(read_starts(prepared.output)) if is_begun else {}
-    if any(prepared.limits.get(name, 0) < limit for name, limit in begun.items()):
+    limits, errors = open_retry(read_starts(prepared.output) if is_begun else [])
+    rank = get_args(Retry).index
+    if rank(prepared.retry_errors) < rank(errors) or any(
+        prepared.limits.get(name, 0) < limit for name, limit in limits.items()
+    ):
         raise RefusedError(
             f"a retry of {prepared.output.path} was interrupted, so its texts have two limits: run "
-            f"again with {retry_flags(begun)}"
+            f"again with {retry_flags(limits, errors)}"
         )
 
 

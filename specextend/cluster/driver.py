@@ -33,7 +33,7 @@ from specextend.cluster.progress import (
     lease_facts,
     result_facts,
 )
-from specextend.cluster.records import Committer, StartRecord, give_up, task_error
+from specextend.cluster.records import Committer, StartRecord, say_failed, task_error
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
@@ -44,6 +44,7 @@ from specextend.data.run_folder import RELEASED
 from specextend.data.source import Source
 from specextend.data.storage import is_away
 from specextend.decoding.decoding_options import DECIDED_DOCUMENTS, LEAST_SPEEDUP
+from specextend.document_requests import failed_row
 from specextend.stats import DecodingStats
 
 LOOK_EVERY_S = 1.0
@@ -304,7 +305,7 @@ class Driver:
         if failure is None:
             self._errors.done()
         else:
-            give_up(self.display, lease.key, failure, lease.attempt, worker)
+            say_failed(self.display, lease.key, failure, lease.attempt, worker)
             self._errors.failed(failure)
         self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
         self._note_memory(worker, outcome.used_gib)
@@ -392,7 +393,8 @@ class Driver:
             if not error.doc_id:
                 name = self.source.place if self._is_stopping else self.source.doc_id
                 error.doc_id = name(key)
-            self.committer.add(give_up(self.display, key, error, attempts, worker))
+            say_failed(self.display, key, error, attempts, worker)
+            self.committer.add(failed_row(key, error, attempts, self.pool.earlier(key)))
             self._errors.failed(error)
             self.ledger.finish(key, None)
             self.count(None)

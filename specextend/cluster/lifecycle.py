@@ -48,8 +48,8 @@ from specextend.cluster.records import (
     Committer,
     StartRecord,
     ended_with_errors,
-    give_up,
     rows_per_commit,
+    say_failed,
     tried_before,
 )
 from specextend.cluster.scheduler import Scheduler
@@ -58,12 +58,13 @@ from specextend.cluster.workers import Pool, Roster
 from specextend.cluster.workload import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, Values, counted, first_line
-from specextend.data.commits import CommitWriter, Earlier, Progress, Retry
+from specextend.data.commits import CommitWriter, Earlier, Progress
 from specextend.data.finalize import finalize, unfinished
 from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     Counts,
+    Retry,
     read_starts,
     read_success,
     remove_success,
@@ -73,6 +74,7 @@ from specextend.data.run_folder import (
 )
 from specextend.data.selection import write_selection
 from specextend.data.storage import exists, remove_temporary_files
+from specextend.document_requests import failed_row
 from specextend.loading import load_engine
 from specextend.report import RunFigures, write_report
 
@@ -266,7 +268,7 @@ class _LockedRun:
                     write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
             if self.prepared.limits:
-                self.record.retry(self.prepared.limits)
+                self.record.retry(self.prepared.limits, self.prepared.retry_errors)
             remove_success(output)
         if plan is None:
             return None
@@ -310,7 +312,9 @@ class _LockedRun:
                 self.interrupt.check()
                 key = DocumentKey(file, row)
                 attempts = progress.attempts.get(key, 0) + 1
-                rows.append(give_up(self.display, key, self._refusal(key), attempts))
+                error = self._refusal(key)
+                say_failed(self.display, key, error, attempts)
+                rows.append(failed_row(key, error, attempts, progress.kept.find(key)))
             with writing(self.prepared.output):
                 writer.commit(rows)
 

@@ -27,6 +27,7 @@ from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     RELEASED,
+    Retry,
     Start,
     lock_file,
     open_retry,
@@ -97,6 +98,7 @@ class StartRecord:
             "job": asdict(config.job),
             "report": asdict(config.report),
             "retry_truncated": None,
+            "retry_errors": "none",
             "workers": [],
             "charges": {},
             "memory": None,
@@ -180,9 +182,11 @@ class StartRecord:
         }
         self.write()
 
-    def retry(self, limits: Mapping[str, int]) -> None:
-        """Write that texts are done again at limits of new tokens; none: that all of them are."""
-        self._record["retry_truncated"] = dict(limits)
+    def retry(self, limits: Mapping[str, int], errors: Retry = "none") -> None:
+        """Write that texts are done again at limits of new tokens; none: that all of them are.
+        errors: the error rows that are done again, too.
+        """
+        self._record |= {"retry_truncated": dict(limits), "retry_errors": errors}
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
@@ -263,10 +267,10 @@ class Committer:
             self.record.charged(charges)
 
 
-def give_up(
+def say_failed(
     display: Display, key: DocumentKey, error: DocumentError, attempts: int, worker: str = ""
-) -> Values:
-    """Say that a document has failed, and return its error row."""
+) -> None:
+    """Say that a document has failed."""
     display.note(
         f"document {error.doc_id} failed: {error}",
         "document_failed",
@@ -277,7 +281,6 @@ def give_up(
         stage=error.stage,
         error_class=error.error_class,
     )
-    return {**key._asdict(), **asdict(error), "attempts": attempts}
 
 
 def task_error(row: ReadOnly) -> DocumentError | None:
@@ -338,7 +341,7 @@ def read_status(output: Location) -> Values:
         )
         raise ValueError(f"{output.path} holds {what}")
     starts = read_starts(output)
-    limits = open_retry(starts)
+    limits, again = open_retry(starts)
     progress = read_commits(output, limits=limits)
     success = read_success(output)
     num_rows = num_input_rows(manifest)
@@ -359,13 +362,14 @@ def read_status(output: Location) -> Values:
     return {
         "state": "running"
         if is_alive
-        else _state(whole, num_left, limits, is_complete=success is not None),
+        else _state(whole, num_left, retry_flags(limits, again), is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
         "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
         "partial": progress.num_partial,
         "left": num_left,
+        "retry_is_open": bool(limits),
         "driver": None if driver is None else str(driver),
         "heartbeat_age_s": None if driver is None else now - driver.heartbeat,
         "fingerprint": manifest["fingerprint"],
@@ -374,12 +378,10 @@ def read_status(output: Location) -> Values:
     }
 
 
-def _state(
-    starts: list[Start], num_left: int, limits: Mapping[str, int], *, is_complete: bool
-) -> str:
-    """Name the state of a run whose driver is gone. limits: of an interrupted retry, by task."""
-    if limits:
-        return f"stopped, run again with {retry_flags(limits)} to resume"
+def _state(starts: list[Start], num_left: int, retry: str, *, is_complete: bool) -> str:
+    """Name the state of a run whose driver is gone. retry: flags of an interrupted one."""
+    if retry:
+        return f"stopped, run again with {retry} to resume"
     if is_complete:
         return "complete"
     is_finished = not num_left and ended_with_errors(starts)
@@ -402,6 +404,11 @@ def describe_status(status: Values) -> str:
         lines.append(
             f"of these, {status['partial']:,} failed in some of their tasks: summaries/ has the "
             "answers of the others"
+        )
+    if status["retry_is_open"] and status["left"]:
+        lines.append(
+            f"all that are left, {status['left']:,}, wait for the retry: summaries/ has the text "
+            "of each before it"
         )
     if status["driver"]:
         lines.append(

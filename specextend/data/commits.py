@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
 from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, rows_where, write_table
-from specextend.data.run_folder import commits_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, rows_table
+from specextend.data.run_folder import Retry, commits_folder
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, OF_DOCUMENT, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
 from specextend.stats import PHASES, DecodingStats
 
@@ -145,8 +145,6 @@ def commit_order(name: str) -> tuple[int, str]:
     return int(match["seq"]), match["run_id"]
 
 
-Retry = Literal["none", "retryable", "all"]
-"""The error rows that are done again."""
 MOST_BYTES = 64 << 20
 """Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as
 much.
@@ -172,28 +170,33 @@ class Earlier(NamedTuple):
     """Its entries of the column `tasks`."""
     again: frozenset[str]
     """Names of the tasks to do again."""
+    document: Values
+    """Its columns that are of no task."""
 
 
 class KeptTasks:
-    """The column `tasks` of rows of which something may be done again, as it was read."""
+    """The answers in rows of which something may be done again, as they were read."""
 
     def __init__(self, limits: Limits | None = None, retry_errors: Retry = "none"):
         self._limits = limits or {}
         self._retry_errors = retry_errors
-        self._places: dict[DocumentKey, tuple[pa.ChunkedArray, int]] = {}
+        self._places: dict[DocumentKey, tuple[pa.Table, int]] = {}
 
     def add(self, rows: pa.Table) -> None:
         """Add rows with their keys."""
+        own = rows.select(["tasks", *OF_DOCUMENT])
         for place, key in enumerate(_keys(rows)):
-            self._places[key] = rows["tasks"], place
+            self._places[key] = own, place
 
     def find(self, key: DocumentKey) -> Earlier | None:
         """Return the answers to a document; None if all of its tasks are to be done."""
         if key not in self._places:
             return None
-        tasks, place = self._places[key]
-        entries: list[Values] = tasks[place].as_py()
-        return Earlier(entries, frozenset(each["name"] for each in entries if self._is_due(each)))
+        rows, place = self._places[key]
+        [document] = rows.slice(place, 1).to_pylist()
+        entries: list[Values] = document.pop("tasks")
+        again = frozenset(each["name"] for each in entries if self._is_due(each))
+        return Earlier(entries, again, document)
 
     def _is_due(self, entry: Values) -> bool:
         if entry["error_class"] is not None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -34,6 +34,8 @@ from specextend.data.storage import (
 )
 
 Record = TypeVar("Record")
+Retry = Literal["none", "retryable", "all"]
+"""The error rows that are done again."""
 SUMMARIES = "summaries"
 ERRORS = "errors"
 """The folders of the results, each with one file per input file."""
@@ -342,6 +344,8 @@ class Start:
     """The limits of a `--retry-truncated` that has begun, by task; none if it was brought to its
     end.
     """
+    retry_errors: Retry = "none"
+    """The error rows that it does again, too."""
     took_over: Heartbeat | None = None
     """The last one of the dead driver whose lock this start took over."""
     damage: str | None = None
@@ -363,16 +367,22 @@ def read_starts(output: Location) -> list[Start]:
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
 
 
-def open_retry(starts: list[Start]) -> dict[str, int]:
-    """Return the limits, by task, of a `--retry-truncated` that no start has brought to its end."""
-    limits = [start.retry_truncated for start in starts if start.retry_truncated is not None]
-    return limits[-1] if limits else {}
+def open_retry(starts: list[Start]) -> tuple[dict[str, int], Retry]:
+    """Return the limits, by task, of a `--retry-truncated` that no start has brought to its end,
+    and the error rows that it does again.
+    """
+    for start in reversed(starts):
+        if start.retry_truncated is not None:
+            return start.retry_truncated, start.retry_errors
+    return {}, "none"
 
 
-def retry_flags(limits: Mapping[str, int]) -> str:
-    """Return the flags of the command line that ask for texts again at these limits."""
-    values = (f"{name}={limit}" if name else str(limit) for name, limit in limits.items())
-    return " ".join(f"--retry-truncated {value}" for value in values)
+def retry_flags(limits: Mapping[str, int], errors: Retry) -> str:
+    """Return the flags of the command line that ask for these rows again."""
+    flags = [] if errors == "none" else [f"--retry-errors={errors}"]
+    for name, limit in limits.items():
+        flags.append(f"--retry-truncated {name}={limit}".replace(" =", " "))
+    return " ".join(flags)
 
 
 def _read_start(location: Location) -> Start | None:

@@ -98,13 +98,14 @@ FAILURE = pa.schema([*_columns("string", "error_class", "message", "stage"), ("r
 """Columns that say why a document, or one of its tasks, has failed; null if it has not."""
 WORDS = pa.struct([("held", pa.list_(pa.string())), ("other", pa.list_(pa.string()))])
 """The distinct content words of an answer: those that its document has, and the others."""
-_OF_DOCUMENT = {"doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s"}
+OF_DOCUMENT = ("doc_id", "content_sha256", "worker", "attempts", "started_at", "queue_s")
+"""The columns that are of no task."""
 TASKS = pa.list_(
     pa.struct(
         [
             *_columns("string", "name", "text"),
             *FAILURE,
-            *(each for each in SUMMARY_SCHEMA if each.name not in {*_OF_DOCUMENT, "summary"}),
+            *(each for each in SUMMARY_SCHEMA if each.name not in {*OF_DOCUMENT, "summary"}),
         ]
     )
 )

@@ -44,8 +44,10 @@ from specextend.data.parquet import (
 from specextend.data.run_folder import (
     check_results,
     list_results,
+    open_retry,
     parse_time,
     read_starts,
+    retry_flags,
     summaries_folder,
 )
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
@@ -107,6 +109,10 @@ class Exported(NamedTuple):
     """Left out, because the input has them no more."""
     difference: str = ""
     """How the runs differ in models or options, in one line; empty if they do not."""
+    partial: int = 0
+    """Written, with a task that failed."""
+    retries: Sequence[str] = ()
+    """The flags of each retry that has not ended; its new answers are not written."""
 
 
 class Form(NamedTuple):
@@ -268,15 +274,16 @@ class _Run(NamedTuple):
     """Those of the ids and the texts."""
     files: list[tuple[Location, bool]]
     """Those of `summaries/`, then those of `errors/`; True for the former."""
+    retry: str
+    """The flags of a retry that has not ended; empty if there is none."""
 
     @classmethod
     def read(cls, output: Location) -> _Run:
         """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
         manifest = read_manifest(output) or {}
         files = result_files(output)
-        begins = [
-            begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None
-        ]
+        starts = read_starts(output)
+        begins = [begin for start in starts if (begin := parse_time(start.begin)) is not None]
         if not manifest and not any(is_answer for _, is_answer in files):
             raise ValueError(f"{output.path} holds no run")
         footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file, _ in files)
@@ -288,7 +295,8 @@ class _Run(NamedTuple):
             )
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
-        return cls(output.path, manifest, min(begins, default=None), columns, files)
+        retry = retry_flags(*open_retry(starts))
+        return cls(output.path, manifest, min(begins, default=None), columns, files, retry)
 
 
 def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
@@ -351,14 +359,26 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
         line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest)
     )
     rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
-    exported = Exported(**counts, rows=rows, difference=next(lines, ""))
     mask = np.zeros(sum(sizes), bool)
     [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
     mask[answers] = True
     masks = np.split(mask, np.cumsum(sizes))
-    return [
+    several = {
+        file.path
+        for run in runs
+        if run.manifest.get("config", {}).get("tasks")
+        for file, _ in run.files
+    }
+    chosen = [
         (file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer
-    ], exported
+    ]
+    return chosen, Exported(
+        **counts,
+        rows=rows,
+        difference=next(lines, ""),
+        partial=sum(_num_partial(file, own) for file, own in chosen if file.path in several),
+        retries=[run.retry for run in runs if run.retry],
+    )
 
 
 def _read_ids(file: Location) -> pa.Table:
@@ -368,6 +388,20 @@ def _read_ids(file: Location) -> pa.Table:
         lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED),
         damaged_results(file),
     )
+
+
+def _num_partial(file: Location, mask: NDArray[np.bool_]) -> int:
+    """Count those rows of a file of which a task failed."""
+
+    def read(opened: pa.NativeFile) -> int:
+        parquet = pq.ParquetFile(opened, **CHECKED)
+        tasks = (
+            parquet.read(["tasks.list.element.error_class"])["tasks"].filter(mask).combine_chunks()
+        )
+        has_failed = pc.struct_field(tasks.flatten(), 0).is_valid()
+        return pc.count_distinct(pc.list_parent_indices(tasks).filter(has_failed)).as_py()
+
+    return read_file(file, read, damaged_results(file))
 
 
 def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:

@@ -153,7 +153,16 @@ def test_a_task_that_fails_leaves_the_answers_of_the_others(ask):
         path.rename(output / "_run" / "parts" / path.name)
     _, night = ask("night", "--set", f"input.except_done_in=[{output}]", tasks=[BROKEN, *listed("outline")])
     assert not (night / "summaries").exists(), "another try would fail in the same way"
-    said, _ = given(*remedy.replace("28", "600").split())
+    given(*remedy.replace("28", "15").split(), code=3)
+    for was, row in zip(before, rows(output / "summaries"), strict=True):
+        assert (row["attempts"], row["tasks"][1]) == (2, was["tasks"][1])
+        assert "form=30" in row["tasks"][0]["message"], "its last failure"
+        own = ("doc_id", "content_sha256", "worker", "started_at", "num_output_tokens", "outline")
+        assert [row[name] for name in own] == [was[name] for name in own]
+    exported = specextend("export", output, "--to", output.parent / "all.jsonl").exits(0).stdout
+    assert "4 of 4 documents" in exported
+    assert exported.endswith("; 4 with a task that failed\n")
+    given(*remedy.replace("28", "600").split())
     after = rows(output / "summaries")
     assert [row["outline"] for row in after] == [row["outline"] for row in before]
     for was, row in zip(before, after, strict=True):
