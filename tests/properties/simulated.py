@@ -82,6 +82,9 @@ class SimulatedPool:
     def clock(self):
         return self.now
 
+    def earlier(self, key):
+        """No document has answers of an earlier start."""
+
     def start(self, worker):
         taken = {being.place for being in self.workers.values()}
         self.workers[worker] = Being(self.draw.choice([at for at in range(self.num_places) if at not in taken]))
