@@ -4,6 +4,7 @@ when the process ends, unless that is by SIGKILL.
 
 import atexit
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -19,8 +20,9 @@ _temporary: dict[str, int] = {}
 
 def make_temporary(parent: str | None = None, prefix: str = "specextend-") -> str:
     """Make a folder that is removed when this process ends, if not before. Raises OSError."""
-    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
-    _temporary[folder] = os.getpid()
+    folder = os.path.abspath(os.path.join(parent or tempfile.gettempdir(), prefix + secrets.token_hex(8)))
+    _temporary[folder] = os.getpid()  # before it is there: a signal may come in between
+    os.mkdir(folder, mode=0o700)
     return folder
 
 
