@@ -20,7 +20,8 @@ _temporary: dict[str, int] = {}
 
 def make_temporary(parent: str | None = None, prefix: str = "specextend-") -> str:
     """Make a folder that is removed when this process ends, if not before. Raises OSError."""
-    folder = os.path.abspath(os.path.join(parent or tempfile.gettempdir(), prefix + secrets.token_hex(8)))
+    name = prefix + secrets.token_hex(8)
+    folder = os.path.abspath(os.path.join(parent or tempfile.gettempdir(), name))
     _temporary[folder] = os.getpid()  # before it is there: a signal may come in between
     os.mkdir(folder, mode=0o700)
     return folder

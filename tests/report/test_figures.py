@@ -1,0 +1,119 @@
+"""Figures of a report that can be computed in the head: of two documents, and of the times of two nights."""
+
+import random
+
+import pytest
+
+from specextend.data.commits import CommitWriter
+from specextend.data.storage import resolve
+from specextend.report import build_report
+from specextend.stats import DecodingStats
+from tests.job.conftest import rows
+from tests.report.made_up import FIRST, LIMITS, NIGHT_S, PRICE, SECOND, done_row
+
+PAID_S = 2 * (118 - 2) + 2 * (420 - 5)
+DRAFTED = DecodingStats(
+    num_prompt_tokens=1000,
+    num_cached_tokens=200,
+    num_output_tokens=21,
+    num_spec_steps=8,
+    num_plain_steps=2,
+    num_draft_tokens=64,
+    num_network_steps=7,
+    num_first_accepted=5,
+    num_accepted_tokens=10,
+    acceptance_histogram=[2, 2, 4],
+    num_retrievals=3,
+    retrieval_coverage_sum=1.5,
+    retrieval_churn_sum=0.4,
+    prefill_s=1.0,
+    draft_prefill_s=0.5,
+    draft_s=0.5,
+    verify_s=1.5,
+    retrieval_s=0.25,
+    other_s=0.25,
+    ttft_s=1.5,
+    decode_s=2.5,
+)
+PLAIN = DecodingStats(
+    num_prompt_tokens=5000, num_output_tokens=11, num_plain_steps=10, prefill_s=3, verify_s=3, ttft_s=3, decode_s=2.5
+)
+
+
+@pytest.mark.parametrize(
+    "section, figures",
+    {
+        "tokens": {"prompt": 6000, "cached": 200, "output": 32},
+        "acceptance": {
+            "mean_acceptance_length": 2.25,
+            "draft_acceptance_rate": 10 / 64,
+            "speculative_share": 0.4,
+            "mean_tree_size": 8,
+            "first_acceptance_rate": 5 / 7,
+            "histogram": [2, 2, 4],
+            "at_least": [1, 0.75, 0.5],
+        },
+        "retrieval": {"num_retrievals": 3, "coverage": 0.5, "churn": 0.2},
+        "time": {"busy_s": 10},
+        "speed": {"decode_tokens_per_s": 6, "end_to_end_tokens_per_s": 32 / 9.5, "tokens_per_busy_s": 3.2},
+    }.items(),
+)
+def test_sums_and_ratios_of_sums(section, figures, tmp_path):
+    """Of a document with drafts and a plain one, which has no retrievals; each is a bucket of its own."""
+    made = [done_row(n, each, "host:1", NIGHT_S, random.Random(n)) for n, each in enumerate((DRAFTED, PLAIN))]
+    CommitWriter(resolve(str(tmp_path)), FIRST).commit(made)
+    report = build_report(str(tmp_path))
+    assert {name: report[section][name] for name in figures} == {name: pytest.approx(figures[name]) for name in figures}
+    assert [report["time"]["shares"][phase] for phase in ("prefill", "verify")] == [0.4, 0.45]
+    assert [(each["bucket"], each["decode_tokens_per_s"]) for each in report["buckets"]] == [("1K", 8), ("8K", 4)]
+    spread = report["per_document"]["total_s"]
+    assert [spread[name] for name in ("n", "median", "mean", "min", "max")] == [2, 4.75, 4.75, 4, 5.5]
+
+
+def test_rows_count_once_and_for_the_worker_and_the_start_that_did_them(report):
+    """Some failed before they were done, and texts that are shown are drawn by their ids."""
+    assert report["rows"] == {"input": 300, "done": 293, "errors": 7, "pending": 0}
+    assert report["workers"] == {"host:11": 151, "host:1": 60, "host:12": 42, "host:2": 25, "host:3": 15}
+    assert [(each["run_id"], each["documents"]) for each in report["starts"]] == [(FIRST, 100), (SECOND, 193)]
+    drawn, flagged = ([text["doc_id"] for text in report["texts"][kind]] for kind in ("random", "flagged"))
+    assert len({*drawn, *flagged}) == 6
+    assert all(text["quality_flags"] for text in report["texts"]["flagged"])
+
+
+def test_shares_of_the_limits(report, made_up):
+    """Of every document but those of the worker that measured nothing."""
+    done = [row for row in rows(made_up / "_run/parts") if row["worker"] not in (None, "host:2")]
+    flop = num_bytes = 0
+    for row in done:
+        prompt, cached = row["num_prompt_tokens"], row["num_cached_tokens"]
+        num_read, num_steps = prompt - cached, row["num_spec_steps"] + row["num_plain_steps"]
+        flop += 2 * (num_read * LIMITS["layer_parameters"] + LIMITS["head_parameters"])
+        flop += LIMITS["attention_flop_per_pair"] * num_read * (prompt + cached + 1) / 2
+        seen = num_steps * (prompt + row["num_output_tokens"] / 2)
+        num_bytes += row["num_forwards"] * LIMITS["weight_bytes"] + seen * LIMITS["kv_bytes_per_token"]
+    prefill_s, verify_s = (sum(row[f"{phase}_s"] for row in done) for phase in ("prefill", "verify"))
+    assert report["limits"]["documents"] == len(done)
+    assert report["limits"]["prefill_share"] == pytest.approx(flop / LIMITS["flop_per_s"] / prefill_s)
+    assert report["limits"]["verify_share"] == pytest.approx(num_bytes / LIMITS["read_bytes_per_s"] / verify_s)
+
+
+def test_what_the_paid_time_was_spent_on(report):
+    """The kinds add up to all of it; the clock ran until a driver's last heartbeat or its end."""
+    found = report["wall_clock"]
+    paid = found["paid_s"]
+    assert sum(paid.values()) == pytest.approx(PAID_S)
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert paid["loading"] == pytest.approx((10 - 2) + (20 - 2) + 2 * (20 - 5))
+    assert paid["dead"] == pytest.approx(80 - 60)
+    assert found["seconds"] == pytest.approx(118 + 430)
+    assert found["documents_per_hour"] == pytest.approx(3600 * 293 / 548)
+    assert found["gpu_hours"] == pytest.approx(PAID_S / 7200)
+    assert found["cost"]["total"] == pytest.approx(PRICE * PAID_S / 3600)
+    assert found["cost"]["per_thousand_documents"] == pytest.approx(PRICE * PAID_S / 3.6 / 293)
+
+
+def test_the_tail(report):
+    """One long document at the end, for which one worker stayed and the other waited."""
+    tail = report["tail"]
+    assert [tail[name] for name in ("run_id", "documents", "workers", "idle_workers")] == [SECOND, 193, 2, 1]
+    assert tail["last_worker_alone_s"] == tail["idle_median_s"] > 60
