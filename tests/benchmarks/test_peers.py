@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.peers import LOOKUP, NGRAMS, LlamaCpp, Transformers, write_gguf
+from benchmarks.peers import LlamaCpp, Transformers, write_gguf
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_model
 
 SERVED = {
@@ -55,35 +55,3 @@ def test_the_first_token_is_in_no_decoding_time(tmp_path):
     assert many.num_steps == 32
     assert many.num_first_tokens == 1
     assert 0 < many.decode_s < many.total_s
-
-
-@pytest.fixture
-def bigram_model():
-    """Attention adds nothing, so that the next token depends on the last one alone and texts run in circles."""
-    model = tiny_model(FAMILIES["llama"], seed=0)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-    return model
-
-
-def test_prompt_lookup_takes_fewer_steps_for_the_same_tokens(bigram_model):
-    """It must really run: on a text that repeats itself its guesses come true, and its tokens are counted by step."""
-    prompt = [5, 6, 7, 8]
-    plain = Transformers(bigram_model, ()).decode(prompt, 60)
-    lookup = Transformers(bigram_model, (), LOOKUP).decode(prompt, 60)
-    assert lookup.token_ids == plain.token_ids
-    assert plain.num_steps == 59
-    assert plain.num_first_tokens == 1
-    assert lookup.num_steps < 59
-    assert 0 < lookup.decode_s < lookup.total_s
-
-
-def test_n_grams_of_llama_cpp_take_fewer_steps_for_the_same_tokens(bigram_model, tmp_path):
-    """A kind of draft that its server does not know, or a match that never comes, would leave it as slow as without."""
-    prompt = [5, 6, 7, 8]
-    plain = llama_cpp(bigram_model, tmp_path).decode(prompt, 60)
-    drafting = llama_cpp(bigram_model, tmp_path, NGRAMS).decode(prompt, 60)
-    assert drafting.token_ids == plain.token_ids
-    assert plain.num_steps == len(plain.token_ids) - 1
-    assert drafting.num_steps < plain.num_steps
