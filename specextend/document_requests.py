@@ -31,6 +31,7 @@ from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.data.quality import answer_words, assess
 from specextend.data.rows import Row
+from specextend.data.rules import broken_rules
 from specextend.data.schema import (
     COMMITTED_TASKS,
     FAILURE,
@@ -314,7 +315,7 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         prompt.left_out if config.output.sources and not config.output.schema else None,
         [text for each in config.prompt.examples for text in (each.user, each.assistant)],
     )
-    return {
+    made = {
         **decoded_columns(summary.completion, prompt, quality),
         "part_summaries": summary.part_rows,
         "num_requests": summary.num_requests,
@@ -322,6 +323,8 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         "max_new_tokens": max_new_tokens_of(config, row),
         "words": None if config.output.schema else answer_words(summary.completion.text, row.text),
     }
+    broken = broken_rules(config.output, made, row.passed)
+    return made | {"quality_flags": [*quality.quality_flags, *broken]}
 
 
 def _of_all(entries: list[Values], stats: DecodingStats, kept: Iterable[Values]) -> Values:

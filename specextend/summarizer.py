@@ -24,6 +24,7 @@ from specextend.data.inputs import DocumentError, InputError, InputOptions, Outp
 from specextend.data.parquet import plain_rows
 from specextend.data.prompts import Prompts
 from specextend.data.rows import Row, RowReader
+from specextend.data.rules import check_rules
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, rows_table
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
@@ -93,6 +94,8 @@ class Summarizer:
             return given_back(result_table([], batch, passthrough, self._config.output))
         reader = RowReader(self._config.input, (self._config.prompt.template,))
         check_columns("the batch", batch.schema, reader)
+        check_rules(self._config.output, map(batch.schema.field, passthrough))
+        named = [name for name in passthrough if name in self._config.output.rule_columns]
         rows = plain_rows(batch, reader.document_columns)
         found = [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
         with self._lock:
@@ -100,8 +103,10 @@ class Summarizer:
         results = [
             _failed(row.doc_id, row)
             if isinstance(row, DocumentError)
-            else self._result(row, next(decoded), received)
-            for row in found
+            else self._result(
+                replace(row, passed=batch.slice(number, 1).select(named)), next(decoded), received
+            )
+            for number, row in enumerate(found)
         ]
         return given_back(result_table(results, batch, passthrough, self._config.output))
 

@@ -28,6 +28,7 @@ from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import CLOCK, Prompts, with_time
 from specextend.data.quality import check_library
+from specextend.data.rules import check_rules
 from specextend.data.run_folder import (
     ADDED,
     Counts,
@@ -118,8 +119,12 @@ def prepare(
     with _refusals():
         begun = _begun_selection(config, recorded)
         only = None if begun is None else begun["identity"]["files"]
-        templates = [task.prompt.template for task in config.each_task.values()]
-        source = open_source(config.input, config.output, only, templates)
+        each_task = config.each_task.values()
+        templates = [each.prompt.template for each in each_task]
+        rules = {name for each in each_task for name in each.output.rule_columns}
+        source = open_source(config.input, config.output, only, templates, rules)
+        for each in each_task:
+            check_rules(each.output, source.passthrough_fields)
         config = config.model_copy(update={"input": source.options})
         check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))

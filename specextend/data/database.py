@@ -145,9 +145,9 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 @cache
-def filter_columns(text: str) -> tuple[str, ...]:
-    """Return the columns that a filter reads. Raises ValueError, in one line, for what is no
-    condition of a row.
+def filter_columns(text: str, option: str = "input.filter") -> tuple[str, ...]:
+    """Return the columns that a condition reads. option: names the condition in messages. Raises
+    ValueError, in one line, for what is no condition of a row.
     """
     cursor = _database().cursor()
     [parsed] = cursor.execute(_PARSE, [f"SELECT (\n{text}\n)"]).fetchall()
@@ -158,7 +158,7 @@ def filter_columns(text: str) -> tuple[str, ...]:
     if not wrong and len({name.lower() for name in columns}) < len(columns):
         wrong = "it names columns that differ in case alone"
     if wrong:
-        raise ValueError(f"input.filter {text!r} cannot be used ({wrong}); {_EXAMPLE}")
+        raise ValueError(f"{option} {text!r} cannot be used ({wrong}); {_EXAMPLE}")
     return tuple(columns)
 
 
@@ -178,7 +178,7 @@ def _refused(kinds: list[str], functions: list[str], types: list[str]) -> str | 
     return None
 
 
-def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
+def matches(text: str, table: pa.Table, option: str = "input.filter") -> NDArray[np.bool_]:
     """Return [N] bool: True where a row of a table of `filter_columns` matches; a condition that is
     null does not.
 
@@ -195,13 +195,12 @@ def matches(text: str, table: pa.Table) -> NDArray[np.bool_]:
     except (duckdb.Error, pa.ArrowException) as error:
         types = ", ".join(f"{field.name} is {field.type}" for field in table.schema)
         raise ValueError(
-            f"input.filter {text!r} does not fit its columns ({one_line(error)}); {types}: "
-            f"{_EXAMPLE}"
+            f"{option} {text!r} does not fit its columns ({one_line(error)}); {types}: {_EXAMPLE}"
         ) from error
     [mask] = found.values()
     if len(mask) != len(table):
         raise ValueError(
-            f"input.filter {text!r} gives {counted(len(mask), 'answer')} for "
+            f"{option} {text!r} gives {counted(len(mask), 'answer')} for "
             f"{counted(len(table), 'row')}: {_EXAMPLE}"
         )
     return np.asarray(mask, bool)

@@ -2,7 +2,8 @@
 of a file.
 """
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from specextend.core import Values, one_line, printable
@@ -196,8 +197,18 @@ class OutputOptions:
     sources: bool = False
     """Find in its document what was written: each string of an answer, choices excepted (column
     `evidence`), or the passages that each sentence of a text rests on (column `sources`)."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Conditions of SQL by name, such as `{short: "length(summary) < 900"}`, over the answer's
+    columns, `quality_flags` and `input.passthrough`. A text that does not meet one has the flag
+    `rule:NAME`."""
 
     def __post_init__(self) -> None:
+        for name, condition in self.rules.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(
+                    f"output.rules: name {name!r} with letters, digits, - and _: it is a flag"
+                )
+            filter_columns(condition, f"output.rules.{name}")
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
         if not self.column:
@@ -206,6 +217,11 @@ class OutputOptions:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
             raise ValueError(f"output.path {NO_CREDENTIALS}")
+
+    @property
+    def rule_columns(self) -> frozenset[str]:
+        """Return the columns that the rules read."""
+        return frozenset(name for each in self.rules.values() for name in filter_columns(each))
 
     @property
     def json_schema(self) -> str | None:

@@ -41,16 +41,19 @@ class Row:
     """The same for each further task."""
     sampling: ReadOnly = field(default_factory=dict)
     """Fields of SamplingParams in which the row differs from the run."""
+    passed: pa.Table | None = field(default=None, compare=False, repr=False)
+    """The passthrough columns that `output.rules` name; None if there are none."""
 
 
 @dataclass(frozen=True)
 class RowReader:
     """Makes rows of values of columns, of which texts are bytes. templates: the instructions of the
-    run's tasks.
+    run's tasks. rule_columns: passthrough columns that are read for rules.
     """
 
     options: InputOptions
     templates: tuple[Instruction, ...] = ()
+    rule_columns: tuple[str, ...] = ()
 
     @property
     def template_columns(self) -> tuple[str, ...]:
@@ -69,7 +72,9 @@ class RowReader:
     @property
     def document_columns(self) -> list[str]:
         """Return the columns that a row is read from."""
-        return _named(*self.content_columns, self.options.id_column, self.options.reference_column)
+        options = self.options
+        own = (options.id_column, options.reference_column)
+        return _named(*self.content_columns, *own, *self.rule_columns)
 
     def read(self, key: DocumentKey, doc_id: str, values: ReadOnly) -> Row:
         """Make a row. What is not UTF-8 in a reference is replaced.

@@ -142,7 +142,17 @@ class Source:
             place = self.place(key)
             content = self.reader.content(values)
             raise DocumentError("BadId", f"the id is {what}", doc_id=place, content_sha256=content)
-        return self.reader.read(key, self._id(key, row), values)
+        found = self.reader.read(key, self._id(key, row), values)
+        return (
+            replace(found, passed=self._for_rules(key, row)) if self.reader.rule_columns else found
+        )
+
+    def _for_rules(self, key: DocumentKey, row: pa.Table) -> pa.Table:
+        names = [*self.reader.rule_columns]
+        fields = [each for each in self.passthrough_fields if each.name in names]
+        batch = self._with_partitions(row, key.file, names)
+        columns = self._typed("input.passthrough", fields, batch, key.file)
+        return pa.table(columns, schema=pa.schema(fields))
 
     @property
     def warning(self) -> str:
@@ -432,20 +442,22 @@ def open_source(
     output: OutputOptions | None = None,
     only: Collection[str] | None = None,
     templates: Iterable[Instruction] = (),
+    rule_columns: Collection[str] = (),
 ) -> Source:
     """List and check the input; reads footers only. Selects no rows and checks no ids:
     `select_rows` does.
 
     A data set of `specextend prepare` brings its ids. output: checked too, if given: it must be
     writable and apart from the input. only: relative paths of the files that are wanted; others are
-    left out. templates: the instructions of the run's tasks.
+    left out. templates: the instructions of the run's tasks. rule_columns: those that rules name.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
     listing = list_input(options.path)
     if options.id_column is None:
         options = replace(options, id_column=id_column_of(listing.relative_paths))
-    reader = RowReader(options, tuple(templates))
+    passed = tuple(name for name in options.passthrough if name in rule_columns)
+    reader = RowReader(options, tuple(templates), passed)
     if output is not None:
         folder = check_apart(listing, output.path)
         try:

@@ -1,0 +1,72 @@
+"""The rules of `output.rules`: conditions of SQL that the answers of a run should meet."""
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from specextend.core import ReadOnly, did_you_mean
+from specextend.data.database import filter_columns, matches
+from specextend.data.inputs import OutputOptions
+from specextend.data.schema import (
+    OF_DOCUMENT,
+    SUMMARY_SCHEMA,
+    TextColumns,
+    rows_table,
+    summary_columns,
+    summary_fields,
+)
+
+
+def check_rules(output: OutputOptions, passthrough: Iterable[pa.Field]) -> None:
+    """Raise ValueError for a rule that cannot be computed over answers and passthrough columns."""
+    fields = [field for field in _fields(output) if field.name not in OF_DOCUMENT]
+    schema = pa.schema([*fields, *passthrough])
+    # a row of nulls: without a row no constant is cast
+    table = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
+    for name, condition in output.rules.items():
+        columns = filter_columns(condition, f"output.rules.{name}")
+        for column in columns:
+            if column not in table.column_names:
+                raise ValueError(
+                    f"output.rules.{name}: there is no column {column!r}, neither of the answers "
+                    f"nor in input.passthrough{did_you_mean(column, table.column_names)}; texts "
+                    "take single quotes"
+                )
+        matches(condition, table.select(columns), f"output.rules.{name}")
+
+
+def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None) -> list[str]:
+    """Return the flags of the rules whose condition is not true.
+
+    Args:
+        output: Options with the rules.
+        made: Columns of the answer by name, as the row of a document has them.
+        passed: Passthrough columns of the document that rules name, as a table of one row.
+    """
+    if not output.rules:
+        return []
+    own = summary_columns(rows_table([made], SUMMARY_SCHEMA), _columns(output))
+    table = pa.table(own, schema=pa.schema(_fields(output)))
+    if passed is not None:
+        table = pa.table(
+            [*table.columns, *passed.columns], [*table.column_names, *passed.column_names]
+        )
+    return [
+        f"rule:{name}" for name, condition in output.rules.items() if not _holds(condition, table)
+    ]
+
+
+def _holds(condition: str, table: pa.Table) -> bool:
+    """Return True if a row meets a condition. A value that cannot be computed does not."""
+    try:
+        return bool(matches(condition, table.select(filter_columns(condition)))[0])
+    except ValueError:
+        return False
+
+
+def _columns(output: OutputOptions) -> TextColumns:
+    return TextColumns(output.column, output.json_schema)
+
+
+def _fields(output: OutputOptions) -> list[pa.Field]:
+    return summary_fields(_columns(output))
