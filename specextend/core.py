@@ -89,6 +89,11 @@ class SamplingParams:
         """
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
+    @property
+    def penalises(self) -> bool:
+        """Return True if the logits depend on tokens that occurred."""
+        return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
+
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")

@@ -321,7 +321,9 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     size = DTYPES[config.target.dtype].itemsize
     chunk = _traits(config).prefill_chunk
     layer = _WIDTH * facts.hidden_size * chunk * size
-    step = _logits_bytes(config, facts)
+    sampling = config.decoding.sampling(0)
+    # penalised logits, and probabilities to sort
+    step = _logits_bytes(config, facts, 1 + sampling.penalises + sampling.leaves_out)
     if config.job.device == "cpu":
         return max(layer, step)
     # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of
@@ -334,10 +336,10 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return layer + step + merge + copies
 
 
-def _logits_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Compute what the logits of the largest step take, which are there in fp32, too."""
+def _logits_bytes(config: RunConfig, facts: ModelFacts, num_copies: int = 1) -> int:
+    """Compute what the logits of the largest step take, with `num_copies` in fp32."""
     num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
-    return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4)
+    return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4 * num_copies)
 
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts) -> int:

@@ -80,7 +80,7 @@ SAMPLED = [
 ]
 
 
-def decode_with_a_head(device, waits, *, speculates, merges=False):
+def decode_with_a_head(device, waits, requests, *, speculates, merges=False):
     """What an EAGLE-3 head of random weights decodes for requests that sample, with n-grams if it `merges`."""
     parts = EngineParts(Pair(TINY[-1], device, torch.float32), "sdpa", 2, 128)
     if merges:
@@ -88,16 +88,25 @@ def decode_with_a_head(device, waits, *, speculates, merges=False):
     engine = parts.engine(speculates=speculates)
     engine.decode_share = 0.0
     waits.clear()
-    return tokens_of(engine.generate(SAMPLED))
+    return tokens_of(engine.generate(requests))
 
 
 @pytest.mark.parametrize("merges", [False, True])
 @torch.inference_mode()
 def test_a_head_ngrams_and_sampled_requests_wait_nowhere_else(merges):
     """Only a small LM and greedy requests had been on it."""
-    expected = decode_with_a_head(torch.device("cpu"), Counter(), speculates=False)
+    expected = decode_with_a_head(torch.device("cpu"), Counter(), SAMPLED, speculates=False)
     with virtual_gpu() as waits:
-        found = decode_with_a_head(torch.device("cuda"), waits, speculates=True, merges=merges)
+        found = decode_with_a_head(torch.device("cuda"), waits, SAMPLED, speculates=True, merges=merges)
     assert found == expected
     of_ngrams = {"tree.nodes", "ngram.prefill"} if merges else set()
-    assert waits.keys() - {"sampling._kept"} <= PROMPT | RETRIEVAL | STEP | LEVELS | of_ngrams
+    assert waits.keys() - {"sampling._choose_likely"} <= PROMPT | RETRIEVAL | STEP | LEVELS | of_ngrams
+
+
+@torch.inference_mode()
+def test_a_batch_that_samples_waits_once_a_step_for_what_it_sorts():
+    """Each sequence waited for sorts of its own, sixteen times a step at batch 16."""
+    alike = [replace(each, sampling=replace(SAMPLED[1].sampling, seed=b)) for b, each in enumerate(SAMPLED)]
+    with virtual_gpu() as waits:
+        decode_with_a_head(torch.device("cuda"), waits, alike, speculates=True)
+    assert waits["sampling._choose_likely"] == waits["verification.verify"] + len(alike)

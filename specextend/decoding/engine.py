@@ -32,7 +32,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import REFRESH_EVERY, CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
-from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
+from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch, choose
 from specextend.decoding.speculation import Adaptive, Payoff
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
@@ -402,9 +402,10 @@ class Engine:
             sequence.push(token_ids, self._watch.charge("prefill_s", sequences))
             sequence.stopper.finish_reason = reason
             return
-        positions = torch.tensor([sequence.length], device=self.target.device)
+        positions = torch.tensor([[sequence.length]], device=self.target.device)
         logits = self.target.logits(end.hidden)
-        chosen = sequence.choose(logits, positions, request.prompt_token_ids[-1:], [-1])
+        nodes = request.prompt_token_ids[-1:], [-1]
+        chosen = choose([sequence], logits[None], positions, [nodes])[0]
         token_id = int(where_finite(chosen, logits, NOT_FINITE))
         now = self._watch.charge("prefill_s", sequences)
         if token_id == NOT_FINITE:

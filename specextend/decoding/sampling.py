@@ -11,6 +11,7 @@ tokens in order of probability.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ FARTHEST = 1000.0
 """Largest lead of a token, in logits: that over tokens which cannot be chosen at all."""
 NOT_FINITE = -2
 """Stands in the place of a token where the logits that it would be chosen from are not finite."""
+_NOISE_ROWS = 8  # whose noise is made at once
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
 
 
@@ -54,42 +56,67 @@ def where_finite(values: Tensor, logits: Tensor, other: float) -> Tensor:
     return values.masked_fill(sums - sums != 0, other)  # the difference of infinite sums is NaN
 
 
-def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise [P, K] fp32 of int64 `token_ids`, [K] or [P, K], at absolute
-    `positions` [P].
+def noise_keys(seeds: Sequence[int], positions: Tensor) -> Tensor:
+    """Return keys [B, N] of the noise of requests with these seeds at absolute `positions` [B, N]
+    int64. Noise is a function of its key and the token id.
+    """
+    mixed = _mix(torch.tensor([_signed(seed & _MASK) for seed in seeds]))
+    return _mix(positions * _signed(_WEYL) + upload(mixed, positions.device).unsqueeze(1))
+
+
+def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return standard Gumbel noise [..., K] fp32 of int64 `token_ids`, [K] or [..., K], by `keys`
+    [...] of `noise_keys`.
 
     A counter-based generator: an entry is a function of (seed, position, token id). The logarithms
     are taken in fp64, so the rounded result is the same on every device and in every shape.
     """
-    key = int(_mix(torch.tensor(_signed(seed & _MASK))))
-    keys = _mix(positions * _signed(_WEYL) + key)
     bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and neither 0 nor 1
     return uniform.log_().neg_().log_().neg_().float()
 
 
-def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
-    """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of
-    the tokens chosen.
+def choose_tokens(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """Choose the target's tokens [B, N] int64 of B sequences from `logits` [B, N, V]; `positions`
+    [B, N] int64 are those of the tokens chosen.
 
-    Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one
-    position share noise. Where top_k or top_p leaves tokens out, noise is made for the others
-    alone.
+    Sequences that sample alike, whatever their seeds, are one call. Greedy decoding takes the first
+    of equal logits and never waits for the device. Nodes at one position share noise. Where top_k
+    or top_p leaves tokens out, noise is made for the others alone.
     """
-    if sampling.temperature == 0:
+    alike = defaultdict[tuple[float, ...], list[int]](list)
+    for b, each in enumerate(sampling):
+        alike[each.temperature, each.top_k, each.top_p].append(b)
+    if len(alike) == 1:
+        return _choose_alike(logits, positions, sampling)
+    chosen = torch.empty_like(positions)
+    for places in alike.values():
+        rows = upload(torch.tensor(places), logits.device)
+        of_rows = _choose_alike(logits[rows], positions[rows], [sampling[b] for b in places])
+        chosen.index_copy_(0, rows, of_rows)
+    return chosen
+
+
+def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """Choose as `choose_tokens` does, for sequences whose options differ in their seeds alone."""
+    first = sampling[0]
+    if first.temperature == 0:
         # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU
         return logits.max(-1).indices
-    scaled = _scaled(logits, sampling.temperature)
-    if (kept := _kept(scaled, sampling)) is not None:
-        values, token_ids = kept
-        best = (values + gumbel_noise(sampling.seed, positions, token_ids)).argmax(-1, keepdim=True)
-        return token_ids.gather(-1, best).squeeze(-1)
-    distinct, row_of = positions.unique(return_inverse=True)
-    noise = gumbel_noise(
-        sampling.seed, distinct, torch.arange(logits.shape[-1], device=logits.device)
-    )
-    return (scaled + noise[row_of]).argmax(-1)
+    keys = noise_keys([each.seed for each in sampling], positions)
+    vocab_size = logits.shape[-1]
+    top_k = first.top_k if 0 < first.top_k < vocab_size else vocab_size
+    if top_k < vocab_size or first.top_p < 1:
+        scaled = _scaled(logits, first.temperature).flatten(0, 1)
+        return _choose_likely(scaled, keys.flatten(), top_k, first.top_p).view_as(positions)
+    distinct, row_of = keys.unique(return_inverse=True)
+    token_ids = torch.arange(vocab_size, device=logits.device)
+    # in pieces that a processor's cache holds
+    noise = torch.cat([gumbel_noise(each, token_ids) for each in distinct.split(_NOISE_ROWS)])
+    pairs = zip(logits, row_of, strict=True)
+    chosen = [_scaled(own, first.temperature).add_(noise[rows]).argmax(-1) for own, rows in pairs]
+    return torch.stack(chosen)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -97,10 +124,9 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     cannot overflow.
     """
     assert temperature > 0, "greedy decoding has no distribution"
-    values = logits.float()
-    return (values - values.amax(-1, keepdim=True)).div_(
-        max(temperature, torch.finfo(torch.float32).tiny)
-    )
+    values = logits.to(torch.float32, copy=True)
+    least = torch.finfo(torch.float32).tiny
+    return values.sub_(values.amax(-1, keepdim=True)).div_(max(temperature, least))
 
 
 def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int) -> float:
@@ -112,38 +138,48 @@ def lead_of(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: 
     scores = logits.double()
     if sampling.temperature > 0:
         token_ids = torch.arange(len(logits), device=logits.device)
-        noise = gumbel_noise(sampling.seed, position.reshape(1), token_ids)[0]
+        noise = gumbel_noise(noise_keys([sampling.seed], position.reshape(1, 1)), token_ids)[0, 0]
         scores = scores + noise * sampling.temperature
     leads = scores[chosen] - scores
     leads[chosen] = FARTHEST
     return float(leads.clamp(0.0, FARTHEST).min())
 
 
-def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | None:
-    """Return the likeliest tokens, ties by id: their `scaled` [..., K], -inf from the cut on, and
-    ids [..., K].
+def _choose_likely(scaled: Tensor, keys: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Choose tokens [R] among the likeliest of `scaled` [R, V], ties by id, with the noise of
+    `keys` [R].
 
-    K is as large as top_k and top_p need. None if they leave no token out.
+    The likeliest are sorted, as many as most rows need; rows that need more are sorted again, with
+    one wait of the host each time.
     """
     vocab_size = scaled.shape[-1]
-    top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else vocab_size
-    if top_k == vocab_size and sampling.top_p >= 1:
-        return None
     probs = scaled.softmax(-1) if top_k == vocab_size else None
     size = min(_FIRST_PREFIX if probs is not None else top_k + 1, vocab_size)
+    chosen = torch.empty_like(keys)
+    rows = torch.arange(len(keys), device=keys.device)
     while True:
         values, token_ids = _likeliest(scaled, size)
         likeliest = (
             values[..., :top_k].softmax(-1) if probs is None else probs.gather(-1, token_ids)
         )
-        num_kept = _nucleus_size(likeliest, sampling.top_p)
+        num_kept = _nucleus_size(likeliest, top_p)
         last = values.gather(-1, num_kept - 1)
         end = values[..., -1:]
-        if size == vocab_size or bool(
-            ((end < last) | end.isneginf()).all()
-        ):  # no token beyond is as likely as the last
-            cut = torch.arange(size, device=scaled.device) >= num_kept
-            return values.masked_fill_(cut, -math.inf), token_ids
+        # a token beyond may be as likely as the last
+        lacks = ((end >= last) & ~end.isneginf()).squeeze(-1)
+        cut = torch.arange(size, device=keys.device) >= num_kept
+        noisy = values.masked_fill_(cut, -math.inf).add_(gumbel_noise(keys, token_ids))
+        best = noisy.argmax(-1, keepdim=True)
+        chosen.index_copy_(0, rows, token_ids.gather(-1, best).squeeze(-1))
+        if size == vocab_size:
+            return chosen
+        left = lacks.nonzero().squeeze(-1)
+        if not len(left):
+            return chosen
+        scaled = scaled[left]
+        keys = keys[left]
+        rows = rows[left]
+        probs = None if probs is None else probs[left]
         size = min(size * 8, vocab_size)
 
 
@@ -278,9 +314,7 @@ class Penalties:
 
 def penalties_of(request: Request, device: torch.device) -> Penalties | None:
     """Return the penalties of a request; None if it has none, so that it costs nothing."""
-    sampling = request.sampling
-    is_on = sampling.repetition_penalty != 1 or sampling.no_repeat_ngram_size > 0
-    return Penalties(request, device) if is_on else None
+    return Penalties(request, device) if request.sampling.penalises else None
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:

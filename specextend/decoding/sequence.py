@@ -24,6 +24,8 @@ from specextend.stats import DecodingStats, Phase
 
 _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
+Nodes = tuple[Items[int], Items[int]]
+"""Token ids and parents of the nodes of a tree."""
 
 
 class StopChecker:
@@ -163,24 +165,21 @@ class Sequence:
         """Return the number of tokens that the output has room for."""
         return self.request.max_new_tokens - len(self.stopper.token_ids)
 
-    def choose(
-        self, logits: Tensor, positions: Tensor, token_ids: Items[int], parents: Items[int]
+    def settle(
+        self, logits: Tensor, scores: Tensor, positions: Tensor, chosen: Tensor, nodes: Nodes
     ) -> Tensor:
-        """Choose tokens [N] from logits [N, V] behind each node of a tree; under a grammar -1 where
-        none leads.
+        """Return tokens [N] behind each node of a tree that its grammar allows, -1 where it leads
+        nowhere, and note a lead.
 
-        `positions` [N] are those of the tokens chosen. The tree is asked for by penalties and
-        grammar only.
+        `chosen` [N] are tokens by `scores`, the penalised logits, without a grammar.
         """
         sampling = self.request.sampling
         grammar = self.grammar
-        scores = (
-            logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
-        )
         if grammar is None:
-            return self._choose(scores, positions)
+            self._note_lead(scores, positions, chosen)
+            return chosen
         is_likely = not (self.penalties or sampling.leaves_out or self.request.keeps_leads)
-        likely = choose_tokens(scores, positions, sampling).tolist() if is_likely else None
+        likely = chosen.tolist() if is_likely else None
 
         def choose(node: int) -> int:
             """Choose behind a node where the grammar stands. What is chosen of all tokens is the
@@ -189,19 +188,22 @@ class Sequence:
             if likely is not None and grammar.allows(likely[node]):
                 return int(likely[node])
             row = slice(node, node + 1)
-            return int(self._choose(grammar.mask(logits[row], scores[row]), positions[row]))
+            allowed = grammar.mask(logits[row], scores[row])
+            [chosen] = choose_tokens(allowed[None], positions[None, row], [sampling])
+            self._note_lead(allowed, positions[row], chosen)
+            return int(chosen)
 
-        reached = grammar.follow(token_ids, parents, choose)
+        reached = grammar.follow(*nodes, choose)
         return upload(torch.tensor(reached + [-1] * (len(logits) - len(reached))), logits.device)
 
-    def _choose(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Choose tokens [N] from scores [N, V], and note the lead of the first."""
-        chosen = choose_tokens(scores, positions, self.request.sampling)
+    def _note_lead(self, scores: Tensor, positions: Tensor, chosen: Tensor) -> None:
+        """Note the lead of the first of `chosen` tokens [N] by scores [N, V], if it is asked
+        for.
+        """
         if self.request.keeps_leads:
             self.leads.append(
                 lead_of(scores[0], positions[0], self.request.sampling, int(chosen[0]))
             )
-        return chosen
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the
@@ -280,6 +282,31 @@ class Sequence:
             tuple(self.leads),
             tuple(self.scored),
         )
+
+
+def choose(
+    sequences: Items[Sequence], logits: Tensor, positions: Tensor, trees: Items[Nodes]
+) -> Tensor:
+    """Choose tokens [B, N] behind each node of the trees of sequences; under a grammar -1 where
+    none leads.
+
+    Args:
+        logits: The target's [B, N, V].
+        positions: Positions [B, N] of the tokens chosen.
+        trees: Nodes of each sequence's tree; asked for by penalties and grammars only.
+    """
+    scores = logits
+    if any(each.penalties for each in sequences):
+        pairs = zip(sequences, logits, trees, strict=True)
+        scores = torch.stack(
+            [
+                each.penalties.apply(own, *nodes) if each.penalties else own.float()
+                for each, own, nodes in pairs
+            ]
+        )
+    chosen = choose_tokens(scores, positions, [each.request.sampling for each in sequences])
+    rows = zip(sequences, logits, scores, positions, chosen, trees, strict=True)
+    return torch.stack([sequence.settle(*row) for sequence, *row in rows])
 
 
 class Stopwatch:

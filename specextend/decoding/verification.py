@@ -16,7 +16,7 @@ from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import NOT_FINITE, where_finite
-from specextend.decoding.sequence import Sequence
+from specextend.decoding.sequence import Nodes, Sequence, choose
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
@@ -170,12 +170,11 @@ class Verifier:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the
         chosen tokens'.
         """
-        chosen = []
-        for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            nodes = (
-                torch.stack([tree.token_ids, tree.parents]).tolist()
-                if sequence.is_adjusted
-                else ([], [])
-            )
-            chosen.append(sequence.choose(logits[b], positions[b], *nodes))
-        return torch.stack(chosen)
+        nodes: Items[Nodes] = [([], [])] * len(sequences)
+        if any(sequence.is_adjusted for sequence in sequences):
+            rows = torch.stack([trees.token_ids, trees.parents], 1).tolist()
+            nodes = [
+                (token_ids[:size], parents[:size])
+                for (token_ids, parents), size in zip(rows, trees.sizes, strict=True)
+            ]
+        return choose(sequences, logits, positions, nodes)

@@ -32,12 +32,12 @@ def test_the_lead_is_the_change_that_reverses_a_choice(sampling):
     for position in range(40):
         logits = torch.randn(50, generator=generator)
         at = torch.tensor(position)
-        chosen = int(choose_tokens(logits[None], at[None], params))
+        chosen = int(choose_tokens(logits[None, None], at[None, None], [params]))
         lead = lead_of(logits, at, params, chosen)
         for shift, wins in ((lead + 1e-4, False), (0.99 * lead - 1e-4, True)):
             shifted = logits.clone()
             shifted[chosen] -= shift
-            assert (int(choose_tokens(shifted[None], at[None], params)) == chosen) == wins
+            assert (int(choose_tokens(shifted[None, None], at[None, None], [params])) == chosen) == wins
 
 
 def test_a_token_without_alternative_leads_by_as_much_as_a_report_can_say():

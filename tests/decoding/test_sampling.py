@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import SamplingParams
-from specextend.decoding.sampling import choose_tokens, gumbel_noise
+from specextend.decoding.sampling import choose_tokens, gumbel_noise, noise_keys
 
 
 def slow_probs(logits, sampling):
@@ -29,7 +29,7 @@ def slow_probs(logits, sampling):
 
 def slow_choice(logits, position, sampling):
     """One node's token, from one noise vector of its own."""
-    noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))[0]
+    noise = gumbel_noise(noise_keys([sampling.seed], torch.tensor([[position]])), torch.arange(len(logits)))[0, 0]
     log_probs = [math.log(p) if p > 0 else -math.inf for p in slow_probs(logits.tolist(), sampling)]
     scores = [p + g for p, g in zip(log_probs, noise.tolist(), strict=True)]
     return scores.index(max(scores))
@@ -54,7 +54,7 @@ def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
     """Any seed a user may write, big or negative; and int64 tensors must agree with unbounded integers."""
     positions = torch.tensor([0, 1, 131_071])
     tokens = torch.arange(5) * 37_983
-    noise = gumbel_noise(seed, positions, tokens)
+    [noise] = gumbel_noise(noise_keys([seed], positions[None]), tokens)
     for row, position in enumerate(positions.tolist()):
         expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in tokens.tolist()]
         assert noise[row].tolist() == pytest.approx(expected, rel=1e-6)
@@ -75,7 +75,7 @@ def test_a_choice_follows_the_slow_distribution(logits, temperature, top_k, top_
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = torch.tensor([*logits, 0.0]).expand(20, -1)
     expected = [slow_choice(rows[0], position, sampling) for position in range(20)]
-    assert choose_tokens(rows, torch.arange(20), sampling).tolist() == expected
+    assert choose_tokens(rows[None], torch.arange(20)[None], [sampling]).tolist() == [expected]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
@@ -84,10 +84,23 @@ def test_a_nucleus_of_any_size_is_found(spread):
     logits = torch.randn(2_000, generator=torch.Generator().manual_seed(0)) * spread
     sampling = SamplingParams(temperature=0.7, top_p=0.9003)
     expected = [slow_choice(logits, position, sampling) for position in range(5)]
-    assert choose_tokens(logits.expand(5, -1), torch.arange(5), sampling).tolist() == expected
+    assert choose_tokens(logits.expand(1, 5, -1), torch.arange(5)[None], [sampling]).tolist() == [expected]
 
 
 def test_greedy_takes_the_first_of_equal_logits():
     """As `generate(do_sample=False)` does; in bf16 ties are common."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.bfloat16)
-    assert choose_tokens(logits, torch.tensor([4, 5]), SamplingParams()).tolist() == [1, 0]
+    assert choose_tokens(logits[None], torch.tensor([[4, 5]]), [SamplingParams()]).tolist() == [[1, 0]]
+
+
+def test_a_batch_chooses_for_each_sequence_what_it_chooses_alone():
+    """Whatever the others ask for; of two flat rows beside a sharp one, each needs more of its vocabulary sorted."""
+    logits = torch.randn(7, 3, 2_000, generator=torch.Generator().manual_seed(0))
+    logits = (logits * torch.tensor([8.0, 0.01, 8.0, 0.01, 1.0, 1.0, 8.0])[:, None, None]).bfloat16()
+    positions = torch.tensor([[5, 6, 6], [9, 10, 11], [5, 6, 6], [2, 3, 3], [7, 8, 8], [1, 2, 3], [1, 2, 2]])
+    nucleus = {"temperature": 0.7, "top_p": 0.9}
+    ways = [nucleus, nucleus, nucleus, {**nucleus, "top_k": 700}, {"temperature": 1.3}, {}, {"temperature": 1.3}]
+    sampling = [SamplingParams(seed=b % 3, **way) for b, way in enumerate(ways)]
+    rows = zip(logits, positions, sampling, strict=True)
+    alone = [choose_tokens(own[None], at[None], [each])[0].tolist() for own, at, each in rows]
+    assert choose_tokens(logits, positions, sampling).tolist() == alone

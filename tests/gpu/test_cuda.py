@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specextend.attention.torch_kernels import attend_cuda, attend_cudnn
-from specextend.decoding.sampling import gumbel_noise
+from specextend.decoding.sampling import gumbel_noise, noise_keys
 from specextend.proof.kernel_checks import wrong_layer
 from tests.attention.calls import assert_is_the_reference, assert_near, attend_tree_slowly, tree_call
 from tests.attention.layer_calls import HEADS, layer_shape, product_in_fp8
@@ -86,6 +86,6 @@ def test_noise_is_the_same_on_every_device():
     """A seed must give the same summary on a laptop and on a cluster, up to the rounding of logits."""
     positions = torch.tensor([0, 1, 5000])
     token_ids = torch.arange(4096)
-    expected = gumbel_noise(7, positions, token_ids)
-    found = gumbel_noise(7, positions.cuda(), token_ids.cuda())
+    expected = gumbel_noise(noise_keys([7], positions[None]), token_ids)
+    found = gumbel_noise(noise_keys([7], positions[None].cuda()), token_ids.cuda())
     assert_near(found.cpu(), expected, 1e-6)
