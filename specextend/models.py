@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from specextend.checkpoints import Packing, Weight, open_weights, read_packing, read_weights
 from specextend.core import Values, first_line, one_line, without_collections
 from specextend.decoding.device import what_is_missing
 from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.folders import cache_folder, temporary_folder
 from specextend.model_files import (
-    INDEX,
     Dtype,
     ModelError,
     TargetOptions,
-    TensorInfo,
     check_tensors,
     find_folder,
     new_folder,
@@ -36,14 +35,19 @@ from specextend.model_files import (
     read_folder,
     read_json,
     read_tensors,
-    weight_files,
 )
 from specextend.shipped import DEFAULT_TARGET, MODELS, on_this_machine
 
 with without_collections():  # a seventh of its seconds
     import transformers
     from tokenizers.pre_tokenizers import Digits, Sequence
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+    )
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -176,7 +180,8 @@ def check_model(model: str) -> ModelFacts:
     # refuses a model that cannot be served before its weights are examined
     facts = read_facts(model)
     if (tensors := read_tensors(model)) is not None:
-        _check_tensors(_config_of(model), model, tensors)
+        packing = _packing_of(find_folder(model, weights=False), model)
+        _check_tensors(_config_of(model), model, read_weights(tensors, packing, model))
     return facts
 
 
@@ -213,20 +218,17 @@ def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
     """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
-    _check_tensors(config, model, read_folder(folder, model))
-    # Without it transformers takes model.safetensors, whether an index names it or not, and no file
-    # of another name.
-    config.transformers_weights = (
-        INDEX if (folder / INDEX).is_file() else weight_files(folder, model)[0].name
-    )
-    with quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
+    weights = read_weights(read_folder(folder, model), _packing_of(folder, model), model)
+    _check_tensors(config, model, weights)
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with quiet(), open_weights(weights) as tensors:
+        # reads each tensor where it needs it; by a folder it would choose other files, and adapters
+        loaded: PreTrainedModel = architecture.from_pretrained(
+            None,
             config=config,
+            state_dict=tensors,
             dtype=DTYPES[dtype],
             attn_implementation="sdpa",  # not a name that config.json gives
-            trust_remote_code=False,
-            use_safetensors=True,
         )
     if (
         config.tie_word_embeddings
@@ -305,6 +307,10 @@ def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.T
     return rotary.inv_freq, rotary.attention_scaling
 
 
+def _packing_of(folder: Path, model: str) -> Packing | None:
+    return read_packing(read_json(folder / "config.json"), model)
+
+
 def _config_of(model: str) -> PreTrainedConfig:
     return _read_config(find_folder(model, weights=False), model)
 
@@ -319,6 +325,8 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
             folder, trust_remote_code=False, attn_implementation="eager"
         )
         check_supported(config, model)
+    for key in ("quantization_config", "compression_config"):  # the weights are unpacked by then
+        vars(config).pop(key, None)
     return config
 
 
@@ -362,12 +370,7 @@ def _check_raw_config(raw: Values, model: str) -> None:
             f"{model} has {layers:,} layers (num_hidden_layers), of which {MOST_LAYERS:,} are "
             "served"
         )
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise ModelError(
-            f"{model} has quantized weights ({method}), which are not served; take its checkpoint "
-            "in 16 bits with target.quantize: int8, fp8 or int4"
-        )
+    read_packing(raw, model)
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
@@ -396,7 +399,7 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
         )
 
 
-def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
+def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Weight]) -> None:
     """Raise ModelError unless the tensors found are those of the architecture, as `check_tensors`
     does.
 
@@ -409,10 +412,10 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: dict[str, Tensor
     if config.tie_word_embeddings:
         optional["lm_head.weight"] = required.pop("lm_head.weight")
     named = {}
-    for name, info in found.items():
+    for name, weight in found.items():
         is_whole = name in state or f"model.{name}" in found
         if ".rotary_emb." not in f".{name}":
-            named[name if is_whole else f"model.{name}"] = info
+            named[name if is_whole else f"model.{name}"] = weight.info
     check_tensors(model, named, required, optional, {})
 
 

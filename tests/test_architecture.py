@@ -28,6 +28,7 @@ LAYERS = (
     "stats shipped reference",
     "core",
     "model_files",
+    "checkpoints",
     "attention terminal",
     "decoding",
     "models data drafters",

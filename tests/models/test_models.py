@@ -114,10 +114,9 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
         ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "has the activation 'gelu'; served is silu"),
         (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantized weights (gptq), which are not served; take its checkpoint in 16 bits with target.quantize: int8",
+            {"compression_config": {"quant_method": "hqq"}},
+            "quantized weights (hqq), which cannot be unpacked exactly; served are fp8, compressed-tensors, mxfp4",
         ),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantized weights (compressed-tensors)"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
@@ -125,7 +124,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
         ({"num_hidden_layers": 3_000_000}, "3,000,000 layers (num_hidden_layers), of which 1,000 are served"),
         ({"_attn_implementation": "someone/code"}, "names code to fetch (_attn_implementation: someone/code)"),
     ],
-    ids=["architecture", "activation", "gptq", "compressed-tensors", "rope", "layers", "code"],
+    ids=["architecture", "activation", "quantized", "rope", "layers", "code"],
 )
 def test_what_is_not_served_is_refused_by_name(write_model, values, message):
     """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""

@@ -1,0 +1,358 @@
+"""Weights of a checkpoint as a model computes with them, unpacked from 8 or 4 bits.
+
+`read_packing` reads what a config says of its weights, `read_weights` lists the tensors that the
+files hold once they are unpacked, and `open_weights` unpacks one at a time. All arithmetic is in
+float32; whoever loads a tensor rounds it once, to the dtype of the model.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from specextend.core import Values, first_line
+from specextend.model_files import FLOATS, ModelError, TensorInfo
+
+SERVED = "fp8, compressed-tensors, mxfp4, awq, gptq"
+_CT_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+"""Formats of compressed-tensors whose weights are numbers, scales and offsets."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Field of an int32 that holds each of eight columns."""
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_RUNTIME = tuple(f".{name}_scale" for name in ("input", "output", "q", "k", "v"))
+"""Tensors that only round inputs or caches, which stay in the model's dtype here."""
+_TORCH_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+} | dict.fromkeys(FLOATS, torch.float32)
+
+
+class Packing(NamedTuple):
+    """The part of a `quantization_config` that tensors do not say themselves."""
+
+    method: str
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of a weight that share a scale; several if layers differ."""
+    zero_offset: int = 0
+    """The difference between an offset and the number that is stored for it."""
+
+
+class _Layout(NamedTuple):
+    """The tensors that hold one weight, by the ends of their names."""
+
+    key: str
+    weight: str
+    dtypes: tuple[str, ...]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    unpack: Callable[[Packing, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of a checkpoint, as it is once unpacked."""
+
+    info: TensorInfo
+    """Its name, shape, and a float dtype."""
+    parts: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """Tensors of the files that hold it, by the ends of their names; none for a plain tensor."""
+    unpack: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+
+
+def read_packing(raw: Values, model: str) -> Packing | None:
+    """Read how the weights of a model are packed from its raw config; None if they are not.
+
+    Raises:
+        ModelError: They cannot be unpacked exactly.
+    """
+    values = raw.get("quantization_config") or raw.get("compression_config")
+    if not values:
+        return None
+    method = str(values.get("quant_method", "unknown"))
+    if method == "mxfp4":
+        return Packing(method)
+    if method == "fp8":
+        block = values.get("weight_block_size")
+        return Packing(method, ((block[0], block[1]),) if block else ())
+    if method == "gptq" and values.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
+        return Packing(method, zero_offset=int(values.get("checkpoint_format") != "gptq_v2"))
+    if method == "awq" and (str(values.get("version")).lower(), values.get("bits")) == ("gemm", 4):
+        return Packing(method, ((1, int(values["group_size"])),))
+    if method == "compressed-tensors":
+        groups = list((values.get("config_groups") or {}).values())
+        formats = {values.get("format"), *(each.get("format") for each in groups)} - {None}
+        others = formats - {*_CT_FORMATS, "mixed-precision"}
+        if (values.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            others.add("sparsity_config")
+        if values.get("transform_config"):
+            others.add("transform_config")
+        if not others:
+            return Packing(method, _blocks_of([each.get("weights") or {} for each in groups]))
+        method += f": {', '.join(sorted(others))}"
+    elif method in ("gptq", "awq"):
+        named = values.get("checkpoint_format") or values.get("version")
+        method += f": {named}, {values.get('bits')} bits"
+    raise ModelError(
+        f"{model} has quantized weights ({method}), which cannot be unpacked exactly; served are "
+        f"{SERVED}; or take its checkpoint in 16 bits with target.quantize: int8, fp8 or int4"
+    )
+
+
+def _blocks_of(groups: list[Values]) -> tuple[tuple[int, int], ...]:
+    blocks = [tuple(each["block_structure"]) for each in groups if each.get("block_structure")]
+    sizes = [(1, each["group_size"]) for each in groups if (each.get("group_size") or 0) > 0]
+    return tuple(dict.fromkeys([*blocks, *sizes]))
+
+
+def read_weights(
+    found: Mapping[str, TensorInfo], packing: Packing | None, model: str
+) -> dict[str, Weight]:
+    """List the tensors of a checkpoint as they are once unpacked, from the headers of its files.
+
+    Raises:
+        ModelError: A part is missing or does not fit the others.
+    """
+    if packing is None:
+        return {name: Weight(info) for name, info in found.items()}
+    weights: dict[str, Weight] = {}
+    parts_of_weights = set[str]()
+    for layout in _LAYOUTS[packing.method]:
+        for name, info in found.items():
+            if name.endswith(layout.key) and info.dtype in layout.dtypes:
+                weight = _assemble(name.removesuffix(layout.key), found, layout, packing, model)
+                weights[weight.info.name] = weight
+                parts_of_weights |= {part.name for part in weight.parts.values()}
+    for name, info in found.items():
+        if name in weights and name not in parts_of_weights:
+            raise ModelError(f"{model} has the tensor {name} in two forms; leave it in one")
+        if name not in parts_of_weights and not name.endswith(_RUNTIME):
+            weights[name] = Weight(info)
+    return weights
+
+
+def _assemble(
+    stem: str, found: Mapping[str, TensorInfo], layout: _Layout, packing: Packing, model: str
+) -> Weight:
+    """Find the parts of one weight, and the shape that it gets."""
+    for choice in layout.required:
+        if not any(stem + end in found for end in choice.split("|")):
+            missing = stem + choice.partition("|")[0]
+            raise ModelError(f"{model} lacks the tensor {missing}, the scales of packed weights")
+    ends = [layout.key, *layout.optional]
+    ends += [end for choice in layout.required for end in choice.split("|")]
+    parts = {end: found[stem + end] for end in ends if stem + end in found}
+    shape = None
+    try:
+        if (told := parts.get(".weight_shape")) is not None:
+            with safe_open(told.file, framework="pt") as file:
+                shape = tuple(file.get_tensor(told.name).tolist())
+        kinds = tuple((end, part.dtype, part.shape) for end, part in parts.items())
+        made = _shape_of(layout, packing, kinds, shape)
+    except (ValueError, RuntimeError, LookupError) as error:
+        raise ModelError(
+            f"{model}: the tensors of {stem}{layout.weight} do not fit each other "
+            f"({first_line(error)}); fetch the checkpoint again"
+        ) from None
+    info = TensorInfo(parts[layout.key].file, stem + layout.weight, "F32", made)
+    return Weight(info, parts, partial(layout.unpack, packing))
+
+
+@cache
+def _shape_of(
+    layout: _Layout,
+    packing: Packing,
+    kinds: tuple[tuple[str, str, tuple[int, ...]], ...],
+    shape: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """Unpack tensors without storage, which shows whether their shapes fit."""
+    parts = {
+        end: torch.empty(size, dtype=_TORCH_DTYPES[dtype], device="meta")
+        for end, dtype, size in kinds
+    }
+    if shape is not None:
+        parts[".weight_shape"] = torch.tensor(shape)
+    return tuple(layout.unpack(packing, parts).shape)
+
+
+@contextmanager
+def open_weights(weights: Mapping[str, Weight]) -> Iterator[dict[str, Any]]:
+    """Yield tensors by name; `tensor[...]` reads one from its file, and unpacks it."""
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for weight in weights.values():
+            for info in (weight.info, *weight.parts.values()):
+                if info.file not in opened:
+                    opened[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
+        yield {
+            name: _Unpacked(weight, opened)
+            if weight.unpack
+            else opened[weight.info.file].get_slice(weight.info.name)
+            for name, weight in weights.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Unpacked:
+    """A weight that is unpacked when it is indexed, as a slice of a safetensors file is read."""
+
+    weight: Weight
+    opened: Mapping[Path, Any]
+
+    def __getitem__(self, _: Any) -> Tensor:
+        """Return the whole weight in float32."""
+        assert self.weight.unpack is not None
+        parts = {
+            end: self.opened[part.file].get_tensor(part.name)
+            for end, part in self.weight.parts.items()
+        }
+        try:
+            return self.weight.unpack(parts).contiguous()
+        except ValueError as error:
+            raise ModelError(
+                f"{self.weight.info.name} in {self.weight.info.file}: {error}"
+            ) from None
+
+
+# What the formats mean: W[out, in] = (numbers - offsets) * scales
+
+
+def _scaled(
+    numbers: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    blocks: tuple[tuple[int, int], ...] = (),
+    columns: Tensor | None = None,
+) -> Tensor:
+    """Multiply numbers [out, in] with scales [R, G] in float32.
+
+    Args:
+        offsets: [R, G], subtracted before; None for none.
+        blocks: Rows and columns that may share a scale.
+        columns: The group of each column [in]; None: by `blocks`.
+    """
+    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
+    rows = _places(len(numbers), len(scales), {height for height, _ in blocks})
+    if columns is None:
+        columns = _places(numbers.shape[1], scales.shape[1], {width for _, width in blocks})
+    weight = numbers.float()
+    if offsets is not None:
+        if offsets.numel() != scales.numel():
+            raise ValueError(f"{list(offsets.shape)} offsets for {list(scales.shape)} scales")
+        weight = weight.sub_(offsets.float().reshape(scales.shape)[rows][:, columns])
+    return weight.mul_(scales.float()[rows][:, columns])
+
+
+def _places(size: int, num_scales: int, blocks: set[int]) -> Tensor:
+    """Return which of `num_scales` scales each of `size` rows or columns takes."""
+    if num_scales == 1:
+        return torch.zeros(size, dtype=torch.long)
+    fitting = (
+        {1}
+        if num_scales == size
+        else {block for block in blocks if block > 0 and math.ceil(size / block) == num_scales}
+    )
+    if len(fitting) != 1:
+        raise ValueError(f"{num_scales} scales for {size}, in blocks of {sorted(blocks)}")
+    return torch.arange(size) // fitting.pop()
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Return the fields of integers [..., n], lowest bits first, as uint8 [..., n * fields]."""
+    raw = packed.contiguous().view(torch.uint8).unsqueeze(-1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)
+    return (raw >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _plain_numbers(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
+    scales = parts[".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"]
+    offsets = parts.get(".weight_zero_point")
+    return _scaled(parts[".weight"], scales, offsets, packing.blocks)
+
+
+def _pack_quantized(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
+    packed = parts[".weight_packed"]
+    height, width = parts[".weight_shape"].tolist()
+    bits = [bits for bits in (4, 8) if math.ceil(width * bits / 32) == packed.shape[1]]
+    if len(bits) != 1 or height != len(packed):
+        raise ValueError(f"{list(packed.shape)} integers for {height} x {width} of 4 or 8 bits")
+    offsets = torch.full_like(parts[".weight_scale"], 1 << bits[0] - 1, dtype=torch.float32)
+    if (zeros := parts.get(".weight_zero_point")) is not None:
+        offsets = _fields(zeros.T, bits[0])[:, :height].T
+    groups = parts.get(".weight_g_idx")
+    if groups is not None and not groups.is_meta and groups.min() < 0:  # says that it has none
+        groups = None
+    numbers = _fields(packed, bits[0])[:, :width]
+    return _scaled(numbers, parts[".weight_scale"], offsets, packing.blocks, groups)
+
+
+def _awq(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
+    numbers, offsets = (
+        _fields(parts[end], 4).unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2).T
+        for end in (".qweight", ".qzeros")
+    )
+    return _scaled(numbers, parts[".scales"].T, offsets, packing.blocks)
+
+
+def _gptq(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
+    packed, groups = parts[".qweight"], parts[".g_idx"]
+    bits = 32 * len(packed) // len(groups)
+    if bits not in (2, 4, 8) or bits * len(groups) != 32 * len(packed):
+        raise ValueError(f"{list(packed.shape)} integers for {len(groups)} inputs of 2 to 8 bits")
+    offsets = _fields(parts[".qzeros"], bits).T
+    if packing.zero_offset and not offsets.is_meta and (offsets == (1 << bits) - 1).any():
+        raise ValueError("an offset of 0, which format gptq cannot store; take gptq_v2")
+    offsets = offsets + packing.zero_offset
+    return _scaled(_fields(packed.T, bits), parts[".scales"].T, offsets, columns=groups)
+
+
+def _mxfp4(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
+    """Unpack experts [E, out, in / 32, 16] to [E, in, out], as transformers holds them."""
+    blocks = parts["_blocks"]
+    values = torch.tensor((*_MXFP4, *(-value for value in _MXFP4)), device=blocks.device)
+    scales = parts["_scales"].view(torch.float8_e8m0fnu).float()
+    return (values[_fields(blocks, 4).int()].mul_(scales.unsqueeze(-1))).flatten(-2).mT
+
+
+_FLOAT8 = _Layout(
+    ".weight",
+    ".weight",
+    ("F8_E4M3", "F8_E5M2"),
+    (".weight_scale_inv|.weight_scale",),
+    (),
+    _plain_numbers,
+)
+_LAYOUTS = {
+    "fp8": (_FLOAT8,),
+    "compressed-tensors": (
+        _FLOAT8._replace(
+            dtypes=("F8_E4M3", "F8_E5M2", "I8"),
+            required=(".weight_scale",),
+            optional=(".weight_zero_point",),
+        ),
+        _Layout(
+            ".weight_packed",
+            ".weight",
+            ("I32",),
+            (".weight_scale", ".weight_shape"),
+            (".weight_zero_point", ".weight_g_idx"),
+            _pack_quantized,
+        ),
+    ),
+    "mxfp4": (_Layout("_blocks", "", ("U8",), ("_scales",), (), _mxfp4),),
+    "awq": (_Layout(".qweight", ".weight", ("I32",), (".qzeros", ".scales"), (), _awq),),
+    "gptq": (
+        _Layout(".qweight", ".weight", ("I32",), (".qzeros", ".scales", ".g_idx"), (), _gptq),
+    ),
+}

@@ -1,0 +1,298 @@
+"""Packed checkpoints: each is written here by the formula of its format, in numpy, and compared weight by weight."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specextend.checkpoints import open_weights, read_packing, read_weights
+from specextend.cli.command import call
+from specextend.cli.machine import check
+from specextend.model_files import ModelError, read_folder
+from specextend.models import TargetOptions, check_model, load_causal_lm, target_bytes
+from tests.models.conftest import edit_json
+from tests.reference_outputs import generate
+from tests.refused import refused
+from tests.tiny_models import Pair, random_prompt, request, tiny_engine
+
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
+"""No multiples of 128: 192 columns are two blocks, of which one is half."""
+GROUP = 64
+
+
+def float8(codes):
+    """E4M3: sign, four bits of exponent, three of mantissa; no infinities."""
+    sign, exponent, mantissa = np.where(codes >> 7, -1.0, 1.0), codes >> 3 & 15, codes & 7
+    return sign * np.where(exponent, 2.0 ** (exponent - 7.0) * (1 + mantissa / 8), 2.0**-6 * mantissa / 8)
+
+
+def draw_float8(rng, shape):
+    """Codes of random finite numbers, and the numbers."""
+    codes = rng.integers(0, 256, shape)
+    codes[(codes & 127) == 127] = 0
+    return torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn), float8(codes)
+
+
+def spread(scales, shape, block):
+    """The scale of each weight, by the definition."""
+    height, width = block
+    return np.array([[scales[o // height, i // width] for i in range(shape[1])] for o in range(shape[0])])
+
+
+def pack(fields, bits):
+    """Fields [rows, columns] in int32 along the columns, the first in the lowest bits."""
+    each = 32 // bits
+    padded = np.pad(fields, ((0, 0), (0, -fields.shape[1] % each))).astype(np.uint64)
+    words = sum(padded[:, i::each] << np.uint64(i * bits) for i in range(each))
+    return tensor(words.astype(np.uint32).view(np.int32))
+
+
+def tensor(array):
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def random_scales(rng, *shape):
+    return rng.uniform(0.001, 0.02, shape).astype(np.float32)
+
+
+def blocks_of_float8(name, block):
+    def write(rng, shape):
+        codes, numbers = draw_float8(rng, shape)
+        height, width = (n if b < 0 else b for n, b in zip(shape, block, strict=True))
+        scales = random_scales(rng, -(-shape[0] // height), -(-shape[1] // width))
+        stored = tensor(scales if block != (-1, -1) else scales.reshape(()))
+        parts = {"weight": codes, name: stored, "input_scale": torch.ones(1)}
+        return parts, numbers * spread(scales, shape, (height, width))
+
+    return write
+
+
+def int8_channels(rng, shape):
+    numbers, scales = rng.integers(-128, 128, shape), random_scales(rng, shape[0], 1)
+    return {"weight": tensor(numbers.astype(np.int8)), "weight_scale": tensor(scales)}, numbers * scales
+
+
+def pack_quantized(bits, group, has_offsets=False, has_order=False):
+    def write(rng, shape):
+        groups = np.arange(shape[1]) // (group if group > 0 else shape[1])
+        if has_order:
+            groups = rng.permutation(groups)
+        numbers = rng.integers(0, 1 << bits, shape)
+        scales = random_scales(rng, shape[0], groups.max() + 1)
+        offsets = np.full(scales.shape, 1 << bits - 1)
+        parts = {
+            "weight_packed": pack(numbers, bits),
+            "weight_scale": tensor(scales),
+            "weight_shape": torch.tensor(shape),
+        }
+        if has_offsets:
+            offsets = rng.integers(0, 1 << bits, scales.shape)
+            parts["weight_zero_point"] = tensor(pack(offsets.T, bits).numpy().T)
+        if has_order:
+            parts["weight_g_idx"] = tensor(groups.astype(np.int32))
+        return parts, (numbers - offsets[:, groups]) * scales[:, groups]
+
+    return write
+
+
+def awq(rng, shape):
+    numbers = rng.integers(0, 16, shape[::-1])
+    scales = random_scales(rng, shape[1] // GROUP, shape[0])
+    offsets = rng.integers(0, 16, scales.shape)
+
+    def packed(fields):
+        order = np.arange(fields.shape[1]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
+        return pack(fields[:, order], 4)
+
+    groups = np.arange(shape[1]) // GROUP
+    parts = {"qweight": packed(numbers), "qzeros": packed(offsets), "scales": tensor(scales)}
+    return parts, ((numbers - offsets[groups]) * scales[groups]).T
+
+
+def gptq(bits, offset):
+    def write(rng, shape):
+        groups = rng.permutation(np.arange(shape[1]) // GROUP)
+        numbers = rng.integers(0, 1 << bits, shape[::-1])
+        scales = random_scales(rng, groups.max() + 1, shape[0])
+        offsets = rng.integers(1, 1 << bits, scales.shape)
+        parts = {
+            "qweight": tensor(pack(numbers.T, bits).numpy().T),
+            "qzeros": pack(offsets - offset, bits),
+            "scales": tensor(scales),
+            "g_idx": tensor(groups.astype(np.int32)),
+        }
+        return parts, ((numbers - offsets[groups]) * scales[groups]).T
+
+    return write
+
+
+def compressed(kind, **weights):
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = {"weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+FORMATS = {
+    "fp8, one scale": (FP8, blocks_of_float8("weight_scale", (-1, -1))),
+    "fp8, blocks": (FP8 | BLOCKS, blocks_of_float8("weight_scale_inv", (128, 128))),
+    "compressed fp8, one scale": (compressed("float-quantized"), blocks_of_float8("weight_scale", (-1, -1))),
+    "compressed fp8, channels": (compressed("float-quantized"), blocks_of_float8("weight_scale", (1, -1))),
+    "compressed fp8, blocks": (
+        compressed("float-quantized", block_structure=[128, 128]),
+        blocks_of_float8("weight_scale", (128, 128)),
+    ),
+    "compressed int8, channels": (compressed("int-quantized"), int8_channels),
+    "packed int4": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP)),
+    "packed int4, half a group at the end": (compressed("pack-quantized", group_size=128), pack_quantized(4, 128)),
+    "packed int4, offsets": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True)),
+    "packed int4, order": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True, True)),
+    "packed int8, channels": (compressed("pack-quantized"), pack_quantized(8, -1)),
+    "awq": (AWQ, awq),
+    "gptq": (GPTQ, gptq(4, 1)),
+    "gptq of 8 bits": (GPTQ | {"bits": 8}, gptq(8, 1)),
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 0)),
+}
+
+
+@pytest.fixture
+def write_packed(write_model):
+    """Packs the layers of a tiny Llama; returns its folder, and what each weight is in float32."""
+
+    def write(name, **values):
+        folder = write_model(name.replace(" ", ""), **(SHAPE | values))
+        config, write_weight = FORMATS[name]
+        rng = np.random.default_rng(0)
+        expected, stored = {}, {}
+        for key, plain in load_file(folder / "model.safetensors").items():
+            stored[key] = expected[key] = plain
+            if "_proj" in key:
+                stem = stored.popitem()[0].removesuffix("weight")
+                parts, weight = write_weight(rng, tuple(plain.shape))
+                stored |= {stem + end: part for end, part in parts.items()}
+                expected[key] = tensor(weight.astype(np.float32))
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        edit_json(folder / "config.json", quantization_config=config)
+        return folder, expected
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_weight_is_what_its_format_says(write_packed, name, dtype):
+    """Computed in float32 and rounded once, whatever is a multiple of what; the config forgets that it was packed."""
+    folder, expected = write_packed(name)
+    assert check_model(str(folder)).hidden_size == 192
+    model = load_causal_lm(str(folder), dtype, "cpu")
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[key].to(weight.dtype)), key
+    assert weight.dtype == getattr(torch, dtype)
+    assert not hasattr(model.config, "quantization_config")
+    assert target_bytes(TargetOptions(model=str(folder), dtype=dtype)) == sum(
+        each.numel() * each.itemsize for each in model.parameters()
+    )
+
+
+def test_experts_in_mxfp4_are_unpacked_as_transformers_holds_them(tmp_path):
+    """Two numbers a byte, the first in its low half, and a power of two for 32 of them; inputs come before outputs."""
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (3, 8, 2, 16)), rng.integers(0, 255, (3, 8, 2))
+    stem = "model.layers.0.mlp.experts.down_proj"
+    parts = {f"{stem}_blocks": tensor(blocks.astype(np.uint8)), f"{stem}_scales": tensor(scales.astype(np.uint8))}
+    save_file(parts | {f"{stem}_bias": torch.ones(3, 8)}, tmp_path / "model.safetensors")
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.stack([blocks & 15, blocks >> 4], -1).reshape(3, 8, 2, 32)
+    signed = values[numbers & 7] * np.where(numbers & 8, -1, 1)
+    expected = (signed * 2.0 ** (scales[..., None] - 127)).reshape(3, 8, 64).transpose(0, 2, 1)
+    packing = read_packing({"quantization_config": {"quant_method": "mxfp4"}}, "m")
+    weights = read_weights(read_folder(tmp_path, "m"), packing, "m")
+    with open_weights(weights) as opened:
+        assert opened.keys() == {stem, f"{stem}_bias"}
+        assert torch.equal(opened[stem][...], tensor(expected.astype(np.float32)))
+        assert weights[stem].info.shape == (3, 64, 8)
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("fp8, blocks", {"weight_scale_inv": None}, "lacks the tensor model.layers.0.mlp.down_proj.weight_scale_inv"),
+        ("awq", {"qzeros": None}, "lacks the tensor model.layers.0.mlp.down_proj.qzeros"),
+        ("fp8, blocks", {"weight_scale_inv": torch.ones(2, 7)}, "7 scales for 320, in blocks of [128]"),
+        ("awq", {"qzeros": torch.ones(5, 23).int()}, "[192, 5] scales"),
+        ("gptq", {"g_idx": torch.ones(300).int()}, "([40, 192] integers for 300 inputs of 2 to 8"),
+        ("packed int4", {"weight_shape": torch.tensor([192, 64])}, "192 x 64 of 4 or 8 bits"),
+        ("packed int4", {"weight": torch.ones(192, 320)}, "tensor model.layers.0.mlp.down_proj.weight in two forms"),
+    ],
+    ids=["no scales", "no offsets", "scales", "offsets", "groups", "shape", "twice"],
+)
+def test_parts_that_are_missing_or_do_not_fit_are_one_line_at_the_start(
+    write_packed, capsys, monkeypatch, name, changes, message
+):
+    """An interrupted download: a worker would find it minutes later, or decode with other weights."""
+    folder, _ = write_packed(name)
+    file = folder / "model.safetensors"
+    renamed = {f"model.layers.0.mlp.down_proj.{end}": part for end, part in changes.items()}
+    parts = {key: part for key, part in (load_file(file) | renamed).items() if part is not None}
+    save_file(parts, file, {"format": "pt"})
+    assert message in refused(check_model, str(folder), kind=ModelError)
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere:1")  # would fail if it were asked
+    options = ["--config", "tiny-random", "--set", f"target.model={folder}", "--set", "decoding.mode=autoregressive"]
+    assert call(check, options, "check") == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_offset_that_format_gptq_cannot_store_is_refused(write_packed):
+    """Readers disagree on it: 0 in one, 16 in another, and the next column's changed in a third."""
+    folder, _ = write_packed("gptq")
+    file = folder / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.qzeros"
+    save_file(load_file(file) | {name: torch.full((5, 24), -1, dtype=torch.int32)}, file, {"format": "pt"})
+    assert "an offset of 0, which format gptq cannot store" in refused(
+        load_causal_lm, str(folder), "float32", "cpu", kind=ModelError
+    )
+
+
+def test_an_engine_decodes_a_packed_target_with_a_packed_draft(write_packed):
+    """The same tokens as transformers' with the same weights in a plain folder."""
+    folder, expected = write_packed("packed int4, order", initializer_range=0.5)
+    stock = load_causal_lm(str(folder), "float32", "cpu")
+    stock.load_state_dict(expected)
+    prompts = [random_prompt(length, vocab_size=64) for length in (20, 60, 100)]
+    own = [generate(stock, prompt, 24).token_ids for prompt in prompts]
+    engine = tiny_engine(Pair(str(folder), {"same": str(folder)}), "same", attention__backend="sdpa")
+    completions = list(engine.generate([request(str(n), prompt, 24) for n, prompt in enumerate(prompts)]))
+    assert [own[int(each.request_id)] for each in completions] == [each.token_ids for each in completions]
+    assert sum(each.stats.num_accepted_tokens for each in completions) > 10
+    assert len(set().union(*own)) > 10
+
+
+@pytest.mark.parametrize(
+    "values, named",
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "(bitsandbytes)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "(modelopt)"),
+        ({"bits": 4}, "(unknown)"),
+        (compressed("nvfp4-pack-quantized"), "(compressed-tensors: nvfp4-pack-quantized)"),
+        (compressed("float-quantized") | {"transform_config": {"u": 1}}, "(compressed-tensors: transform_config)"),
+        (
+            compressed("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "(compressed-tensors: sparsity_config)",
+        ),
+        (AWQ | {"version": "gemv"}, "(awq: gemv, 4 bits)"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "(gptq: marlin, 4 bits)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_unpacked_exactly_is_refused_by_name(write_model, values, named):
+    """Transformers passes over ModelOpt's with a warning, and decodes with numbers that lack their scales."""
+    folder = write_model()
+    edit_json(folder / "config.json", quantization_config=values)
+    line = refused(check_model, str(folder), kind=ModelError)
+    assert f"has quantized weights {named}, which cannot be unpacked exactly" in line
