@@ -91,7 +91,7 @@ class Transformers:
     def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
         """Load the configuration's target."""
         target = config.target
-        model = load_causal_lm(target.model, target.dtype, config.job.device)
+        model = load_causal_lm(target.model, target.dtype, config.job.device, target.adapter)
         return cls(model, check_pair(target, None).eos_token_ids, options)
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
@@ -212,7 +212,7 @@ class LlamaCpp:
             )
         with TemporaryDirectory(prefix="specextend-gguf-") as folder:
             path = Path(folder, "target.gguf")
-            model = load_causal_lm(target.model, target.dtype, "cpu")
+            model = load_causal_lm(target.model, target.dtype, "cpu", target.adapter)
             write_gguf(model, facts.eos_token_ids, path)
             del model  # before llama.cpp allocates its own
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four

@@ -1,13 +1,14 @@
-"""Weights of a checkpoint as a model computes with them, unpacked from 8 or 4 bits.
+"""Weights of a checkpoint as a model computes with them, unpacked, and with an adapter.
 
 `read_packing` reads what a config says of its weights, `read_weights` lists the tensors that the
-files hold once they are unpacked, and `open_weights` unpacks one at a time. All arithmetic is in
-float32; whoever loads a tensor rounds it once, to the dtype of the model.
+files hold once they are unpacked, `merge_adapter` adds a LoRA adapter, and `open_weights` makes one
+at a time. All arithmetic is in float32; whoever loads a tensor rounds it once, to the dtype of the
+model.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import platform
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +19,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specextend.core import Values, first_line
-from specextend.model_files import FLOATS, ModelError, TensorInfo
+from specextend.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    FLOATS,
+    ModelError,
+    TensorInfo,
+    read_json,
+    read_safetensors_header,
+)
+from specextend.shipped import on_this_machine
 
 SERVED = "fp8, compressed-tensors, mxfp4, awq, gptq"
 _CT_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -28,6 +38,15 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _RUNTIME = tuple(f".{name}_scale" for name in ("input", "output", "q", "k", "v"))
 """Tensors that only round inputs or caches, which stay in the model's dtype here."""
+_OF_PLAIN_LORA = (
+    *("peft_type", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("auto_mapping", "peft_version", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias"),
+    *("init_lora_weights", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+)
+"""Keys of an adapter's config that say nothing, or are understood; any other must be unset."""
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin a training that leave the weights of the model alone."""
 _TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -186,21 +205,90 @@ def _shape_of(
     return tuple(layout.unpack(packing, parts).shape)
 
 
-@contextmanager
-def open_weights(weights: Mapping[str, Weight]) -> Iterator[dict[str, Any]]:
-    """Yield tensors by name; `tensor[...]` reads one from its file, and unpacks it."""
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-        for weight in weights.values():
-            for info in (weight.info, *weight.parts.values()):
-                if info.file not in opened:
-                    opened[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
-        yield {
-            name: _Unpacked(weight, opened)
-            if weight.unpack
-            else opened[weight.info.file].get_slice(weight.info.name)
-            for name, weight in weights.items()
-        }
+def merge_adapter(weights: Mapping[str, Weight], adapter: str, model: str) -> dict[str, Weight]:
+    """Return the weights of a model with a LoRA adapter: W + alpha / r * B A, once they are opened.
+
+    Args:
+        adapter: Its folder, with ADAPTER_CONFIG and ADAPTER_WEIGHTS.
+
+    Raises:
+        ModelError: The adapter is another than plain LoRA, or one of another model.
+    """
+    folder = adapter_folder(adapter)
+    rank, scale = _read_lora(folder, adapter)
+    found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
+    merged = dict(weights)
+    for name in found:
+        stem = name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
+        first, second = (found.get(f"{stem}.lora_{end}.weight") for end in "AB")
+        known = f"{stem.removeprefix('base_model.model.')}.weight"
+        known = known if known in weights else known.removeprefix("model.")
+        if first is None or second is None or known not in weights:
+            raise ModelError(f"{adapter} has the tensor {name}, which fits no weight of {model}")
+        plain = weights[known]
+        if (*first.shape, *second.shape) != (rank, plain.info.shape[-1], plain.info.shape[0], rank):
+            raise ModelError(
+                f"{adapter}: {stem} is {list(second.shape)} x {list(first.shape)} of rank {rank}, "
+                f"in {model} {list(plain.info.shape)}"
+            )
+        parts = {"": plain.info} if plain.unpack is None else plain.parts
+        merged[known] = Weight(
+            plain.info._replace(dtype="F32"),
+            {**parts, ".lora_A": first, ".lora_B": second},
+            partial(_with_adapter, scale, plain.unpack),
+        )
+    return merged
+
+
+def _read_lora(folder: Path, adapter: str) -> tuple[int, float]:
+    """Return the rank of a LoRA adapter, and the factor on its products."""
+    config = read_json(folder / ADAPTER_CONFIG)
+    others = {key for key, value in config.items() if value and key not in _OF_PLAIN_LORA}
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        others.add("peft_type" if config.get("peft_type") != "LORA" else "bias")
+    if config.get("init_lora_weights", True) not in _STARTS:
+        others.add("init_lora_weights")
+    if others:
+        key = min(others)
+        raise ModelError(
+            f"{adapter} is no plain LoRA adapter ({key}: {config.get(key)}); merge it into its "
+            "model with PEFT, and name the folder of that as target.model"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ModelError(f"{folder / ADAPTER_CONFIG} must have numbers r and lora_alpha")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _with_adapter(
+    scale: float,
+    unpack: Callable[[Mapping[str, Tensor]], Tensor] | None,
+    parts: Mapping[str, Tensor],
+) -> Tensor:
+    weight = parts[""].float() if unpack is None else unpack(parts)
+    return weight.add(parts[".lora_B"].float() @ parts[".lora_A"].float(), alpha=scale)
+
+
+def adapter_folder(adapter: str) -> Path:
+    """Return the folder of an adapter on this machine. Raises ModelError if it is not there."""
+    folder = Path(on_this_machine(adapter))
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ModelError(f"target.adapter: {adapter} has no {name} on {platform.node()}")
+    return folder
+
+
+def open_weights(weights: Mapping[str, Weight]) -> dict[str, Any]:
+    """Return tensors by name; `tensor[...]` reads one from its file, and unpacks it."""
+    infos = [each for weight in weights.values() for each in (weight.info, *weight.parts.values())]
+    # Closed when nobody has them any more: transformers reads in threads, also beyond an error.
+    opened = {file: safe_open(file, framework="pt") for file in {info.file for info in infos}}
+    return {
+        name: _Unpacked(weight, opened)
+        if weight.unpack
+        else opened[weight.info.file].get_slice(weight.info.name)
+        for name, weight in weights.items()
+    }
 
 
 @dataclass(frozen=True)

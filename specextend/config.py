@@ -526,6 +526,7 @@ _PATHS = (
     ("output", "path"),
     ("output", "schema"),
     ("target", "model"),
+    ("target", "adapter"),
     ("draft", "model"),
 )
 """Keys whose values may be local paths; variables in them are replaced."""
@@ -558,7 +559,7 @@ def _whole_path(
     """
     if not isinstance(path, str) or path.startswith('{"'):
         return path
-    if key == "model":  # each machine of the run has folders of its own
+    if key in ("model", "adapter"):  # each machine of the run has folders of its own
         known = {**known, "models": MODELS, "shipped": "{shipped}"}
     path = _expanded(f"{section}.{key}", path, known)
     if _UPLOADED in path:
@@ -568,7 +569,7 @@ def _whole_path(
         )
     if not path or "://" in path or os.path.isabs(path) or path.startswith("{"):
         return path
-    is_file = section in ("input", "output") or path.endswith(".gguf")
+    is_file = section in ("input", "output") or key == "adapter" or path.endswith(".gguf")
     if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):
         return path
     if not allow_relative:

@@ -392,7 +392,10 @@ def load_cached_target(
     scheme = config.target.quantize
     make_current(device)
     model = load_causal_lm(
-        config.target.model, config.target.dtype, "cpu" if scheme else config.job.device
+        config.target.model,
+        config.target.dtype,
+        "cpu" if scheme else config.job.device,
+        config.target.adapter,
     )
     if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
         whole: nn.Module = model

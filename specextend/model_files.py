@@ -40,6 +40,9 @@ from specextend.shipped import on_this_machine
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Scheme = Literal["int8", "fp8", "int4"]
+ADAPTER_CONFIG = "adapter_config.json"
+"""Says that an adapter lies in a folder, and how strong it is."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Says in which file each tensor is, if there are several."""
 TIMEOUT_S = 20.0
@@ -84,6 +87,8 @@ class TargetOptions:
     """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` unpacks GGUF.
     Behind the name may stand a branch, tag or commit (`owner/name@main`), otherwise the default
     branch is meant; a run keeps its commit."""
+    adapter: str | None = None
+    """A local folder with a LoRA adapter as PEFT saves it, which is merged into the weights."""
     dtype: Dtype = "bfloat16"
     """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or
     `float32`.
@@ -140,7 +145,8 @@ def find_folder(model: str, *, weights: bool) -> Path:
             f"{model} does not exist on {platform.node()}; a model is a Hub id, or a folder that "
             "each machine of the run has at this path"
         )
-    folder = _fetch(model, [*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX])
+    told = (*_CONFIG_FILES, *_TOKENIZER_FILES, _NAMED_TEMPLATES, INDEX, ADAPTER_CONFIG)
+    folder = _fetch(model, [*told])
     if weights:  # a repository may hold the same weights in several formats
         _fetch(model, indexed_names(folder) or [_WEIGHTS])
     return folder

@@ -18,16 +18,24 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from specextend.checkpoints import Packing, Weight, open_weights, read_packing, read_weights
+from specextend.checkpoints import (
+    Weight,
+    merge_adapter,
+    open_weights,
+    read_packing,
+    read_weights,
+)
 from specextend.core import Values, first_line, one_line, without_collections
 from specextend.decoding.device import what_is_missing
 from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.folders import cache_folder, temporary_folder
 from specextend.model_files import (
+    ADAPTER_CONFIG,
     Dtype,
     ModelError,
     TargetOptions,
+    TensorInfo,
     check_tensors,
     find_folder,
     new_folder,
@@ -170,7 +178,7 @@ def read_facts(model: str) -> ModelFacts:
     )
 
 
-def check_model(model: str) -> ModelFacts:
+def check_model(model: str, adapter: str | None = None) -> ModelFacts:
     """Read the facts of a model, and check that its weights are whole safetensors files with the
     right shapes.
 
@@ -179,9 +187,10 @@ def check_model(model: str) -> ModelFacts:
     """
     # refuses a model that cannot be served before its weights are examined
     facts = read_facts(model)
+    folder = find_folder(model, weights=False)
+    _check_no_adapter(folder, model, adapter)
     if (tensors := read_tensors(model)) is not None:
-        packing = _packing_of(find_folder(model, weights=False), model)
-        _check_tensors(_config_of(model), model, read_weights(tensors, packing, model))
+        _check_tensors(_config_of(model), model, _weights_of(tensors, folder, model, adapter))
     return facts
 
 
@@ -206,27 +215,30 @@ def check_target(options: TargetOptions) -> ModelFacts:
     """Check the target as `check_model` does, and that its layers can be quantized as the options
     say.
     """
-    facts = check_model(options.model)
+    facts = check_model(options.model, options.adapter)
     if options.quantize is not None:
         check_quantizable(_without_weights(_config_of(options.model)), options.quantize)
     return facts
 
 
-def load_causal_lm(model: str, dtype: Dtype, device: str) -> PreTrainedModel:
-    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is
-    read.
+def load_causal_lm(
+    model: str, dtype: Dtype, device: str, adapter: str | None = None
+) -> PreTrainedModel:
+    """Load a causal LM in eval mode, without gradients, and with an adapter's weights merged.
+    Raises ModelError before any weight is read.
     """
     folder = find_folder(model, weights=True)
     config = _read_config(folder, model)
-    weights = read_weights(read_folder(folder, model), _packing_of(folder, model), model)
+    _check_no_adapter(folder, model, adapter)
+    weights = _weights_of(read_folder(folder, model), folder, model, adapter)
     _check_tensors(config, model, weights)
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with quiet(), open_weights(weights) as tensors:
+    with quiet():
         # reads each tensor where it needs it; by a folder it would choose other files, and adapters
         loaded: PreTrainedModel = architecture.from_pretrained(
             None,
             config=config,
-            state_dict=tensors,
+            state_dict=open_weights(weights),
             dtype=DTYPES[dtype],
             attn_implementation="sdpa",  # not a name that config.json gives
         )
@@ -307,8 +319,22 @@ def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.T
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def _packing_of(folder: Path, model: str) -> Packing | None:
-    return read_packing(read_json(folder / "config.json"), model)
+def _weights_of(
+    tensors: Mapping[str, TensorInfo], folder: Path, model: str, adapter: str | None
+) -> dict[str, Weight]:
+    """List a checkpoint's tensors as they are loaded: unpacked, with an adapter."""
+    packing = read_packing(read_json(folder / "config.json"), model)
+    weights = read_weights(tensors, packing, model)
+    return weights if adapter is None else merge_adapter(weights, adapter, model)
+
+
+def _check_no_adapter(folder: Path, model: str, adapter: str | None) -> None:
+    """Raise ModelError if an adapter lies beside a model, and none is named."""
+    if adapter is None and (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{model} has a LoRA adapter ({ADAPTER_CONFIG}): set target.adapter to its folder to "
+            "merge it, or move it away"
+        )
 
 
 def _config_of(model: str) -> PreTrainedConfig:
@@ -318,6 +344,10 @@ def _config_of(model: str) -> PreTrainedConfig:
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:
     """Read a model's config and check it, as `check_supported` does."""
     if not (folder / "config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ModelError(
+                f"{model} is an adapter: name it as target.adapter, and its base as target.model"
+            )
         raise ModelError(f"{model} has no config.json")
     with _reading(f"{model} has a config"):
         _check_raw_config(read_json(folder / "config.json"), model)

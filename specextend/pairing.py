@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
+from specextend.checkpoints import adapter_folder
 from specextend.config import RunConfig
 from specextend.data.prompts import end_of_turn
 from specextend.decoding.cache import aligned
@@ -26,7 +27,14 @@ from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import ModelNetwork
-from specextend.model_files import FLOATS, ModelError, identify
+from specextend.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    FLOATS,
+    ModelError,
+    hash_files,
+    identify,
+)
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -94,11 +102,14 @@ def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Ite
 
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
-    """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of
-    a Hub id.
+    """Identify `target`, `tokenizer`, `adapter` and `draft` by the SHA-256 of their files, or
+    by the commit of a Hub id.
     """
     found = identify(target.model)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
+    if target.adapter is not None:
+        folder = adapter_folder(target.adapter)
+        named["adapter"] = hash_files([folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS])
     if draft is not None and draft.model:
         named["draft"] = identify(draft.model)["weights"]
     return named
@@ -113,7 +124,8 @@ def check_files(
     fetch_if_missing(target.model)
     for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
-            model = draft.model if part == "draft" and draft is not None else target.model
+            named = {"draft": draft and draft.model, "adapter": target.adapter}
+            model = named.get(part) or target.model
             raise ModelError(
                 f"the {part} in {model} on {platform.node()} is not the run's: its files have the "
                 f"hash {sha256[:12]}, the run's {expected[part][:12]}; put the run's files there"

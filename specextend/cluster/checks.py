@@ -258,7 +258,12 @@ def check_machine(config: RunConfig) -> None:
 def needed_on_each_node(config: RunConfig) -> list[str]:
     """List the local files that each node of a cluster must have; none for a private Ray."""
     draft = config.active_draft
-    named = [config.target.model, "" if draft is None else draft.model, config.input.path]
+    models = [
+        config.target.model,
+        config.target.adapter or "",
+        "" if draft is None else draft.model,
+    ]
+    named = [*models, config.input.path]
     return [] if is_local() else [path for path in named if os.path.isabs(path)]
 
 

@@ -32,7 +32,7 @@ _FREE = (
 """Options that may change from one start to the next: the places of files, the order and the
 machines in which documents are done, and what reports show.
 """
-_HASHED = ("target.model", "draft.model")
+_HASHED = ("target.model", "target.adapter", "draft.model")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
 _PASSED_OVER = (
     "input.filter",

@@ -26,7 +26,7 @@ KEYS = {
     "output": "path column schema sources rules",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
-    "target": "model dtype quantize",
+    "target": "model adapter dtype quantize",
     "draft": "kind model ngram feature_layers",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
     "no_repeat_ngram_size max_batch_size cache_gib",

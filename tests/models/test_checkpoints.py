@@ -213,10 +213,10 @@ def test_experts_in_mxfp4_are_unpacked_as_transformers_holds_them(tmp_path):
     expected = (signed * 2.0 ** (scales[..., None] - 127)).reshape(3, 8, 64).transpose(0, 2, 1)
     packing = read_packing({"quantization_config": {"quant_method": "mxfp4"}}, "m")
     weights = read_weights(read_folder(tmp_path, "m"), packing, "m")
-    with open_weights(weights) as opened:
-        assert opened.keys() == {stem, f"{stem}_bias"}
-        assert torch.equal(opened[stem][...], tensor(expected.astype(np.float32)))
-        assert weights[stem].info.shape == (3, 64, 8)
+    opened = open_weights(weights)
+    assert opened.keys() == {stem, f"{stem}_bias"}
+    assert torch.equal(opened[stem][...], tensor(expected.astype(np.float32)))
+    assert weights[stem].info.shape == (3, 64, 8)
 
 
 @pytest.mark.parametrize(
