@@ -111,12 +111,12 @@ def spelling_pair(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def references(pairs):
-    """(family, prompt length, new tokens) -> transformers' greedy output for `random_prompt`, made once a process."""
+    """(family, prompt length, new tokens, options) -> transformers' greedy output for `random_prompt`, made once."""
     from tests import reference_outputs, tiny_models
 
     load = cache(lambda family: tiny_models.load_reference(pairs(family)))
     return cache(
-        lambda family, length, max_new_tokens: reference_outputs.generate(
-            load(family), tiny_models.random_prompt(length), max_new_tokens
+        lambda family, length, max_new_tokens, **options: reference_outputs.generate(
+            load(family), tiny_models.random_prompt(length), max_new_tokens, **options
         )
     )

@@ -15,10 +15,8 @@ from scripts.simulated_store import SimulatedStore
 from specextend.cluster import lock
 from specextend.cluster.exits import (
     EXIT_FAILED,
-    EXIT_LOCKED,
     InterruptedRunError,
     LockHeldError,
-    LockLostError,
     OutputError,
     exit_code,
 )
@@ -117,20 +115,6 @@ def test_a_pid_of_another_container_says_nothing(output):
     holder = LockHolder("feedbeef", socket.gethostname(), dead_pid(), time.time(), "another boot/pid:[1]")
     write_holder(output, holder)
     assert not OutputLock(output, "00000001").try_take()
-
-
-@pytest.mark.parametrize("by", ["steady", "wall"])
-def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output, now, by):
-    """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""
-    held = now.lock(output)
-    assert held.try_take()
-    setattr(now, by, getattr(now, by) + lock.STALE_S)
-    write_holder(output, elsewhere(now.wall))
-    with pytest.raises(LockLostError, match="was taken over by run feedbeef") as said:
-        held.check()
-    assert exit_code(said.value) == EXIT_LOCKED
-    held.release()
-    assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
 
 
 def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(output, now, monkeypatch):

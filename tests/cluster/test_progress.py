@@ -3,7 +3,6 @@ import pytest
 from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.messages import Place
 from specextend.cluster.progress import (
-    DEFAULT_OUTPUT_COST,
     MAX_GAP_S,
     AwakeClock,
     Ledger,
@@ -37,28 +36,6 @@ def test_the_time_left_is_by_work_not_by_rows():
     now = book.snapshot(10.0, 1)
     assert now.eta_s == pytest.approx(10.0 * 2000 / 10000)
     assert now.fraction == pytest.approx(10000 / 12000)
-
-
-def test_the_rate_is_that_of_the_last_ten_minutes():
-    """Workers come and go on a spot cluster: the rate of last night says nothing."""
-    book = ledger(*[(1000, 0)] * 100)
-    book.snapshot(0.0, 1)
-    for minute in range(1, 41):
-        if minute > 20:
-            book.finish(key(minute), stats(1000, 0))
-        snapshot = book.snapshot(60.0 * minute, 1)
-    assert snapshot.eta_s == pytest.approx(80 * 60)
-
-
-def test_running_documents_count_for_what_they_have_done():
-    """With few long documents the bar would stand still for an hour otherwise."""
-    book = ledger((1000, 100))
-    book.snapshot(0.0, 1)
-    now = book.snapshot(10.0, 1, running=[(1000, 100, 50)])
-    done = 1000 + 50 * DEFAULT_OUTPUT_COST
-    left = 50 * DEFAULT_OUTPUT_COST
-    assert now.fraction == pytest.approx(done / (done + left))
-    assert now.num_running == 1
 
 
 def test_loading_models_is_no_pace():

@@ -1,18 +1,15 @@
 """The driver over real Ray actors whose engines do what the documents tell them to."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from specextend.cluster import lock as lock_module
 from specextend.cluster import workers
 from specextend.cluster.exits import (
     EXIT_TOO_MANY_ERRORS,
     Interrupt,
     InterruptedRunError,
-    LockLostError,
     OtherRunError,
     WorkersFailError,
 )
@@ -21,7 +18,6 @@ from specextend.cluster.records import describe_status, read_status
 from specextend.models import load_causal_lm
 from specextend.pairing import pair_hashes
 from specextend.report.build import write_report
-from tests.cluster.conftest import Screen
 from tests.cluster.fakes import LosingEngine, MissingEngine, SwapsWeights
 from tests.data.conftest import location
 from tests.job.conftest import read_json
@@ -133,45 +129,3 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypa
         run.run(SwapsWeights(weights))
     [attempt] = (run.output / "_run" / "attempts").iterdir()
     assert sum(worker["ready"] is not None for worker in read_json(attempt)["workers"]) == 1
-
-
-@pytest.mark.slow
-def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every_start(job):
-    """A driver on a machine that is taken away now and then never gave such a document up, and ran it for ever."""
-    run = job(["kill"], max_attempts=3)
-    interrupt = Interrupt(600.0)
-
-    def look(name, facts):
-        if name == "document_leased" and facts["attempt"] == 3:
-            interrupt.tell("SIGTERM received")
-            interrupt.check()  # now, before the worker can die of it once more
-
-    run.screen.on_event = look
-    with pytest.raises(InterruptedRunError):
-        run.run(interrupt=interrupt)
-    interrupt.disarm()
-    run.screen = Screen()
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    [poison] = run.errors().values()
-    assert poison["attempts"] == 3
-    assert [facts["attempt"] for facts in run.screen.told("document_leased")] == [3]
-
-
-def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkeypatch):
-    """Another driver believed it dead and has taken over: two writers would be one too many."""
-    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.1)
-    run = job([*GOOD, "crawl"], commit_every_s=3600)
-    lock = run.output / "_run" / "lock"
-
-    def steal(snapshot):
-        if snapshot.num_done >= 1:
-            thief = read_json(lock) | {"run_id": "feedbeef", "pid": 1}
-            own = lock.with_name("feedbeef")
-            own.write_text(json.dumps(thief))
-            own.replace(lock)  # again and again: a heartbeat that is under way writes over the first one
-
-    run.screen.on_show = steal
-    with pytest.raises(LockLostError, match="taken over by run feedbeef"):
-        run.run()
-    assert read_json(lock)["run_id"] == "feedbeef"
-    assert not (run.output / "_run" / "parts").exists()

@@ -58,29 +58,6 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(run,
     assert first["paid_s"] is not None
 
 
-SAID = "{type: string, minLength: 1, maxLength: 4, pattern: '^[a-z]+$'}"
-OTHER_RUNS = {
-    "weights in 8 bits, which each worker makes for itself": {"target": {"quantize": "int8"}},
-    "answers by a schema": {
-        "output": {"schema": f"{{kind: 'audit | budget?', said: {SAID}}}", "sources": "true"},
-        "decoding": {"max_new_tokens": 80},
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHER_RUNS)
-def test_a_killed_run_with_other_options_is_resumed_as_one_that_was_not(tmp_path, summarize_here, undisturbed, kind):
-    (tmp_path / "calm").mkdir()
-    calm = Run(tmp_path / "calm", OTHER_RUNS[kind])
-    run = Run(tmp_path, OTHER_RUNS[kind])
-    summarize_here(*calm.arguments()).exits(0)
-    end_of(run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"]), -signal.SIGKILL)
-    summarize_here(*run.arguments()).exits(0)
-    assert run.result() == calm.result()
-    assert run.result() != undisturbed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, moment",

@@ -1,4 +1,8 @@
-"""Greedy output equals transformers' own, token for token: every family, mode, policy, kernel, batch and draft."""
+"""Output equals transformers' own, token for token, and sampled output that of plain decoding with the same seed: every
+family, mode, policy, kernel, batch and draft, for requests with penalties beside those without.
+"""
+
+from functools import cache
 
 import pytest
 
@@ -6,7 +10,14 @@ from tests.covering import covering, each_once_then_slow
 from tests.reference_outputs import tokens_of
 from tests.tiny_models import BACKENDS, FAMILIES, PUBLISHED, in_mode, of_length, tiny_engine, write_wide_target
 
-PROMPT_LENGTHS = (300, 37, 129)
+ASKED = {
+    300: {},
+    37: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    25: {"repetition_penalty": 0.7},
+    60: {"temperature": 0.7, "top_p": 0.9, "seed": 5},
+    129: {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.2, "seed": 6},
+}
+"""Length of a prompt -> how its output is to be chosen; greedily without a seed."""
 MAX_NEW_TOKENS = 40
 NGRAMS = ("ngram", "merged-cut", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
@@ -19,13 +30,31 @@ def engine_of(pair, mode, backend, tree, batch, draft, quantize=None):
     return tiny_engine(pair, draft, target__quantize=quantize, **changes, **in_mode(mode))
 
 
-def completions_of(engine, lengths=PROMPT_LENGTHS, max_new_tokens=MAX_NEW_TOKENS):
-    return list(engine.generate([of_length(length, max_new_tokens) for length in lengths]))
+def plain_engine(pair, **changes):
+    return tiny_engine(pair, "ngram", decoding__mode="autoregressive", decoding__max_batch_size=1, **changes)
 
 
-def own(references, family, lengths, max_new_tokens=MAX_NEW_TOKENS):
-    """What transformers gives. On these models no tie is known: look at one before you allow it."""
-    return {str(length): references(family, length, max_new_tokens).token_ids for length in lengths}
+def completions_of(engine, lengths=ASKED, max_new_tokens=MAX_NEW_TOKENS):
+    """What requests of these lengths give, side by side."""
+    return list(engine.generate([of_length(length, max_new_tokens, **ASKED.get(length, {})) for length in lengths]))
+
+
+@pytest.fixture(scope="module")
+def own(pairs, references):
+    """Family -> what each request gives by transformers or, if it is sampled, by plain decoding.
+
+    On these models no tie is known: look at one before you allow it.
+    """
+
+    def found(family):
+        greedy = {
+            str(length): references(family, length, MAX_NEW_TOKENS, **how).token_ids
+            for length, how in ASKED.items()
+            if "seed" not in how
+        }
+        return tokens_of(completions_of(plain_engine(pairs(family)))) | greedy
+
+    return cache(found)
 
 
 @pytest.mark.parametrize(
@@ -39,19 +68,23 @@ def own(references, family, lengths, max_new_tokens=MAX_NEW_TOKENS):
         ("good", "bad", "eagle", "reduced", "copy", "cut", *PUBLISHED, *NGRAMS),
     ),
 )
-def test_output_is_the_targets_own(family, mode, backend, tree, batch, draft, pairs, references):
-    """Cache policy, tree attention and backend are three switches: no combination may matter."""
-    lengths = PROMPT_LENGTHS[:batch]
-    completions = completions_of(engine_of(pairs(family), mode, backend, tree, batch, draft), lengths)
-    assert tokens_of(completions) == own(references, family, lengths)
+def test_output_is_the_targets_own(family, mode, backend, tree, batch, draft, pairs, own):
+    """Cache policy, tree attention and backend are three switches: no combination may matter.
+
+    Noise and penalties know a request's seed, the position and the path, neither the tree nor the neighbours.
+    """
+    assert tokens_of(completions_of(engine_of(pairs(family), mode, backend, tree, batch, draft))) == own(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_these_models_have_something_to_say(family, references):
-    """Random models tend to repeat one token, and every decoder agrees on that."""
-    outputs = [references(family, length, MAX_NEW_TOKENS).token_ids for length in PROMPT_LENGTHS]
-    assert len(set().union(*outputs)) >= 20
-    assert max(map(len, outputs)) == MAX_NEW_TOKENS
+def test_these_models_have_something_to_say(family, own, references):
+    """Random models tend to repeat one token, and every decoder agrees on that; and options that change nothing prove
+    nothing.
+    """
+    greedy = {str(length): references(family, length, MAX_NEW_TOKENS).token_ids for length in ASKED}
+    assert len(set().union(*greedy.values())) >= 20
+    assert max(map(len, greedy.values())) == MAX_NEW_TOKENS
+    assert sum(token_ids == greedy[name] for name, token_ids in own(family).items()) <= 2
 
 
 def mean_acceptance_length(completions):
@@ -73,14 +106,8 @@ def test_good_drafts_are_accepted_bad_ones_are_not_and_retrieval_hides_much_of_t
 
 def assert_plain_decoding_with(scheme, pair, *how):
     """In fp32 nothing else is rounded: what the matrix's prompts give is what each gives alone and without a draft."""
-
-    def plain(quantize):
-        changes = {"decoding__mode": "autoregressive", "decoding__max_batch_size": 1, "target__quantize": quantize}
-        return tokens_of(completions_of(tiny_engine(pair, "ngram", **changes)))
-
-    expected = plain(scheme)
-    assert tokens_of(completions_of(engine_of(pair, *how, quantize=scheme))) == expected
-    assert plain(None) != expected
+    plain, exact = (tokens_of(completions_of(plain_engine(pair, target__quantize=each))) for each in (scheme, None))
+    assert tokens_of(completions_of(engine_of(pair, *how, quantize=scheme))) == plain != exact
 
 
 @pytest.mark.parametrize(
@@ -110,7 +137,8 @@ SHORTEST = covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9])
 def test_prompts_of_unusual_length(policy, draft, length, pairs, references):
     """Longer than a prefill chunk, or shorter than a chunk of the cache policy."""
     engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
-    assert tokens_of(completions_of(engine, [length], 24)) == own(references, "llama", [length], 24)
+    [found] = completions_of(engine, [length], 24)
+    assert found.token_ids == references("llama", length, 24).token_ids
 
 
 CHOICES = [
@@ -122,13 +150,12 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice, draft, batch", covering(CHOICES, ["good", "eagle"], [1, 3]))
-def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, references):
+def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, own):
     """A selection decides what the draft sees, never what is said."""
     changes = {f"cache__{key}": value for key, value in choice.items()}
     engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
-    lengths = PROMPT_LENGTHS[:batch]
-    completions = completions_of(engine, lengths)
-    assert tokens_of(completions) == own(references, "llama", lengths)
+    completions = completions_of(engine)
+    assert tokens_of(completions) == own("llama")
     stats = [completion.stats for completion in completions]
     assert sum(each.num_retrievals for each in stats) > batch
     hidden = min(each.retrieval_coverage for each in stats if each.num_retrievals)

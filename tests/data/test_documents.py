@@ -607,18 +607,6 @@ def test_a_data_set_of_the_hub_keeps_its_columns(folder):
     ]
 
 
-def test_a_data_set_of_the_hub_keeps_what_an_earlier_call_has_named(folder, prepare):
-    """The list of failures was written anew, and a file that is missing was named nowhere any more."""
-    (folder / "broken.pdf").write_bytes(b"no pdf")
-    prepare()
-    hub = folder.parent / "hub"
-    hub.mkdir()
-    pq.write_table(pa.table({"text": ["one", None]}), hub / "test-0.parquet")
-    for _ in range(2):
-        assert specextend("prepare", "hf", hub, "--output", f"{folder}.out").code == 3
-        assert failures(folder) == {"broken.pdf": "damaged", "hub:test:1": "bad row"}
-
-
 def test_a_data_set_brings_its_ids_to_a_run(folder, prepare):
     """Without `input.id_column` its summaries had the names of Parquet files, which the next call joins."""
     (folder / "a.txt").write_text("one two three")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from specextend.decoding import measurements
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import CPU, GPU, Graphs
 from specextend.decoding.measurements import choose_sizes, load_step_costs, measure, measure_undisturbed
-from specextend.folders import cache_folder
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
@@ -52,15 +50,6 @@ def test_measuring_leaves_nothing_behind(engine):
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
 
 
-def test_a_slow_machine_measures_two_lengths_too(engine, monkeypatch):
-    """One length says nothing of longer ones: trees behind long documents looked half as dear as they are."""
-    monkeypatch.setattr(measurements, "BUDGET_S", 0.0)
-    monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, length, *_: 0.01 * size + 1e-5 * length)
-    costs = measure(engine.target, "dense", (1, 4), (512, 1500, 900), Graphs(), defaultdict(dict))
-    for size in (1, 4):
-        assert costs.verify_s(size, [6000]) == pytest.approx(0.01 * size + 0.06)
-
-
 def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
     """A GPU takes the same time for 1 row as for 300, and every row of a batch was charged as if it were the only one.
 
@@ -79,24 +68,6 @@ def test_steps_of_a_batch_cost_what_was_measured(engine, monkeypatch):
     assert choose_sizes(31, 16, CPU.measured_rows)[-1] == 64, "a CPU takes longer for each row"
 
 
-def test_more_rows_than_a_sequence_has_are_those_of_several(pair):
-    """Each has rows of its own, as requests do."""
-    target = tiny_engine(pair, attention__backend="reference").target
-    taken = {}
-    attend = target.attend
-
-    def noting(q, k, v, span, scale):
-        taken[tuple(q.shape[:2])] = [*zip(span.starts, span.lengths, strict=True)]
-        return attend(q, k, v, span, scale)
-
-    target.attend = noting
-    measure(target, "dense", (1, 8, 256), (100,), Graphs(), defaultdict(dict))
-    assert [*taken] == [(1, 1), (1, 8), (4, 64)]
-    places = taken[4, 64]
-    assert [length for _, length in places] == [164] * 4
-    assert all(start + length <= after for (start, length), (after, _) in pairwise(places))
-
-
 def test_a_second_start_measures_nothing(folder, engine):
     """Costs are those of the first, and no temporary file is left."""
     first = load_step_costs(engine.target, *CHOICES)
@@ -105,21 +76,6 @@ def test_a_second_start_measures_nothing(folder, engine):
     assert is_marked(engine.target)
     assert second.lines == first.lines
     assert {path.suffix for path in folder.iterdir()} == {".json"}
-
-
-def test_of_disturbed_measurements_the_shortest_times_count(monkeypatch, engine):
-    """The last one counted alone: trees were cut for a whole run by what another process took of it."""
-    passes = iter([0.02, 0.5])
-
-    def twice(measure):
-        for slowdown in passes:
-            monkeypatch.setattr(measurements, "time_step", lambda *_, seconds=slowdown: seconds)
-            value = measure()
-        return value, False
-
-    monkeypatch.setattr(measurements, "measure_undisturbed", twice)
-    costs = load_step_costs(engine.target, *CHOICES)
-    assert costs.verify_s(1, [1000]) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 3', '{"code": "0", "value": []}'])
@@ -131,17 +87,6 @@ def test_a_file_that_is_damaged_or_of_other_code_is_measured_again(text, folder,
     mark_cache(engine.target)
     load_step_costs(engine.target, *CHOICES)
     assert not is_marked(engine.target)
-
-
-@pytest.mark.parametrize("home", ["file", "none"])
-def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, engine):
-    """Containers have read-only homes, or none."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "")
-    if home == "none":
-        monkeypatch.setenv("HOME", "relative")
-        assert cache_folder() is None
-    assert load_step_costs(engine.target, *CHOICES) is not None
 
 
 def test_a_measurement_that_shares_its_core_is_disturbed():

@@ -29,25 +29,10 @@ def config():
     return submitted(shlex.split(SPEC["entrypoint"].removeprefix("specextend run ")))
 
 
-def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind():
-    """Retries resume from the output folder; a submitter that is retried would only find its own job there."""
-    assert (MANIFEST["apiVersion"], MANIFEST["kind"]) == ("ray.io/v1", "RayJob")
-    assert SPEC["shutdownAfterJobFinishes"] is True
-    assert SPEC["backoffLimit"] > 0
-    assert SPEC["submitterConfig"] == {"backoffLimit": 0}
-    assert SPEC["activeDeadlineSeconds"] > 0
-
-
 def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(config):
     """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
     assert config.job.deadline_s > 0
     assert START_S + config.job.deadline_s + GRACE_S <= SPEC["activeDeadlineSeconds"]
-
-
-def test_the_head_drives_and_runs_no_worker():
-    """A worker on the head would take the driver down with it."""
-    assert HEAD["rayStartParams"]["num-cpus"] == "0"
-    assert float(SPEC.get("entrypointNumCpus", 0)) == 0, "the driver would wait for CPUs that the head has not"
 
 
 def test_all_workers_of_the_job_find_a_pod(config):
@@ -64,14 +49,6 @@ def test_nobody_reaches_the_cluster_without_its_token():
     """Whoever reaches a Ray port runs code: tokens on, and no door to the outside."""
     assert CLUSTER["authOptions"] == {"mode": "token"}
     assert HEAD["serviceType"] == "ClusterIP"
-
-
-def test_credentials_come_from_a_secret_and_stand_in_no_file():
-    """A manifest lies in a repository and in `kubectl get -o yaml`."""
-    for container in CONTAINERS:
-        assert container["envFrom"] == [{"secretRef": {"name": "specextend"}}]
-        written = {variable["name"] for variable in container["env"]}
-        assert written <= {"RAY_USAGE_STATS_ENABLED", "HF_HOME"}
 
 
 def test_versions_agree():

@@ -46,13 +46,6 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_is_left_out(tmp_path, in
     assert "workers died there in a row and no document was done: the worker died: gone" in note
 
 
-@pytest.mark.parametrize("sick, max_attempts", [({0}, 1), ({2, 6}, 3), ({4, 5, 6, 7}, 1)])
-def test_healthy_documents_are_done_however_few_attempts_they_have(tmp_path, interrupt, sick, max_attempts):
-    """Up to half of the GPUs are broken."""
-    failed, _, _ = night(tmp_path, interrupt, sick, 300, max_attempts=max_attempts)
-    assert failed == set()
-
-
 def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path, interrupt):
     """Each is an error row after three deaths at three places, and its neighbours lose time alone."""
     deadly = frozenset({7, 100, 333})
@@ -60,14 +53,6 @@ def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path, interrupt):
     assert failed == deadly
     assert deaths.total() - deaths[3] <= 3 * len(deadly)
     assert len(screen.told("place_left_out")) <= 1
-
-
-def test_many_documents_that_kill_leave_no_healthy_gpu_out(tmp_path, interrupt):
-    """One document in ten kills its worker: a bad corpus, not eight broken GPUs."""
-    deadly = frozenset(range(0, 400, 10))
-    failed, _, screen = night(tmp_path, interrupt, set(), 400, deadly)
-    assert failed == deadly
-    assert screen.told("place_left_out") == []
 
 
 def test_a_run_on_broken_gpus_alone_ends(tmp_path, interrupt):
