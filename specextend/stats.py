@@ -1,4 +1,7 @@
-"""Counts and seconds of one request. Ratios are derived, so sums over requests stay right."""
+"""Counts and seconds of one request, and the work that a model takes at least.
+
+Ratios are derived, so sums over requests stay right.
+"""
 
 from __future__ import annotations
 
@@ -163,3 +166,25 @@ class DecodingStats:
                 setattr(self, name, [*map(sum, zip_longest(mine, theirs, fillvalue=0))])
             else:
                 setattr(self, name, mine + theirs)
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The bytes and operations that plain decoding with a model takes at least."""
+
+    weight_bytes: int
+    """Weights that a step reads."""
+    kv_bytes_per_token: int
+    layer_parameters: int
+    """Weights of the linear layers that every token of a prompt passes."""
+    head_parameters: int
+    """Weights of the last layer, which only the prompt's last token passes."""
+    attention_flop_per_pair: int
+    """Of a token and one that it attends to, in all layers."""
+
+    def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
+        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one
+        before it.
+        """
+        products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
+        return products + self.attention_flop_per_pair * num_pairs

@@ -1,6 +1,6 @@
 """The attention backends by name.
 
-A backend is a function of type `Attend`. `reference.py` is the specification, which every other one
+A backend is a function of type `Attend`. `plain.py` is the specification, which every other one
 must equal. Kernels of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in
 `compiled/`, the one in Triton in `tree_kernel.py`.
 

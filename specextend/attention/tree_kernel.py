@@ -8,7 +8,7 @@ attention merges prefix and tree. Masks are looked at only in blocks of keys tha
 prefix.
 
 Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a
-captured CUDA graph stays right while sequences grow. `reference.py` is the specification.
+captured CUDA graph stays right while sequences grow. `plain.py` is the specification.
 
 Import this module only where triton is installed.
 

@@ -4,7 +4,6 @@ drafts.
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,28 +18,7 @@ from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import CompiledLinear, Forward, fuse, joined_in_one_call, pack
 from specextend.decoding.quantized import Scheme, quantized, saved_bytes
-
-
-@dataclass(frozen=True)
-class ModelWork:
-    """The bytes and operations that plain decoding with a model takes at least."""
-
-    weight_bytes: int
-    """Weights that a step reads."""
-    kv_bytes_per_token: int
-    layer_parameters: int
-    """Weights of the linear layers that every token of a prompt passes."""
-    head_parameters: int
-    """Weights of the last layer, which only the prompt's last token passes."""
-    attention_flop_per_pair: int
-    """Of a token and one that it attends to, in all layers."""
-
-    def prefill_flop(self, num_tokens: float, num_prompts: float, num_pairs: float) -> float:
-        """Count the floating-point operations of prompts. num_pairs: of a token with itself or one
-        before it.
-        """
-        products = 2 * (num_tokens * self.layer_parameters + num_prompts * self.head_parameters)
-        return products + self.attention_flop_per_pair * num_pairs
+from specextend.stats import ModelWork
 
 
 def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:

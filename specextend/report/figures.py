@@ -12,9 +12,8 @@ from specextend.data.database import Database
 from specextend.data.generic import GENERIC, RunWords
 from specextend.data.run_folder import Start
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.decoding.model import ModelWork
 from specextend.report.result_rows import ANSWERED, RUN_ID, told_apart
-from specextend.stats import PHASES, ratio
+from specextend.stats import PHASES, ModelWork, ratio
 
 SMALLEST = 512
 """Upper bound in tokens of the smallest bucket of prompt lengths."""

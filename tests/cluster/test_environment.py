@@ -200,7 +200,7 @@ def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray, monkeypatch):
     assert said.endswith("unless it grows, the run ends after 3600 s")
 
 
-QUICK = ("cluster.environment", "cluster.records", "cluster.scheduler", "config", "job")
+QUICK = ("cluster.environment", "cluster.records", "cluster.scheduler", "config", "job", "report")
 GROUND = ("core", "stats")
 
 
