@@ -13,6 +13,7 @@ from specextend.folders import keep_caches_private
 if TYPE_CHECKING:
     from specextend.config import RunConfig
     from specextend.core import Completion, Request, SamplingParams
+    from specextend.data.figures import find_figures
     from specextend.job import RunResult, run
     from specextend.loading import load_engine
     from specextend.summarizer import Summarizer
@@ -24,6 +25,7 @@ __all__ = [
     "RunResult",
     "SamplingParams",
     "Summarizer",
+    "find_figures",
     "load_engine",
     "run",
 ]
@@ -35,6 +37,7 @@ _OWNERS = {
     "RunResult": "specextend.job",
     "SamplingParams": "specextend.core",
     "Summarizer": "specextend.summarizer",
+    "find_figures": "specextend.data.figures",
     "load_engine": "specextend.loading",
     "run": "specextend.job",
 }

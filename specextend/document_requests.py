@@ -314,6 +314,7 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         config.output.evidence_for,
         prompt.left_out if config.output.sources and not config.output.schema else None,
         [text for each in config.prompt.examples for text in (each.user, each.assistant)],
+        config.output.figures_for,
     )
     made = {
         **decoded_columns(summary.completion, prompt, quality),
@@ -336,7 +337,7 @@ def _of_all(entries: list[Values], stats: DecodingStats, kept: Iterable[Values])
     tasks = [each for each in entries if each["error_class"] is None]
     joined = {
         name: [each for task in tasks for each in task[name] or ()]
-        for name in ("quality_flags", "evidence", "choices")
+        for name in ("quality_flags", "evidence", "choices", "figures")
     }
     total = DecodingStats()
     for one in (stats, *map(DecodingStats.of_row, kept)):
@@ -354,6 +355,7 @@ def _of_all(entries: list[Values], stats: DecodingStats, kept: Iterable[Values])
         "quality_flags": [*dict.fromkeys(joined["quality_flags"])],
         "evidence": joined["evidence"] or None,
         "choices": joined["choices"] or None,
+        "figures": joined["figures"] or None,
         **failure_of(entries),
         "tasks": entries,
     }

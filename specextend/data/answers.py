@@ -5,7 +5,7 @@ it.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -194,12 +194,12 @@ def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]
     return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
 
 
-def string_fields(schema: str) -> frozenset[str]:
-    """Return the fields of a schema that hold strings of any text, those of inner objects as
+def free_fields(schema: str, *kinds: str) -> frozenset[str]:
+    """Return the fields of a schema that hold any values of some types, those of inner objects as
     `outer.inner`.
     """
     whole = json.loads(schema)
-    return frozenset(_string_fields("", whole, whole))
+    return frozenset(_free_fields("", whole, whole, kinds))
 
 
 def has_rules(schema: str | None) -> bool:
@@ -519,18 +519,18 @@ def _check_keywords(name: str, field: Any) -> None:
         _check_keywords(name, field.get(keyword))
 
 
-def _string_fields(name: str, schema: Any, whole: ReadOnly) -> Iterator[str]:
+def _free_fields(name: str, schema: Any, whole: ReadOnly, kinds: Collection[str]) -> Iterator[str]:
     for kind in _kinds(schema, whole):
         match kind:
             case {"enum": _} | {"const": _}:
                 pass
-            case {"type": "string"}:
+            case {"type": str(type_)} if type_ in kinds:
                 yield name
             case {"type": "array", "items": items}:
-                yield from _string_fields(name, items, whole)
+                yield from _free_fields(name, items, whole, kinds)
             case {"type": "object"}:
                 for key, each in _properties(kind).items():
-                    yield from _string_fields(f"{name}.{key}" if name else key, each, whole)
+                    yield from _free_fields(f"{name}.{key}" if name else key, each, whole, kinds)
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from specextend.core import Values, one_line, printable
-from specextend.data.answers import schema_of, string_fields
+from specextend.data.answers import free_fields, schema_of
 from specextend.data.database import filter_columns
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
@@ -197,6 +197,9 @@ class OutputOptions:
     sources: bool = False
     """Find in its document what was written: each string of an answer, choices excepted (column
     `evidence`), or the passages that each sentence of a text rests on (column `sources`)."""
+    figures: bool = False
+    """Find in its document each number, sum of money, percentage, date and year that was written
+    (column `figures`, flag `figure_not_found`)."""
     rules: dict[str, str] = field(default_factory=dict)
     """Conditions of SQL by name, such as `{short: "length(summary) < 900"}`, over the answer's
     columns, `quality_flags` and `input.passthrough`. A text that does not meet one has the flag
@@ -233,7 +236,17 @@ class OutputOptions:
         """Return the fields whose strings are looked up in the document; None if that is not
         wanted.
         """
-        return string_fields(str(self.schema)) if self.sources and self.schema else None
+        return free_fields(str(self.schema), "string") if self.sources and self.schema else None
+
+    @property
+    def figures_for(self) -> frozenset[str] | None:
+        """Return the fields whose figures are looked up, none for a text; None if that is not
+        wanted.
+        """
+        if not self.figures:
+            return None
+        kinds = ("string", "number", "integer")
+        return free_fields(str(self.schema), *kinds) if self.schema else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from heapq import nlargest
 from importlib.util import find_spec
 from itertools import islice
@@ -22,6 +23,7 @@ from rapidfuzz.distance import LCSseq
 from rapidfuzz.fuzz import partial_ratio_alignment
 
 from specextend.core import Completion, Values, how_to_install, is_loop, printable, read_json
+from specextend.data.figures import FigureIndex
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""
@@ -93,6 +95,8 @@ class Quality(NamedTuple):
     """Where an answer's strings stand in the document (`find_evidence`)."""
     sources: list[Values] | None = None
     """The passages that the sentences rest on (`find_sources`)."""
+    figures: list[Values] | None = None
+    """Where the figures stand in the document (`find_figures`)."""
 
 
 def assess(
@@ -105,6 +109,7 @@ def assess(
     evidence_for: Collection[str] | None = None,
     sources_without: range | None = None,
     examples: Collection[str] = (),
+    figures_for: Collection[str] | None = None,
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
@@ -112,7 +117,8 @@ def assess(
     with, if any. instruction: what was asked. examples: texts of the examples in the prompt.
     evidence_for: fields of the answer whose strings are looked for in the document, if that is
     wanted. sources_without: characters of the document that
-    were not read, if sources of the sentences are wanted.
+    were not read, if sources of the sentences are wanted. figures_for: fields of the answer whose
+    figures are looked for, none for a text, if that is wanted.
     """
     text = completion.text
     summary = split_words(completion.text)
@@ -120,6 +126,7 @@ def assess(
     asked = split_words(instruction)
     length = min(COPIED_WORDS, len(asked))
     runs = [*_runs(summary, REPEATED_WORDS)]
+    figures = None if figures_for is None else _figures(text, document, figures_for)
     flags = {
         "empty": not text.strip(),
         "truncated": completion.finish_reason == "length",
@@ -133,12 +140,13 @@ def assess(
         "control_characters": printable(text, keep="\t\n\r") != text,
         "shortened": num_dropped_tokens > 0,
         "short_document": len(next(_overlapping_pieces(document), [])) < LEAST_WORDS,
+        "figure_not_found": any(each["found"] == "no" for each in figures or ()),
     }
     one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
     sources = None if sources_without is None else find_sources(text, document, sources_without)
     raised = [name for name, is_raised in flags.items() if is_raised]
-    return Quality(raised, copied, one, two, longest, evidence, sources)
+    return Quality(raised, copied, one, two, longest, evidence, sources, figures)
 
 
 def split_words(text: str) -> list[str]:
@@ -327,6 +335,28 @@ def find_evidence(text: str, document: str, fields: Collection[str]) -> list[Val
                 {"field": field, "value": value, "begin": begin, "end": end, "score": score}
             )
     return found
+
+
+class _Digits(str):
+    """A number of an answer as it is written, which says no unit."""
+
+    __slots__ = ()
+
+
+def _figures(text: str, document: str, fields: Collection[str]) -> list[Values]:
+    """Find the figures of a text, or of the `fields` of an answer (JSON)."""
+    index = FigureIndex(document)
+    if not fields:
+        return index.find(text)
+    answer = read_json(
+        text, parse_int=_Digits, parse_float=lambda digits: _Digits(f"{Decimal(digits):f}")
+    )
+    return [
+        figure
+        for field, value in _strings(answer, "")
+        if field in fields
+        for figure in index.find(value, has_units=not isinstance(value, _Digits))
+    ]
 
 
 def _passage(value: str, document: str) -> tuple[int, int, float] | None:

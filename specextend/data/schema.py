@@ -33,6 +33,15 @@ SOURCE = pa.struct(
 )
 """A sentence of a text, and a passage of the document that it rests on."""
 
+FIGURE = pa.struct(
+    [
+        *((name, pa.string()) for name in ("text", "kind", "value", "unit", "found")),
+        ("begin", pa.int64()),
+        ("end", pa.int64()),
+    ]
+)
+"""A figure of a text, and where it stands in the document."""
+
 PART_SUMMARY = pa.struct(
     [("begin", "int64"), ("end", "int64"), ("text", "string"), ("finish_reason", "string")]
 )
@@ -90,6 +99,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("choices", pa.list_(CHOICE)),
         ("sources", pa.list_(SOURCE)),
         *_columns("int32", "max_new_tokens", "num_network_steps", "num_first_accepted"),
+        ("figures", pa.list_(FIGURE)),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

@@ -126,6 +126,22 @@ def not_in_document(report: Report) -> Finding | None:
     return Finding(says, 1 + share, "Evidence", {"share": share})
 
 
+def figures_not_found(report: Report) -> Finding | None:
+    """Say that figures of texts are not in their documents."""
+    of = report["figures"]
+    flagged = report["quality_flags"].get("figure_not_found", 0)
+    if not flagged:
+        return None
+    share = of["not_found"] / of["figures"]
+    says = (
+        f"{of['not_found']:,} of {counted(of['figures'], 'figure')} ({share:.0%}), in "
+        f"{counted(flagged, 'text')}, are not in their documents: check them (column figures)."
+    )
+    evidence = {"not_found": of["not_found"], "share": share}
+    ids = report["flagged"]["figure_not_found"]
+    return Finding(says, 1 + share, "Texts to look at", evidence, ids)
+
+
 def dropped(report: Report) -> Finding | None:
     """Say that a large part of the documents was not read."""
     tokens = report["tokens"]
@@ -306,7 +322,7 @@ def loading(report: Report) -> Finding | None:
 
 
 Rules = tuple[Callable[[Report], Finding | None], ...]
-OF_TEXTS: Rules = (most_failed, not_in_document, truncated, dropped)
+OF_TEXTS: Rules = (most_failed, not_in_document, figures_not_found, truncated, dropped)
 OF_TIME: Rules = (
     prefill_bound,
     draft_misses,

@@ -97,13 +97,16 @@ _DONE_SCHEMA = pa.schema(
 _FLOATS = [field.name for field in _DONE_SCHEMA if pa.types.is_floating(field.type)]
 _FINITE = ", ".join(f"if(isfinite({name}), {name}, NULL) AS {name}" for name in _FLOATS)
 """JSON has neither NaN nor infinity, and one such row would spoil every sum."""
+_APART = "evidence, sources, choices, figures, summary"
+"""Columns that are counted apart."""
 _TABLES = (
-    "CREATE TABLE done AS SELECT * EXCLUDE (evidence, sources, choices, summary) FROM given",
+    f"CREATE TABLE done AS SELECT * EXCLUDE ({_APART}) FROM given",
     f"CREATE TABLE texts AS SELECT doc_id, quality_flags, {_SHOWN} FROM given",
     "CREATE TABLE errors (doc_id TEXT, error_class TEXT, message TEXT, stage TEXT, retryable BOOL, "
     "answered BOOL)",
     "CREATE TABLE evidence (field TEXT, documents INT, strings INT, found INT)",
     "CREATE TABLE sources (sentences INT, found INT)",
+    "CREATE TABLE figures (found TEXT, figures INT)",
     "CREATE TABLE choices (field TEXT, value TEXT, documents INT, probability_sum DOUBLE)",
     f"""CREATE VIEW work AS SELECT * REPLACE (coalesce(worker, '') AS worker),
         epoch_ms(started_at) / 1000 AS began, began + total_s AS ended,
@@ -111,8 +114,7 @@ _TABLES = (
     FROM done""",
 )
 _ADD_DONE = (
-    f"INSERT INTO done SELECT * EXCLUDE (evidence, sources, choices, summary) REPLACE ({_FINITE}) "
-    "FROM given",
+    f"INSERT INTO done SELECT * EXCLUDE ({_APART}) REPLACE ({_FINITE}) FROM given",
     f"INSERT INTO texts SELECT doc_id, quality_flags, {_SHOWN} FROM given "
     "WHERE summary IS NOT NULL",
     f"""CREATE OR REPLACE TABLE texts AS FROM texts
@@ -125,6 +127,8 @@ _ADD_DONE = (
     """INSERT INTO sources SELECT count(DISTINCT (place, each.sentence)),
         count(DISTINCT (place, each.sentence)) FILTER (each."begin" IS NOT NULL)
     FROM (SELECT row_number() OVER () AS place, unnest(sources) AS each FROM given)""",
+    """INSERT INTO figures SELECT each.found, count(*)
+    FROM (SELECT unnest(figures) AS each FROM given) GROUP BY 1""",
     """INSERT INTO choices SELECT field, value, count(*), sum(exp(log_prob))
     FROM (
         SELECT each.field, arg_max(each.value, each.log_prob) AS value,
@@ -154,6 +158,12 @@ _EVIDENCE = """
 _SOURCES = """
     SELECT coalesce(sum(sentences), 0)::BIGINT AS sentences,
     coalesce(sum(found), 0)::BIGINT AS found FROM sources
+"""
+_FIGURES = """
+    SELECT coalesce(sum(figures), 0)::BIGINT AS figures,
+    coalesce(sum(figures) FILTER (found = 'rounded'), 0)::BIGINT AS rounded,
+    coalesce(sum(figures) FILTER (found = 'derived'), 0)::BIGINT AS derived,
+    coalesce(sum(figures) FILTER (found = 'no'), 0)::BIGINT AS not_found FROM figures
 """
 _CHOICES = """
     SELECT field, value, sum(documents)::BIGINT AS documents,
@@ -341,6 +351,7 @@ def document_figures(figures: RunFigures) -> Values:
         "slowest": figures.select(slowest),
         "evidence": {row.pop("field"): row for row in figures.select(_EVIDENCE)},
         "sources": figures.select(_SOURCES)[0],
+        "figures": figures.select(_FIGURES)[0],
         "choices": choices,
         "errors": figures.select(_ERRORS),
         "texts": {"random": drawn[:NUM_TEXTS], "flagged": of_flags[:NUM_TEXTS]},

@@ -26,7 +26,7 @@ from tests.published_heads import WRITERS
 
 UNSAID = (
     "part_summaries mean_acceptance_length draft_acceptance_rate acceptance_histogram retrieval_coverage sources "
-    "retrieval_churn copied_fraction rouge1 rouge2 rougeL reasoning evidence choices"
+    "retrieval_churn copied_fraction rouge1 rouge2 rougeL reasoning evidence choices figures"
 )
 """Columns that plain decoding leaves null: 0 would pull an average down."""
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]

@@ -18,6 +18,11 @@ TYPES = {
     "quality_flags": pa.list_(pa.string()),
     "evidence": pa.list_(pa.struct({"field": STRING, "value": STRING} | PLACE)),
     "sources": pa.list_(pa.struct({"sentence": STRING} | PLACE | {"passage": STRING})),
+    "figures": pa.list_(
+        pa.struct(
+            dict.fromkeys(("text", "kind", "value", "unit", "found"), STRING) | {"begin": pa.int64(), "end": pa.int64()}
+        )
+    ),
     "choices": pa.list_(pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])),
     "started_at": pa.timestamp("ms", tz="UTC"),
 }

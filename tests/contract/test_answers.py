@@ -30,6 +30,20 @@ def test_each_field_is_a_column_of_its_type(sections):
     done, failed = result.to_pylist()
     assert json.loads(done["answer"]) == {name: done[name] for name in TYPES}
     assert [failed[name] for name in TYPES] == [None] * 3
+    assert done["figures"] is None
+
+
+def test_numbers_of_an_answer_are_sought_in_the_document(sections):
+    """Where a number stands is said, and that one stands nowhere; no row is held back for it."""
+    config = RunConfig.load(sections, ["output.figures=true"])
+    summarizer = Summarizer(config)
+    texts = ["The committee met.", "The committee met. " + "96 of 1,000 pages. " * 20]
+    for row in summarizer(pa.table({"text": texts, "doc_id": ["a", "b"]})).to_pylist():
+        text = texts["ab".index(row["doc_id"])]
+        places = [(each["value"], text[slice(each["begin"], each["end"])][:2]) for each in row["figures"]]
+        assert places == [(str(page), str(page) if str(page) in text else text[:2]) for page in row["pages"]]
+        is_missing = any(str(page) not in text for page in row["pages"])
+        assert ("figure_not_found" in row["quality_flags"]) == is_missing
 
 
 def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
@@ -61,6 +75,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     settings = [
         f"output.schema={SCHEMA[:-1]}, said: {said}}}",
         "output.sources=true",
+        "output.figures=true",
         "output.column=answer",
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
@@ -74,13 +89,20 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
     schema = pq.read_schema(tmp_path / "out" / "summaries" / "part-00000.parquet")
     kinds = TYPES | {"said": pa.string()}
     assert {name: schema.field(name).type for name in kinds} == kinds
+    num_missing = 0
     for row in rows(tmp_path / "out" / "summaries"):
         assert json.loads(row["answer"]) == {name: row[name] for name in kinds}
+        states = [(each["text"], each["found"]) for each in row["figures"]]
+        assert states == [(str(page), "no") for page in row["pages"]]
+        assert ("figure_not_found" in row["quality_flags"]) == bool(row["pages"])
+        num_missing += len(row["pages"])
         [found] = row["evidence"]
         assert (found["field"], found["value"]) == ("said", row["said"])
         begin = found["begin"]
         assert begin is None or texts[row["doc_id"]][begin : found["end"]].lower() == row["said"]
-    assert read_json(tmp_path / "out" / "report.json")["evidence"]["said"]["strings"] == 2
+    report = read_json(tmp_path / "out" / "report.json")
+    assert report["evidence"]["said"]["strings"] == 2
+    assert report["figures"] == {"figures": num_missing, "rounded": 0, "derived": 0, "not_found": num_missing}
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specextend.data.answers import schema_of, string_fields
+from specextend.data.answers import free_fields, schema_of
 from specextend.data.quality import find_evidence
 
 DOCUMENT = "The Department\nof Justice wrote on crimes and punishment. The Department of Justice paid Straße 5."
@@ -78,4 +78,4 @@ def test_fields_of_any_text_are_looked_up_and_choices_are_not():
         "properties": schema,
         "$defs": {"name": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
     }
-    assert string_fields(schema_of(whole)) == {"a", "c.land", "c.of"}
+    assert free_fields(schema_of(whole), "string") == {"a", "c.land", "c.of"}

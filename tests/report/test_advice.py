@@ -17,6 +17,7 @@ QUIET = {
     "quality_flags": {},
     "flagged": {},
     "evidence": {},
+    "figures": {"figures": 200, "rounded": 0, "derived": 0, "not_found": 0},
     "run": {
         "prompt": {"max_prompt_tokens": None, "length_policy": "middle"},
         "decoding": {"mode": "specextend", "stop_repetition": False},
@@ -70,6 +71,11 @@ CASES = [
         "not_in_document",
         changed(evidence={"a": {"strings": 40, "found": 4}, "b": {"strings": 10, "found": 4}}),
         "84% of 50 strings of the answers do not stand in their documents: check them.",
+    ),
+    (
+        "figures_not_found",
+        changed(figures__not_found=9, quality_flags__figure_not_found=8, flagged__figure_not_found=["doc-a"]),
+        r"9 of 200 figures \(4%\), in 8 texts, are not in their documents: check them \(column figures\). .* doc-a.$",
     ),
     (
         "most_failed",

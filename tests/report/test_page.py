@@ -100,11 +100,15 @@ def test_the_page_says_first_what_was_done_and_left_out(report):
 def test_the_page_leads_with_what_the_texts_are_worth(report):
     """It praised the speed of a run of which most strings stood nowhere in their documents."""
     evidence = {"agency": {"documents": 9, "strings": 50, "found": 8}}
-    text = Page(to_html(report | {"evidence": evidence, "not_prepared": {"damaged": 2, "password": 1}})).text
+    figures = {"figures": 40, "rounded": 3, "derived": 1, "not_found": 4}
+    text = Page(
+        to_html(report | {"evidence": evidence, "figures": figures, "not_prepared": {"damaged": 2, "password": 1}})
+    ).text
     first = text.split("documents an hour")[0]
     assert "293 of 293 documents (100%) have a flag, most often short_document." in first
     assert "1 of 293 documents (0%) has a flag" in Page(to_html(report | {"flagged_texts": 1})).text
     assert "Of the strings of the answers, 16% stand in their documents." in first
+    assert "Of 40 figures in the texts, 90% are in their documents or follow from two there." in first
     assert re.search(r"could not read 3 files or rows of the input: damaged 2, password 1\.", first)
     shown, _, folded = to_html(report).partition("<details>")
     titles = ("Texts drawn at random", "Texts to look at", "The workers&#39; time")

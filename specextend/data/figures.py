@@ -1,0 +1,258 @@
+"""Whether the figures of a text are in its document: as they are, rounded, or derived from two.
+
+Begin at `find_figures`. A worker makes a `FigureIndex` of the document; how figures are written is
+in `data/numerals.py`.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from functools import cached_property
+from itertools import islice, pairwise
+from operator import itemgetter
+from typing import Literal, NamedTuple
+
+from specextend.core import Values
+from specextend.data.numerals import Date, Figure, figures_of
+
+Found = Literal["yes", "rounded", "derived", "no"]
+_NEAR = 100
+"""Characters on both sides of a figure that are compared with those around another."""
+_MOST_PLACES = 20
+"""Places of a figure that are compared."""
+_LEAST_SHARED = 3
+"""Words that a passage must share with a sentence for a figure to be derived from it, and places
+for a figure of one or two digits to be the same: such figures are everywhere.
+"""
+_LEAST_KNOWN = 0.2
+"""Share of the words around a figure that its document has, below which its language is another."""
+_CONTENT = re.compile(r"[^\W\d_]{4,}")
+_PASSAGE_END = re.compile(r"[.!?]['\")\]\u201d\u2019]*\s+(?=[A-Z\u00c0-\u00de(\"\u201c])|\n\s*\n")
+
+
+class _Place(NamedTuple):
+    """What was found of a figure."""
+
+    found: Found
+    value: Decimal | Date
+    begin: int | None = None
+    end: int | None = None
+
+
+def find_figures(text: str, document: str) -> list[Values]:
+    """Find each figure of a text in its document.
+
+    Args:
+        text: Text about the document.
+        document: Document, in which all offsets are.
+
+    Returns:
+        For each figure `text`, `kind` (`number`, `money`, `percent`, `date` or `year`), `value` in
+        digits or as a date of ISO 8601, `unit`, `found` (`yes`, `rounded`, `derived` from two
+        figures of a passage, or `no`), and `begin` and `end` of its place in characters of the
+        document. Unit and place are None if there is none.
+    """
+    return FigureIndex(document).find(text)
+
+
+class FigureIndex:
+    """The figures of a document, read once for several texts."""
+
+    def __init__(self, document: str):
+        self._low = document.lower()
+        self._document = document
+        self._figures = figures_of(document)
+        self._exact: dict[Decimal | Date, list[Figure]] = {}
+        for figure in self._figures:
+            for one in (figure, *figure.parts):
+                for value in one.values:
+                    self._exact.setdefault(value, []).append(one)
+                    if isinstance(value, Date) and value.year:
+                        self._exact.setdefault(Decimal(value.year), []).append(one)
+
+        numbers = [
+            (float(value), each)
+            for each in self._figures
+            if each.kind != "year"
+            for value in each.values
+            if isinstance(value, Decimal)
+        ]
+        self._sorted = sorted(numbers, key=itemgetter(0))
+
+    def find(self, text: str, *, has_units: bool = True) -> list[Values]:
+        """Find each figure of a text, as `find_figures` does.
+
+        Args:
+            text: The text.
+            has_units: False for a number that may have any unit.
+        """
+        return [
+            {
+                "text": text[figure.begin : figure.end],
+                "kind": figure.kind,
+                "value": str(place.value) if isinstance(place.value, Date) else f"{place.value:f}",
+                "unit": figure.unit or None,
+                "found": place.found,
+                "begin": place.begin,
+                "end": place.end,
+            }
+            for figure, place in self._places(text, has_units)
+        ]
+
+    def _places(self, text: str, has_units: bool) -> Iterator[tuple[Figure, _Place]]:
+        for written in figures_of(text):
+            if not written.is_claimed:
+                continue
+            figure = written if has_units else written._replace(unit=None)
+            place = self._place_of(figure, text)
+            if place.found == "no" and figure.parts:
+                yield from ((part, self._place_of(part, text)) for part in figure.parts)
+            else:
+                yield figure, place
+
+    def _place_of(self, figure: Figure, text: str) -> _Place:
+        around = _words(text[max(0, figure.begin - _NEAR) : figure.end + _NEAR])
+        for value in figure.values:
+            places = self._exact.get(value, ())
+            if best := self._most_alike(figure, places, around):
+                return _Place("yes", value, best.begin, best.end)
+        for value in figure.values:
+            if isinstance(value, Date):
+                place = self._date(value)
+            else:
+                place = self._rounded(figure, value, around) or self._derived(figure, value, text)
+            if place:
+                return place
+        return _Place("no", figure.values[0])
+
+    def _most_alike(
+        self, figure: Figure, places: Iterable[Figure], around: set[str]
+    ) -> Figure | None:
+        """Return the place of a figure: that with its unit, and of those the one with most words
+        around it in common; None if there are too few.
+        """
+        fitting = (each for each in places if _may_be(figure, each))
+        ranked = [
+            (each.unit == figure.unit, self._num_shared(around, each.begin, each.end), each)
+            for each in islice(fitting, _MOST_PLACES)
+        ]
+        if not ranked:
+            return None
+        has_unit, num_shared, best = max(ranked, key=lambda each: each[:2])
+        needed = min(_LEAST_SHARED, len(around) // 3)
+        if has_unit and (figure.kind in ("date", "year") or len(_digits(figure.values[0])) > 2):
+            needed = 0
+        if num_shared >= needed:
+            return best
+        num_known = sum(word in self._low for word in around)
+        return best if num_known < _LEAST_KNOWN * len(around) else None
+
+    def _num_shared(self, words: Iterable[str], begin: int, end: int) -> int:
+        near = self._low[max(0, begin - _NEAR) : end + _NEAR]
+        return sum(word in near for word in words)
+
+    def _date(self, date: Date) -> _Place | None:
+        """Return the place of a date that says more, or the same without the year."""
+        for each in self._figures:
+            for other in each.values:
+                if isinstance(other, Date) and _is_within(other, date):
+                    return _Place("rounded", date, each.begin, each.end)
+        without = self._exact.get(date._replace(year=0))
+        if without and Decimal(date.year) in self._exact:
+            return _Place("derived", date, without[0].begin, without[0].end)
+        return None
+
+    def _rounded(self, figure: Figure, value: Decimal, around: set[str]) -> _Place | None:
+        step = _last_digit(figure, value)
+        if not step:
+            return None
+        most = step * (1 if figure.is_about else 0.5) * (1 + 1e-9)
+        first, last = (
+            bisect_left(self._sorted, float(value) + side, key=itemgetter(0))
+            for side in (-most, most)
+        )
+        near = self._sorted[first:last]
+        places = (each for other, each in near if figure.is_share or other / step % 1)
+        best = self._most_alike(figure, places, around)
+        return best and _Place("rounded", value, best.begin, best.end)
+
+    @cached_property
+    def _passages(self) -> list[tuple[int, int, list[Figure]]]:
+        """Begin, end and numbers of each passage with two numbers or more."""
+        bounds = [0, *(found.start() for found in _PASSAGE_END.finditer(self._document))]
+        held: dict[int, list[Figure]] = {}
+        for each in self._figures:
+            if each.kind not in ("date", "year"):
+                held.setdefault(bisect_right(bounds, each.begin), []).append(each)
+        bounds.append(len(self._document))
+        return [
+            (bounds[number - 1], bounds[number], figures)
+            for number, figures in held.items()
+            if len(figures) > 1
+        ]
+
+    def _derived(self, figure: Figure, value: Decimal, text: str) -> _Place | None:
+        """Return two neighbours in a passage about the same, of which a figure is the sum, the
+        difference, the ratio or the change in percent.
+        """
+        if figure.kind == "year" or value < (10 if figure.unit else 100):
+            return None
+        ends = [found.end() for found in _PASSAGE_END.finditer(text, 0, figure.begin)]
+        end = _PASSAGE_END.search(text, figure.end)
+        sentence = _words(text[(ends or [0])[-1] : end.start() if end else len(text)])
+        for first, last, figures in self._passages:
+            for one, other in pairwise(figures):
+                if one.unit == other.unit and _follows(figure, value, one, other):
+                    passage = self._low[first:last]
+                    if sum(word in passage for word in sentence) >= _LEAST_SHARED:
+                        return _Place("derived", value, one.begin, other.end)
+        return None
+
+
+def _may_be(figure: Figure, other: Figure) -> bool:
+    """Return True if units do not differ, or a unit other than percent is missing."""
+    units = {figure.unit, other.unit}
+    return figure.unit is None or len(units) == 1 or ("" in units and "%" not in units)
+
+
+def _words(text: str) -> set[str]:
+    return {*_CONTENT.findall(text.lower())}
+
+
+def _digits(value: Decimal | Date) -> tuple[int, ...]:
+    return value.normalize().as_tuple().digits if isinstance(value, Decimal) else ()
+
+
+def _is_within(date: Date, other: Date) -> bool:
+    """Return True if a date is within a month, or has the day of one without a year."""
+    return date.month == other.month and other.day in (0, date.day) and other.year in (0, date.year)
+
+
+def _last_digit(figure: Figure, value: Decimal) -> float:
+    """Return what the last digit of a number counts that is not rounded away; 0 if it is exact."""
+    if figure.kind == "year":
+        return 0.0
+    if figure.is_share:
+        return 2.0
+    _, digits, exponent = value.as_tuple()
+    is_small = len(digits) + int(exponent) < 2 and not figure.unit
+    if is_small and int(exponent) >= 0:
+        return 0.0
+    significant = len(_digits(value))
+    kept = significant if figure.is_about else max(significant, 2)
+    zeros = max(0, len(digits) - kept) if int(exponent) >= 0 else 0
+    return 10.0 ** (int(exponent) + zeros)
+
+
+def _follows(figure: Figure, value: Decimal, one: Figure, other: Figure) -> bool:
+    a, b = (float(each.values[0]) for each in (one, other) if isinstance(each.values[0], Decimal))
+    if figure.unit == one.unit:
+        step = 1e-9 * float(value)
+        results = [a + b, abs(a - b)]
+    elif figure.unit == "%" and one.unit != "%" and a and b:
+        step = _last_digit(figure, value) / 2
+        results = [100 * a / b, 100 * b / a, 100 * abs(a - b) / a, 100 * abs(a - b) / b]
+    else:
+        return False
+    return any(abs(each - float(value)) <= step for each in results)

@@ -1,0 +1,226 @@
+"""Figures of a text, sought in its document: in any format, rounded, derived, or not there."""
+
+import re
+from datetime import date
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specextend import find_figures
+from specextend.core import Completion
+from specextend.data.quality import QualityOptions, assess
+from specextend.stats import DecodingStats
+
+ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+DOCUMENT = "The report says that the agency paid {} for harbours in the northern region, and that the committee agreed."
+
+
+def in_words(number):
+    """Write a number as English does."""
+    for size, name in ((10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred")):
+        if number >= size:
+            rest = f" {in_words(number % size)}" if number % size else ""
+            return f"{in_words(number // size)} {name}{rest}"
+    if number < 20:
+        return ONES[number]
+    return TENS[number // 10 - 2] + (f"-{ONES[number % 10]}" if number % 10 else "")
+
+
+def grouped(number, sign):
+    return f"{number:,}".replace(",", sign)
+
+
+NUMBERS = {
+    "plain": str,
+    "English": lambda n: grouped(n, ","),
+    "German": lambda n: grouped(n, "."),
+    "French": lambda n: grouped(n, "\u202f"),
+    "no-break": lambda n: grouped(n, "\u00a0"),
+    "space": lambda n: grouped(n, " "),
+    "Swiss": lambda n: grouped(n, "'"),
+    "typographic": lambda n: grouped(n, "\u2019"),
+    "words": in_words,
+    "scale": lambda n: f"{Decimal(n) / 1000} thousand",
+}
+SUMS = {
+    "sign": lambda n: f"${n:,.2f}",
+    "code": lambda n: f"USD {n:,.2f}",
+    "word": lambda n: f"{n:,.2f} dollars",
+    "German": lambda n: f"{n:,.2f}".translate(str.maketrans(",.", ".,")) + " US-Dollar",
+    "French": lambda n: f"{n:,.2f}".translate(str.maketrans(",.", "\u202f,")) + " $",
+    "Swiss": lambda n: f"{n:,.2f}".replace(",", "'") + " USD",
+    "millions": lambda n: f"${n / 10**6:f} million",
+    "m": lambda n: f"${n / 10**6:f}m",
+    "Mio": lambda n: f"{n / 10**6:f}".replace(".", ",") + " Mio. Dollar",
+    "bn": lambda n: f"US${n / 10**9:f}bn",
+}
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+DATES = {
+    "American": lambda d: f"{MONTHS[d.month - 1]} {d.day}, {d.year}",
+    "British": lambda d: f"{d.day} {MONTHS[d.month - 1]} {d.year}",
+    "spoken": lambda d: f"the {d.day}th of {MONTHS[d.month - 1]} {d.year}",
+    "short": lambda d: f"{MONTHS[d.month - 1][:3]}. {d.day}, {d.year}",
+    "ISO": lambda d: d.isoformat(),
+    "dots": lambda d: f"{d:%d.%m.%Y}",
+    "slashes": lambda d: f"{d:%m/%d/%Y}",
+    "year first": lambda d: f"{d:%Y/%m/%d}",
+    "day first": lambda d: f"{d.day}/{d.month}/{d.year}",
+    "short year": lambda d: f"{d:%m/%d/%y}",
+}
+
+
+def found(text, document):
+    return [(each["text"], each["found"]) for each in find_figures(text, document)]
+
+
+@pytest.mark.parametrize(
+    "formats, values",
+    [
+        (NUMBERS, st.integers(2, 10**12 - 1)),
+        (SUMS, st.integers(1, 10**12).map(lambda cents: Decimal(cents) / 100)),
+        (DATES, st.dates(date(1951, 1, 1), date(2049, 12, 31))),
+    ],
+    ids=["numbers", "sums", "dates"],
+)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_is_printed_in_one_of_ten_formats_is_found_in_another(formats, values, data):
+    value = data.draw(values)
+    names = st.sampled_from([*formats])
+    written, read = (formats[data.draw(names)](value) for _ in range(2))
+    document = DOCUMENT.format(written)
+    [record] = find_figures(f"The agency paid {read} for harbours.", document)
+    assert record["found"] == "yes", (written, read, record)
+    assert document[record["begin"] : record["end"]].strip() in written
+    assert record["text"].strip() in read
+
+
+PIECES = st.sampled_from(
+    re.findall(
+        r"\S+",
+        "1 2,500 3.75 4 000 5'000 $6 7% €8bn 9/10/2011 2018-19 twelve two-thirds one in five million a dozen May 5 (3) "
+        "H-1B . , - to and about percent years people 2020 Mio. zwanzig vingt et un quatre ½ 1.2.3 0 00 Ⅷ ٣",
+    )
+)
+TEXTS = st.lists(PIECES, max_size=14).map(" ".join) | st.text(max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=TEXTS, text=TEXTS, behind=TEXTS)
+def test_a_text_that_is_copied_from_its_document_has_no_figure_that_is_not_there(before, text, behind):
+    """Whatever it holds; and every place is a slice of the document, every figure one of the text."""
+    document = f"{before}\n\n{text}\n\n{behind}"
+    for each in find_figures(text, document):
+        assert each["found"] != "no", each
+        assert each["text"] in text
+        assert each["text"]
+        assert 0 <= each["begin"] < each["end"] <= len(document)
+
+
+@pytest.mark.parametrize(
+    "text, document, expected",
+    [
+        ("It paid $3.5 million.", "Costs were $3,512,400.", ["rounded"]),
+        ("It paid $3,512,400.", "Costs were $3.5 million.", ["no"]),
+        ("It paid $5 million.", "Costs were £5 million.", ["no"]),
+        ("It paid $5 million.", "Costs were $5 billion.", ["no"]),
+        ("It fell by 5 percent.", "It fell by 5%.", ["yes"]),
+        ("It fell by 5 percent.", "It fell to 5.", ["no"]),
+        ("It took 5 years.", "It took 5 months.", ["no"]),
+        ("Two-thirds of the ports agreed.", "67 percent of the ports agreed.", ["rounded"]),
+        ("A dozen ports agreed.", "12 ports agreed.", ["yes"]),
+        ("One in five ports agreed.", "20 percent of the ports agreed.", ["yes"]),
+        ("It took 5 to 10 million euros.", "It took €5 million, then €10 million.", ["yes", "yes"]),
+        ("In 2019 it ended.", "In fiscal year 2018-19 it ended.", ["yes"]),
+        ("In 2019 it ended.", "It ended on 3 May 2019.", ["yes"]),
+        ("It ended in May 2019.", "It ended on May 3, 2019.", ["rounded"]),
+        ("It ended on May 3, 2019.", "In 2019, on May 3, it ended.", ["derived"]),
+        ("It ended on May 4, 2019.", "It ended on May 3, 2019.", ["no"]),
+        ("Le port a coûté 3,5 millions d'euros.", "The port cost €3.5 million.", ["yes"]),
+        ("Der Hafen kostete 1,2 Mrd. Euro.", "The port cost EUR 1.2bn.", ["yes"]),
+        ("(1) one of them", "nothing", []),
+    ],
+)
+def test_units_scales_and_digits_count(text, document, expected):
+    """A unit that differs is another figure; fewer digits are a rounding, more of them an invention."""
+    assert [state for _, state in found(text, document)] == expected
+
+
+@pytest.mark.parametrize(
+    "figure, operation",
+    [("$50 million", "sum"), ("$10 million", "difference"), ("67 percent", "ratio"), ("50 percent", "change")],
+)
+def test_what_follows_from_two_figures_of_a_passage_is_told_apart(figure, operation):
+    document = "Other things happened.\n\nSpending on northern harbours rose from $20 million to $30 million in a year."
+    text = f"Spending on northern harbours: {figure}."
+    [record] = find_figures(text, document)
+    assert record["found"] == "derived", operation
+    assert document[record["begin"] : record["end"]] == "$20 million to $30 million"
+    assert found("The cats of Rome ate 67 percent.", document) == [("67 percent", "no")]
+
+
+def test_a_figure_of_few_digits_needs_words_around_it_in_common():
+    """There is a 3 in every report; in another language no word is the same, and none is asked for."""
+    document = "The inspectors visited three harbours, which the agency had chosen from northern regions."
+    assert found("Inspectors visited 3 harbours.", document) == [("3", "yes")]
+    wrong = "The committee proposed seventeen amendments, of which 3 were rejected by the northern senate."
+    assert found(wrong, document) == [("seventeen", "no"), ("3", "no")]
+    assert found("Die Prüfer besuchten 3 Häfen, welche das Ministerium im Norden auswählte.", document) == [
+        ("3", "yes")
+    ]
+
+
+def test_figures_of_an_answer_are_those_of_its_free_fields():
+    """A number of an answer has no unit to differ in; a label is no figure."""
+    answer = '{"kind": "7", "sum": 5000000, "share": 2.5, "said": ["on 4 May 2020", "8 euros"], "n": null}'
+    document = "On May 4, 2020 the port paid $5 million, 2.5 percent more."
+    completion = Completion("a", [], answer, "stop", DecodingStats())
+    quality = assess(
+        completion, document, 0, None, QualityOptions(), figures_for=frozenset({"sum", "share", "said", "n"})
+    )
+    states = [(each["text"], each["value"], each["found"]) for each in quality.figures]
+    assert states == [
+        ("5000000", "5000000", "yes"),
+        ("2.5", "2.5", "yes"),
+        ("4 May 2020", "2020-05-04", "yes"),
+        ("8 euros", "8", "no"),
+    ]
+    assert "figure_not_found" in quality.quality_flags
+    assert assess(completion, document, 0, None, QualityOptions()).figures is None
