@@ -95,7 +95,7 @@ def _take_turn(decoder: RowDecoder, rows: list[Row], number: int) -> _Turn:
 
 
 def _prepare(output: str) -> Prepared:
-    """Check that a run could be made again. Raises ValueError, and StoreError."""
+    """Check that a run could be made again. Raises ValueError, and RunError."""
     recorded = read_manifest(resolve(output))
     if recorded is None:
         raise ValueError(f"{output} holds no run (there is no _run/manifest.json)")

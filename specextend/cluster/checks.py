@@ -10,7 +10,7 @@ from typing import Any, get_args
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_resources, is_local
-from specextend.cluster.exits import OtherRunError, RefusedError, RunError, StoreError
+from specextend.cluster.exits import OtherRunError, RefusedError, RunError
 from specextend.cluster.records import ended_with_errors
 from specextend.config import RunConfig, joined
 from specextend.core import Checkpoint, ReadOnly, Values, counted, did_you_mean, first_line
@@ -102,7 +102,7 @@ def prepare(
     retry_errors: Retry = "none",
     retry_truncated: RaisedLimits | None = None,
 ) -> Prepared:
-    """Check input, models and prompt without writing anything. Raises RefusedError, StoreError,
+    """Check input, models and prompt without writing anything. Raises RefusedError, RunError,
     OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine`
@@ -279,19 +279,19 @@ def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | Non
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn errors of a block into RefusedError, or into StoreError if a later try may succeed."""
+    """Turn errors of a block into RefusedError, or into RunError if a later try may succeed."""
     try:
         yield
     except RunError:
         raise
     except (InputUnreachableError, HubUnreachableError) as error:
-        raise StoreError(str(error)) from error
+        raise RunError(str(error)) from error
     except ValueError as error:
         raise RefusedError(first_line(error)) from error
     except OSError as error:
         if not is_passing(error):
             raise RefusedError(first_line(error)) from error
-        raise StoreError(_run_again(error)) from error
+        raise RunError(_run_again(error)) from error
 
 
 def _run_again(error: OSError) -> str:
@@ -301,7 +301,7 @@ def _run_again(error: OSError) -> str:
 
 def read_recorded(output: Location) -> Values | None:
     """Read the manifest in the output folder, if there is one. Raises OtherRunError if it is not
-    ours, StoreError.
+    ours, RunError.
     """
     try:
         return read_manifest(output)
@@ -310,7 +310,7 @@ def read_recorded(output: Location) -> Values | None:
     except NotADirectoryError:
         return None  # the output is a file, as the check of the input will say
     except OSError as error:
-        raise StoreError(f"{output.path} cannot be read: {_run_again(error)}") from error
+        raise RunError(f"{output.path} cannot be read: {_run_again(error)}") from error
 
 
 def pin_models(config: RunConfig, recorded: ReadOnly) -> tuple[RunConfig, Models, tuple[str, ...]]:
@@ -515,12 +515,12 @@ def input_errors() -> Iterator[None]:
     """Turn errors about the input and the commits into those of a run.
 
     RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for
-    another run's, StoreError for an input that is out of reach.
+    another run's, RunError for an input that is out of reach.
     """
     try:
         yield
     except InputUnreachableError as error:
-        raise StoreError(f"{error}; what is done is kept") from error
+        raise RunError(f"{error}; what is done is kept") from error
     except StrangeCommitError as error:
         raise OtherRunError(str(error)) from error
     except (InputError, DamagedCommitError) as error:

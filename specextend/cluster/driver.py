@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, StalledRunError
+from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError, RunError
 from specextend.cluster.messages import (
     Begun,
     Died,
@@ -92,12 +92,9 @@ class Driver:
 
         Raises:
             InterruptedRunError: told to stop.
-            WorkersFailError: no worker can be had.
             InputChangedError: a file of the input is not what it was.
-            StalledRunError: no worker has read or written a token for `JobOptions.silence_s`.
-            TooManyErrorsError: most documents fail.
-            LockLostError: another driver has taken the folder over.
-            LockGoneError: somebody has removed its lock.
+            RunError: no worker can be had, or none has read or written a token for
+                `JobOptions.silence_s`; most documents fail; or the folder's lock is not ours.
             OutputError: the folder takes no more commits.
         """
         try:
@@ -169,7 +166,7 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        """Raise StalledRunError, which names documents, if no worker has read or written a token
+        """Raise RunError, which names documents, if no worker has read or written a token
         for too long.
 
         A single worker that hangs is replaced long before. This is for faults that no worker can
@@ -194,7 +191,7 @@ class Driver:
                 if keys
                 else []
             )
-        raise StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
+        raise RunError("; ".join([*parts, "what is done is kept, run again"]))
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""

@@ -34,7 +34,7 @@ from specextend.cluster.checks import (
     say_left_out,
 )
 from specextend.cluster.environment import connected, is_local, say_room, settle_cores, start_worker
-from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError, reading
+from specextend.cluster.exits import Interrupt, RefusedError, RunError, reading
 from specextend.cluster.messages import Done, Outcome
 from specextend.cluster.progress import describe_duration
 from specextend.cluster.worker import EngineFactory, checked_engine
@@ -241,8 +241,8 @@ def calibrate(
     """Decode documents with one real worker, and return the rates of the pair where the worker ran.
 
     say: takes a line about the progress. factory: makes the worker's engine, on the worker. Raises
-    RefusedError if there are too few documents or no worker can run here, WorkersFailError if the
-    worker fails, ClusterError and InterruptedRunError.
+    RefusedError if there are too few documents or no worker can run here, RunError if the
+    worker fails or there is no Ray, and InterruptedRunError.
     """
     check_machine(prepared.config)
     config = prepared.config
@@ -315,23 +315,19 @@ def _decode(
 def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tuple[Any, Any]:
     """Wait for the first of some calls to end; return it with its answer.
 
-    Raises WorkersFailError if it failed or none ends within `limit_s`, and InterruptedRunError.
+    Raises RunError if it failed or none ends within `limit_s`, and InterruptedRunError.
     """
     give_up_at = time.monotonic() + limit_s
     done: list[Any] = []
     while not done:
         interrupt.check()
         if time.monotonic() >= give_up_at:
-            raise WorkersFailError(
-                f"the worker of the calibration has not answered for {limit_s:.0f} s"
-            )
+            raise RunError(f"the worker of the calibration has not answered for {limit_s:.0f} s")
         done, _ = ray.wait(calls, timeout=TICK_S)
     try:
         return done[0], ray.get(done[0])
     except RayError as error:
-        raise WorkersFailError(
-            f"the worker of the calibration failed: {last_line(error)}"
-        ) from error
+        raise RunError(f"the worker of the calibration failed: {last_line(error)}") from error
 
 
 # The plan
@@ -371,7 +367,7 @@ def dry_run(
 
     by: time at which the run must be done; the plan says with how many workers it is. calibrate:
     measures the pair's rates; without it nothing is loaded and the time is not known. Raises
-    OtherRunError if the folder holds another run, OutputError, RefusedError and StoreError, and
+    OtherRunError if the folder holds another run, OutputError, RefusedError and RunError, and
     what `calibrate` raises.
     """
     with reading(prepared.output):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, cast
 
-from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
+from specextend.cluster.exits import Interrupt, RefusedError, RunError
 from specextend.core import counted, first_line
 from specextend.folders import make_temporary, remove
 
@@ -141,7 +141,7 @@ def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
 
 def check_limits() -> None:
     """Raise RefusedError if the limits of this process are too low for a private Ray, which would
-    not say so, and ClusterError if there is no room for its folder.
+    not say so, and RunError if there is no room for its folder.
     """
     wanted = {
         "GiB of addresses (ulimit -v)": (resource.RLIMIT_AS, _LEAST_ADDRESSES, 1 << 30),
@@ -288,7 +288,7 @@ def connected(interrupt: Interrupt) -> Iterator[list[Any]]:
     private one (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
 
     Yields the workers that have been started; here none. `interrupt` takes SIGTERM back whenever
-    Ray has taken it. Raises ClusterError and InterruptedRunError.
+    Ray has taken it. Raises RunError and InterruptedRunError.
     """
     import ray
 
@@ -314,7 +314,7 @@ def _attached(interrupt: Interrupt, folder: str) -> Iterator[None]:
     except Exception as error:  # Ray raises many classes here
         _shut_down(interrupt)
         what = "started" if folder else "joined"
-        raise ClusterError(
+        raise RunError(
             f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again"
         ) from error
     interrupt.install()
@@ -348,14 +348,14 @@ def _watch(interrupt: Interrupt) -> Event:
 
 
 def _parent() -> str:
-    """Return the folder in which the folder of a private Ray is made. Raises ClusterError if it has
+    """Return the folder in which the folder of a private Ray is made. Raises RunError if it has
     no room, for which Ray would wait half a minute.
     """
     places = map(os.path.abspath, (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"))
     parent = next(place for place in places if len(os.fsencode(place)) <= _LONGEST_PARENT)
     with suppress(OSError):  # `make_temporary` says it
         if (free := shutil.disk_usage(parent).free) < _LEAST_ROOM:
-            raise ClusterError(
+            raise RunError(
                 f"{parent} has room for {free >> 20} MiB, and Ray's logs and sockets need "
                 f"{_LEAST_ROOM >> 20}; make room there, or set TMPDIR to another folder"
             )
@@ -373,7 +373,7 @@ def _private_folder() -> Iterator[str]:
     try:
         folder = make_temporary(_parent(), "sx-")
     except OSError as error:
-        raise ClusterError(
+        raise RunError(
             f"Ray cannot be started: {first_line(error)}; set TMPDIR to another folder"
         ) from error
     try:

@@ -35,11 +35,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunError(Exception):
-    """An end of a run whose message tells the user what to do: it is printed without a
-    traceback.
+    """An end of a run whose message tells the user what to do: it is printed without a traceback.
+
+    Its code is 1 where no other is given: no Ray, no worker, no store. What is done is kept.
     """
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, exit_code: int | None = None):
+        super().__init__(message)
+        self.exit_code = exit_code or self.exit_code
 
 
 class RefusedError(RunError, ValueError):
@@ -50,62 +55,16 @@ class RefusedError(RunError, ValueError):
     exit_code = EXIT_REFUSED
 
 
-class LockHeldError(RunError):
-    """Another driver holds the output folder and is alive: exit 4."""
-
-    exit_code = EXIT_LOCKED
-
-
-class LockLostError(LockHeldError):
-    """Another driver took the output folder over because this one's heartbeat was missing: exit 4.
-
-    Nothing more may be committed.
-    """
-
-
-class LockGoneError(RunError):
-    """Somebody removed the lock, perhaps a driver that took over and has finished: exit 1.
-
-    Nothing more may be committed.
-    """
-
-
 class OtherRunError(RunError, ValueError):
     """The output folder belongs to another run, and the message says what differs: exit 5."""
 
     exit_code = EXIT_OTHER_RUN
 
 
-class WorkersFailError(RunError):
-    """Workers cannot be built, or all of them die: exit 1."""
-
-
-class ClusterError(RunError):
-    """Ray cannot be started or joined, so nothing was decoded: exit 1."""
-
-
-class StoreError(RunError):
-    """The store of the input or of the models does not answer: exit 1. Finished work is kept; run
-    again to resume.
-    """
-
-
-class StalledRunError(RunError):
-    """No worker has read or written a token for too long: exit 1. Finished work is kept; run again
-    to resume.
-    """
-
-
 class OutputError(RunError):
     """The output folder cannot be read or written: exit 1. Committed work is kept; run again to
     resume.
     """
-
-
-class TooManyErrorsError(RunError):
-    """Most documents fail, so the run has stopped early: exit 3. Finished work is kept."""
-
-    exit_code = EXIT_TOO_MANY_ERRORS
 
 
 class InterruptedRunError(Exception):

@@ -34,9 +34,7 @@ from specextend.cluster.exits import (
     EXIT_TOO_MANY_ERRORS,
     GRACE_S,
     Interrupt,
-    LockGoneError,
-    LockHeldError,
-    OutputError,
+    RunError,
     exit_code,
     reading,
     writing,
@@ -212,7 +210,7 @@ class _LockedRun:
             code = exit_code(error)
             reason = first_line(error)
             # If the disk is full or the lock lost, the error says so itself.
-            with suppress(OSError, OutputError, LockHeldError, LockGoneError):
+            with suppress(OSError, RunError):
                 self.record.end(code, reason)
             display.event("run_ended", exit_code=code, reason=reason)
             raise

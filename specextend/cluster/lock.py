@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from specextend.cluster.exits import (
-    LockGoneError,
-    LockHeldError,
-    LockLostError,
+    EXIT_LOCKED,
     OutputError,
+    RunError,
     writing,
 )
 from specextend.core import Checkpoint, first_line
@@ -129,7 +128,7 @@ class OutputLock:
         self._mutex = threading.Lock()
         self._written = 0.0
         self._beat_at = (monotonic(), clock())
-        self._lost: LockHeldError | LockGoneError | None = None
+        self._lost: RunError | None = None
         self._released = threading.Event()
         self.predecessor: LockHolder | None = None
         """The dead driver whose lock was taken over, if there was one."""
@@ -148,7 +147,7 @@ class OutputLock:
     def try_take(self) -> bool:
         """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
 
-        Raises LockHeldError and OSError.
+        Raises RunError and OSError.
         """
         if self._is_settling:
             return self._settle()
@@ -162,8 +161,9 @@ class OutputLock:
                 return False
             if is_exclusive is None:
                 holder = parse_lock(found or b"") or UNKNOWN
-                raise LockHeldError(
-                    f"{self.output.path} is held by {holder}, which stands still: end it"
+                raise RunError(
+                    f"{self.output.path} is held by {holder}, which stands still: end it",
+                    EXIT_LOCKED,
                 )
             self.predecessor = None if found is None else parse_lock(found)
             self._write()
@@ -172,7 +172,7 @@ class OutputLock:
         return is_exclusive
 
     def check(self) -> None:
-        """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that
+        """Raise RunError if the folder is not ours, and OutputError if that
         cannot be found out.
 
         Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or
@@ -205,12 +205,12 @@ class OutputLock:
             if self._lost is not None or self._released.is_set():
                 return
             if (data := _read(self.output)) is None:
-                self._lost = LockGoneError(
+                self._lost = RunError(
                     f"{self.output.path}: somebody removed _run/lock; run again to resume"
                 )
             elif not self._is_ours(holder := parse_lock(data)):
-                self._lost = LockLostError(
-                    f"{self.output.path} was taken over by {holder or 'somebody'}"
+                self._lost = RunError(
+                    f"{self.output.path} was taken over by {holder or 'somebody'}", EXIT_LOCKED
                 )
             else:
                 self._write()
@@ -228,14 +228,14 @@ class OutputLock:
                 return
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True if the lock of another driver may be taken over. Raises LockHeldError if that
+        """Return True if the lock of another driver may be taken over. Raises RunError if that
         driver lives.
         """
         holder = parse_lock(found)
         if holder is not None and holder.is_gone(self._host):
             return True
         if self._seen is not None and found != self._seen:
-            raise LockHeldError(f"{self.output.path} is held by {holder or UNKNOWN}")
+            raise RunError(f"{self.output.path} is held by {holder or UNKNOWN}", EXIT_LOCKED)
         if self._seen is None:
             self._seen, self._since = found, self._monotonic()
         return self._monotonic() - self._since >= STALE_S
@@ -245,8 +245,9 @@ class OutputLock:
             return False
         self._is_settling = False
         if not self._is_ours(holder := read_lock(self.output)):
-            raise LockHeldError(
-                f"{self.output.path} was taken by {holder or 'somebody'} at the same moment"
+            raise RunError(
+                f"{self.output.path} was taken by {holder or 'somebody'} at the same moment",
+                EXIT_LOCKED,
             )
         return True
 
@@ -272,7 +273,7 @@ def held(
     """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
     say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises
-    LockHeldError and OutputError.
+    RunError and OutputError.
     """
     closing = threading.Event()
 

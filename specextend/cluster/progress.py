@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from specextend.cluster.backlog import Estimates
-from specextend.cluster.exits import TooManyErrorsError
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, RunError
 from specextend.cluster.messages import Done, Lease
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.inputs import DocumentError
@@ -256,7 +256,7 @@ class ErrorGuard:
         self._examples.setdefault(error.error_class, f"{error.doc_id}: {error.message}")
 
     def check(self) -> None:
-        """Raise TooManyErrorsError once enough documents have ended and too many of them have
+        """Raise RunError once enough documents have ended and too many of them have
         failed.
         """
         num_failed = self._failed.total()
@@ -264,11 +264,12 @@ class ErrorGuard:
         if num_ended < self._least or num_failed <= self._limit * num_ended:
             return
         [(name, _)] = self._failed.most_common(1)
-        raise TooManyErrorsError(
+        raise RunError(
             f"stopped early: {num_failed:,} of {counted(num_ended, 'document')} failed, more than "
             f"{self._limit:.0%}, most often with {name}, such as {self._examples[name]}; what is "
             "done is kept: fix the cause and run again with --retry-errors, or raise "
-            "job.max_error_fraction"
+            "job.max_error_fraction",
+            EXIT_TOO_MANY_ERRORS,
         )
 
 

@@ -252,7 +252,7 @@ class Committer:
             self._committed_at = now
 
     def commit(self) -> None:
-        """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and
+        """Write rows and, if it has changed, the record. Raises RunError and
         OutputError.
         """
         with writing(self.output):

@@ -26,7 +26,7 @@ from ray.exceptions import (
 )
 
 from specextend.cluster.environment import start_worker
-from specextend.cluster.exits import WorkersFailError
+from specextend.cluster.exits import RunError
 from specextend.cluster.messages import (
     Begun,
     Died,
@@ -160,13 +160,13 @@ class Roster:
     def failed(self, worker: str, reason: str, now: float) -> float:
         """Note that a worker could not be built. Returns the seconds until the next try.
 
-        Raises WorkersFailError after too many failures.
+        Raises RunError after too many failures.
         """
         seat = self.let_go(worker)
         self._num_failures[seat] += 1
         num_failures = self._num_failures[seat]
         if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
-            raise WorkersFailError(
+            raise RunError(
                 f"workers cannot be built, {num_failures} tries in a row failed: {reason}"
             )
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_failures - 1))
@@ -174,7 +174,7 @@ class Roster:
         return pause
 
     def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
-        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only
+        """Note that a worker which had been ready is gone. Raises RunError if workers only
         die.
 
         is_explained: others have died over its documents. Such documents run at the end, when
@@ -186,7 +186,7 @@ class Roster:
         self._num_fruitless += 1
         if self._num_fruitless >= MAX_FRUITLESS_DEATHS:
             died = counted(self._num_fruitless, "worker") + " died"
-            raise WorkersFailError(f"{died} and no document was done between: {reason}")
+            raise RunError(f"{died} and no document was done between: {reason}")
 
     def document_done(self) -> None:
         """Note that a document is done, so that the workers are of use."""

@@ -15,7 +15,7 @@ from specextend.cluster.dry_run import (
     draw_sample,
     fit_rates,
 )
-from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
+from specextend.cluster.exits import Interrupt, RefusedError, RunError
 from specextend.core import DocumentKey
 from tests.cluster.fakes import FakeEngine, NeverLoads
 from tests.cluster.lengths import estimates_of
@@ -108,5 +108,5 @@ def test_too_few_documents_are_refused(job):
 @pytest.mark.slow
 def test_a_worker_that_fails_is_said_in_one_line(job):
     """A model that does not fit the GPU is found out here, not in the night."""
-    with pytest.raises(WorkersFailError, match=r"the worker of the calibration failed: .*the weights are gone"):
+    with pytest.raises(RunError, match=r"the worker of the calibration failed: .*the weights are gone"):
         calibrated(job(["one", "two"]), 3, NeverLoads())

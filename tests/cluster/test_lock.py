@@ -16,8 +16,8 @@ from specextend.cluster import lock
 from specextend.cluster.exits import (
     EXIT_FAILED,
     InterruptedRunError,
-    LockHeldError,
     OutputError,
+    RunError,
     exit_code,
 )
 from specextend.cluster.lock import LockHolder, OutputLock, held, read_lock
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_lock_is_named_watched_and_taken_over_unless_it_change
     assert start.try_take()
     assert read_lock(output).run_id == "00000001"
     write_lock(output, b"beat 2")
-    with pytest.raises(LockHeldError, match="is no lock that this version knows"):
+    with pytest.raises(RunError, match="is no lock that this version knows"):
         other.try_take()
 
 
@@ -163,7 +163,7 @@ def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_see
     assert not first.try_take()
     write_holder(store, elsewhere(now.wall))
     now.pass_by(lock.SETTLE_S)
-    with pytest.raises(LockHeldError, match=r"was taken by run feedbeef .* at the same moment"):
+    with pytest.raises(RunError, match=r"was taken by run feedbeef .* at the same moment"):
         first.try_take()
     delete(store.child("_run", "lock"))
     assert not second.try_take()
@@ -223,7 +223,7 @@ def test_a_driver_that_stands_still_while_it_writes_its_lock_blocks_nobody_in_si
     with pytest.raises(OSError, match="does not go on"):
         waiting.beat()
     now.pass_by(61)
-    with pytest.raises(LockHeldError, match="which stands still: end it"):
+    with pytest.raises(RunError, match="which stands still: end it"):
         waiting.try_take()
     os.close(handle)
     assert waiting.try_take()
@@ -233,7 +233,7 @@ RACER = """
 import sys
 from specextend.cluster import lock
 from specextend.cluster.lock import OutputLock, held
-from specextend.cluster.exits import LockHeldError
+from specextend.cluster.exits import RunError
 from specextend.data.storage import resolve
 lock.STALE_S, lock.HEARTBEAT_S, lock.CHECK_EVERY_S = 1.0, 0.05, 0.05
 
@@ -245,7 +245,7 @@ try:
     with held(OutputLock(resolve(sys.argv[1]), sys.argv[2]), say=watch):
         print("won", flush=True)
         sys.stdin.readline()
-except LockHeldError:
+except RunError:
     print("lost", flush=True)
 """
 

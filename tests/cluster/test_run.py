@@ -11,7 +11,7 @@ from specextend.cluster.exits import (
     Interrupt,
     InterruptedRunError,
     OtherRunError,
-    WorkersFailError,
+    RunError,
 )
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import describe_status, read_status
@@ -125,7 +125,7 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypa
     weights = run.target / "model.safetensors"
     expected = pair_hashes(run.config().target, None)["target"][:12]
     why = rf"the target in {run.target} on \S+ is not the run's: its files have the hash \w{{12}}, the run's {expected}"
-    with pytest.raises(WorkersFailError, match=f"2 tries in a row failed: .*{why}"):
+    with pytest.raises(RunError, match=f"2 tries in a row failed: .*{why}"):
         run.run(SwapsWeights(weights))
     [attempt] = (run.output / "_run" / "attempts").iterdir()
     assert sum(worker["ready"] is not None for worker in read_json(attempt)["workers"]) == 1

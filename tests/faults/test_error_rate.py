@@ -2,7 +2,7 @@
 
 import pytest
 
-from specextend.cluster.exits import EXIT_DONE, TooManyErrorsError
+from specextend.cluster.exits import EXIT_DONE, RunError
 from specextend.cluster.progress import MIN_ENDED, ErrorGuard
 from specextend.cluster.records import read_status
 from specextend.data.inputs import DocumentError
@@ -25,7 +25,7 @@ def test_a_few_documents_say_nothing_about_a_night(num_documents, least):
         guard.failed(BROKEN)
     guard.check()
     guard.failed(BROKEN)
-    with pytest.raises(TooManyErrorsError):
+    with pytest.raises(RunError):
         guard.check()
 
 
@@ -37,7 +37,7 @@ def test_a_run_that_stopped_early_keeps_what_is_done_and_goes_on_when_the_cause_
     texts += [f"crawl@{tmp_path}/outage {row}" for row in range(20)]  # none is done meanwhile
     run = job(texts, workers=1)
     run.max_batch_size = 1
-    with pytest.raises(TooManyErrorsError, match=r"^stopped early: 100 of 100 .* ValueError, such as d\d+: this doc"):
+    with pytest.raises(RunError, match=r"^stopped early: 100 of 100 .* ValueError, such as d\d+: this doc"):
         run.run()
     assert not (run.output / "summaries").exists()
     status = read_status(resolve(str(run.output)))

@@ -15,8 +15,7 @@ from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_TOO_MANY_ERRORS,
-    StalledRunError,
-    StoreError,
+    RunError,
     exit_code,
 )
 from specextend.data.inputs import InputUnreachableError
@@ -124,7 +123,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
         wait_for((tmp_path / "empty-0").exists, "engine")  # of this the driver's clock counts ten seconds at most
 
     during(run, after_planning)
-    with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"input.parquet:11") as said:
         run.run(LacksTheMount(tmp_path, 1), stall_s=20)
     assert exit_code(said.value) == EXIT_FAILED
     assert run.screen.told("document_unread")
@@ -138,7 +137,7 @@ def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeyp
     """Exit 2 would tell a scheduler that running again changes nothing."""
     run = job(TEXTS)
     during(run, lambda: patch.setattr(Source, "check_unchanged", answers_nothing), num_done=len(TEXTS))
-    with monkeypatch.context() as patch, pytest.raises(StoreError, match=r"^503; what is done is kept$") as said:
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"^503; what is done is kept$") as said:
         run.run()
     assert exit_code(said.value) == EXIT_FAILED
     run.screen.events.clear()

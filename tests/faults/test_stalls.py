@@ -9,7 +9,7 @@ import pytest
 
 from specextend import config
 from specextend.cluster import workers
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, RunError, exit_code
 from tests.cluster.fakes import FakeEngine
 from tests.faults.conftest import during
 from tests.faults.nodes import CPUS
@@ -95,7 +95,7 @@ def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(job, monke
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run = job(GOOD)
     places = ", ".join(f"input.parquet:{row}" for row in (3, 2, 1, 0))
-    with pytest.raises(StalledRunError, match=f"^no token for 2 s: no worker is ready; waiting: {places}; ") as end:
+    with pytest.raises(RunError, match=f"^no token for 2 s: no worker is ready; waiting: {places}; ") as end:
         run.run(never_ready, stall_s=1, max_attempts=1)
     assert exit_code(end.value) == EXIT_FAILED
     assert not (run.output / "_run" / "lock").exists()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend import config
-from specextend.cluster.exits import WorkersFailError
+from specextend.cluster.exits import RunError
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
@@ -49,7 +49,7 @@ class Night:
             trouble = self.trouble if start < MAX_STARTS // 2 else 0
             num_places = self.workers + self.draw.randint(0, 1)
             pool = SimulatedPool(self.draw, num_places, trouble, self.poison)
-            ends = (Killed, WorkersFailError) if trouble else Killed
+            ends = (Killed, RunError) if trouble else Killed
             try:
                 self.driver(pool).drive()
             except ends:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specextend.cluster.exits import WorkersFailError
+from specextend.cluster.exits import RunError
 from specextend.cluster.scheduler import MAX_DEATHS
 from specextend.cluster.workers import MAX_FRUITLESS_DEATHS
 from specextend.config import JobOptions
@@ -57,5 +57,5 @@ def test_documents_that_kill_are_found_beside_a_broken_gpu(tmp_path, interrupt):
 
 def test_a_run_on_broken_gpus_alone_ends(tmp_path, interrupt):
     """The last place is never left out: the run says what happens, and leaves most of the corpus alone."""
-    with pytest.raises(WorkersFailError, match=f"{MAX_FRUITLESS_DEATHS} workers died and no document was done between"):
+    with pytest.raises(RunError, match=f"{MAX_FRUITLESS_DEATHS} workers died and no document was done between"):
         night(tmp_path, interrupt, set(range(GPUS)), 300)
