@@ -1,11 +1,11 @@
 """Every backend against the plain-torch reference, and the reference against the definition of attention."""
 
-import math
 import sys
 
 import pytest
 import torch
 from numba.core.errors import NumbaError
+from torch.nn.functional import scaled_dot_product_attention
 
 from specextend.attention import backends
 from specextend.attention.backends import load_backend
@@ -21,39 +21,20 @@ CPU = torch.device("cpu")
 AUTO = load_backend("auto", CPU)
 
 
-def slow_attention(q, k, v, span, scale):
-    """The definition, a query and a head at a time, in fp64."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
-    group = q.shape[2] // k.shape[0]
-    for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
-        rows = [span.starts[b] + s for s in range(span.lengths[b]) if sees(span, b, t, s, q.shape[1])]
-        if not rows:
-            continue
-        scores = k[h // group, rows].double() @ q[b, t, h].double() * scale
-        lse[b, t, h] = scores.logsumexp(0)
-        out[b, t, h] = (scores - lse[b, t, h]).exp() @ v[h // group, rows].double()
-    return out.to(q.dtype), lse.float()
-
-
-def sees(span, b, t, s, num_queries):
-    from_end = span.lengths[b] - s
-    if span.causal:
-        return num_queries - t <= from_end
-    if span.mask is None or from_end > span.mask.shape[2]:
-        return True
-    return bool(span.mask[b, t, span.mask.shape[2] - from_end])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_the_reference_is_attention_by_its_definition(heads, causal):
-    """Everything else is measured against it, so it is measured against a loop over queries, heads and keys."""
-    lengths = [7, 12]
-    starts, num_rows = regions(lengths)
+def test_the_reference_is_torchs_attention_to_what_a_query_sees(heads, causal):
+    """Everything else is measured against it; that its LSE is right shows where parts are merged."""
+    starts, num_rows = regions([7, 12])
     q, k, v = tensors(2, 5, heads, num_rows, HEAD_DIM, torch.float32)
-    span = KeySpan(starts, lengths, mask=None if causal else random_mask(2, 5, 6), causal=causal)
-    assert_near(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE), 1e-5)
+    own = torch.ones(2, 5, 5).tril().bool() if causal else random_mask(2, 5, 6)
+    found, _ = attend_reference(q, k, v, KeySpan(starts, [7, 12], None if causal else own, causal), SCALE)
+    for b, length in enumerate([7, 12]):
+        sees = torch.ones(5, length).bool()
+        sees[:, -own.shape[2] :] = own[b]
+        keys, values = (each[:, starts[b] : starts[b] + length] for each in (k, v))
+        whole = scaled_dot_product_attention(q[b].transpose(0, 1), keys, values, sees, scale=SCALE, enable_gqa=True)
+        assert_near(found[b], whole.transpose(0, 1), 1e-5)
 
 
 @pytest.mark.parametrize(

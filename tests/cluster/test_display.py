@@ -10,39 +10,12 @@ import pytest
 from specextend.cluster.progress import (
     BarDisplay,
     Snapshot,
-    describe,
     open_display,
 )
 
 
 def snapshot():
     return Snapshot(9, 3, 1, 2, 1, 0, 0.5, 20.0, 2.25, 61.2)
-
-
-def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
-    """Job logs are files: a bar in them is noise."""
-    stream = io.StringIO()
-    display = open_display(stream)
-    for second in range(61):
-        display.show(snapshot(), float(second))
-    display.close()
-    lines = stream.getvalue().splitlines()
-    assert (
-        lines
-        == [
-            "50% of the work, 0:01:02 left, 3/9 done, 1 failed, 2 running on 1 worker, "
-            "20.0 output tokens/s, acceptance length 2.25"
-        ]
-        * 3
-    )
-
-
-def test_while_no_worker_is_ready_the_line_says_what_it_waits_for():
-    """A time left that counts models as documents was off by minutes."""
-    idle = snapshot()._replace(num_running=0, num_workers=0, eta_s=None, output_tokens_per_s=None)
-    assert describe(idle).endswith("3/9 done, 1 failed, waiting for Ray to start a worker, acceptance length 2.25")
-    assert "2 workers loading models" in describe(idle._replace(num_loading=2))
-    assert "left" not in describe(idle)
 
 
 class Terminal(io.StringIO):

@@ -44,18 +44,6 @@ def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_do
     assert corpus.lasts(10_000).workers == 4001, "a worker without a document is not started"
 
 
-def test_the_fewest_workers_that_are_done_in_time_are_found():
-    """One less would be late; and for a document that is too long no number is enough."""
-    corpus = outlook(*[DOCUMENT] * 1800, spread=0.5)
-    for surely in (False, True):
-        workers = corpus.workers_within(630, surely=surely)
-        seconds = [corpus.lasts(number) for number in (workers - 1, workers)]
-        late, in_time = ((each.seconds_high if surely else each.seconds) for each in seconds)
-        assert late > 630 >= in_time
-    assert corpus.workers_within(-5, surely=False) is None
-    assert outlook(DOCUMENT, TokenEstimate(100_000, 200)).workers_within(100, surely=False) is None
-
-
 def draw_cost(draw, num_tokens):
     """A document of a made-up pair: outputs end anywhere, and a machine is never quite steady."""
     outputs = draw.randint(40, 250)

@@ -115,27 +115,3 @@ def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_ne
 def test_lists_and_tables_are_no_loops(text):
     """With a byte a token, which stretches a repeat more than any real tokenizer does."""
     assert loop_checker().push(byte_ids(text * 2)) is None
-
-
-class CountingTokenizer:
-    """The real one, and how many tokens it was asked to decode."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.num_decoded = 0
-        self.added_tokens_decoder = tokenizer.added_tokens_decoder
-
-    def decode(self, token_ids, **options):
-        self.num_decoded += len(token_ids)
-        return self.tokenizer.decode(token_ids, **options)
-
-
-@pytest.mark.parametrize("text", ["the committee finds ", "日本語", "\ufffd", "😀"])
-def test_stopping_takes_linear_time(text):
-    """Decoding the whole output at every token would cost as much as the model does, at some length."""
-    tokenizer = CountingTokenizer(LETTERS)
-    tokens = byte_ids(text * 400)
-    check = StopChecker(tokenizer, frozenset(), ("never",), 10**6)
-    check.push(tokens)
-    assert tokenizer.num_decoded < 40 * len(tokens)
-    assert check.text == text * 400

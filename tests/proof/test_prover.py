@@ -13,7 +13,7 @@ from specextend.attention.backends import Trial
 from specextend.decoding import device, measurements
 from specextend.loading import choose_kernels, load_engine, make_subject
 from specextend.pairing import check_pair
-from specextend.proof import child, prover
+from specextend.proof import prover
 from specextend.proof.prover import Proof, load_proof, prove
 from specextend.proof.subject import CUDNN, FLASH, GRAPHS, LAYERS, TREES, Candidate, Kernels, candidates_for
 from tests.proof.conftest import SUBJECT
@@ -70,23 +70,6 @@ def test_what_hangs_is_ended_and_tried_again_at_the_next_start(monkeypatch):
     assert "not there yet: nothing came of it for 20 s" in hangs.why
     assert not hangs.is_final
     assert after.is_wrong
-
-
-def test_captured_steps_are_proven_with_what_was_right_before_them(monkeypatch):
-    """Kernels of prompts that are not those of steps, as a start runs them."""
-    seen = []
-
-    def find_fault(subject, kernels, field):
-        seen.append(kernels)
-        return "it is wrong" if kernels.steps == wrong.value else ""
-
-    monkeypatch.setattr(child, "find_fault", find_fault)
-    wrong = steps_by("a_little_wrong")
-    right = Candidate(name=TREES.name, field="steps", value="reference")
-    prompts = Candidate(name="prompts", field="prompts", value="reference")
-    trials = [*child.prove_all(SUBJECT, Kernels(), [wrong, right, FLASH, prompts, GRAPHS])]
-    assert [trial.taken for trial in trials] == [False, True, False, True, True]
-    assert seen[-1] == Kernels(steps="reference", prompts="reference", graphs=True)
 
 
 CANDIDATES = [steps_by("first"), steps_by("second")]
