@@ -96,7 +96,7 @@ class TargetOptions:
     quantize: Scheme | None = None
     """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability
     8.9 on) or `int4`; unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`.
-    Needs the extra `quantize`."""
+    `fp8` and `int4` need the extra `quantize`."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -19,7 +19,7 @@ _EXTRAS = {
     "numba": "compiled CPU kernels (cpu)",
     "flash_attn": "flash-attn (flash)",
     "pypdfium2": "PDF (documents)",
-    "torchao": "weights in 8 and 4 bits (quantize)",
+    "torchao": "weights in fp8 and int4 (quantize)",
 }
 """Packages of the extras that a machine may lack, and what they bring."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from specextend.attention.backends import compiled
 from specextend.attention.correctness import what_differs
@@ -33,6 +34,12 @@ from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_
 
 PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 """The linear layers of a layer."""
+GROUP = 64
+"""Inputs that share a scale, of a row in 8 bits on a CPU and of a weight in 4 bits."""
+_LEAST_ROWS = 32
+"""Rows of a product of bytes; cuBLAS takes no fewer than 17."""
+_LEAST = 2.0**-100
+"""What stands for the largest number of a group of zeros."""
 _ROUNDINGS = 8
 """Roundings by which the output of a whole layer may differ from that in fp32."""
 
@@ -134,8 +141,8 @@ class FusedLayer(nn.Module):
 
 
 def joined_in_one_call(layers: Sequence[Any], scale: float) -> Any:
-    """Return a `compiled.calls.Decoder` of layers in bf16 on a CPU, or None where it cannot take
-    them or be made.
+    """Return a `compiled.calls.Decoder` of layers in bf16 or int8 on a CPU, or None where it cannot
+    take them or be made.
     """
     if not are_compiled(getattr(layer, name) for layer in layers for name in PRODUCTS):
         return None
@@ -173,22 +180,60 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
     )
 
 
+class RoundedLinear(nn.Module):
+    """A linear layer whose weight has 8 bits, with a scale for each output.
+
+    Inputs in 16 bits are rounded to 8 bits too, with a scale for each group of a row. Products of a
+    group are summed as integers, groups in fp32. Inputs in fp32 are not rounded.
+    """
+
+    def __init__(self, linear: nn.Linear, group: int):
+        """Take a layer. group: inputs that share a scale."""
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1, keepdim=True).clamp_min(_LEAST) / 127
+        self.weight = nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] of x [..., in]."""
+        is_rounded = x.dtype != torch.float32
+        sums = self._multiply_rounded(x) if is_rounded else x @ self.weight.float().T
+        product = sums * self.scale.T
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
+
+    def _multiply_rounded(self, x: Tensor) -> Tensor:
+        """Return the product [..., out] in fp32 of x and the weight without its scales."""
+        groups = x.float().flatten(0, -2).unflatten(1, (-1, self._group))
+        largest = groups.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
+        # a number divided by a tensor would be rounded twice
+        factors = torch.full_like(largest, 127) / largest
+        rounded = (groups * factors).round().to(torch.int8)
+        rounded = pad(rounded, (0, 0, 0, 0, 0, max(0, _LEAST_ROWS - len(groups))))
+        sums = torch.zeros(len(groups), len(self.weight), device=x.device)
+        for index, part in enumerate(self.weight.split(self._group, 1)):
+            product = torch._int_mm(rounded[:, index], part.T)[: len(groups)]
+            sums += product * (largest[:, index] / 127)
+        return sums.unflatten(0, x.shape[:-1])
+
+
 class CompiledLinear(nn.Module):
     """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of
     `attention.compiled.products`.
     """
 
-    def __init__(self, linear: nn.Linear, kernel: Any):
+    def __init__(self, linear: nn.Linear | RoundedLinear, kernel: Any):
         """Take a layer that the kernel takes. kernel: the module `attention.compiled.calls`."""
         super().__init__()
         self._multiply = kernel.multiply
-        weight: Any = linear.weight.detach()
-        is_plain = type(weight) is Tensor
-        self.packed = kernel.products.lay_out(weight if is_plain else weight.qdata)
-        self.scales = (
-            torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
-        )
-        bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+        weight = linear.weight.detach()
+        self.packed = kernel.products.lay_out(weight)
+        self.scales = torch.ones(len(weight))
+        if isinstance(linear, RoundedLinear):
+            self.scales = linear.scale.flatten()
+        bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
         self.product = kernel.product_of(self.packed, self.scales, self.bias)
         """Where they are, for calls of several products."""
@@ -231,7 +276,7 @@ def compiled_kernel() -> Any:
 
 @torch.inference_mode()
 def _computes_a_layer(kernel: Any) -> bool:
-    """Return True if a compiled layer of random weights, and a product in int8, give what plain
+    """Return True if a compiled layer of random weights, in bf16 and in int8, gives what plain
     torch gives in fp32.
     """
     generator = torch.Generator().manual_seed(0)
@@ -256,13 +301,14 @@ def _computes_a_layer(kernel: Any) -> bool:
     inputs = draw(9, 128), draw(9, 32), draw(9, 32)
     x, *angles = (each.float() for each in inputs)
     run = Forward(TORCH, attend_reference, plan, stored.float(), torch.arange(9), *angles)
-    exact = deepcopy(layer).float()(x, run)
+    rounded = deepcopy(layer)
     for name in PRODUCTS:
-        setattr(layer, name, CompiledLinear(getattr(layer, name), kernel))
-    found = kernel.Decoder([layer], attention.scaling).run(*inputs, plan, stored, ())[0]
-    weight = torch.randint(-127, 128, (64, 128), dtype=torch.int8, generator=generator)
-    scales = torch.rand(64)
-    laid_out = kernel.products.lay_out(weight)
-    of_int8 = kernel.multiply(inputs[0], kernel.product_of(laid_out, scales, scales))
-    pairs = (found, exact), (of_int8, x @ weight.float().T * scales + scales)
-    return not any(what_differs("", one, other, _ROUNDINGS) for one, other in pairs)
+        setattr(rounded, name, RoundedLinear(getattr(rounded, name), GROUP))
+    for each in (layer, rounded):
+        exact = deepcopy(each).float()(x, run)
+        for name in PRODUCTS:
+            setattr(each, name, CompiledLinear(getattr(each, name), kernel))
+        found = kernel.Decoder([each], attention.scaling).run(*inputs, plan, stored, ())[0]
+        if what_differs("", found, exact, _ROUNDINGS):
+            return False
+    return True

@@ -1,10 +1,11 @@
-"""Weights of the target in 8 or 4 bits, which torchao makes of the products of its layers.
+"""Weights of the target in 8 or 4 bits, of the products of its layers. `int8` is
+`layers.RoundedLinear`; torchao makes the others.
 
-Embeddings, norms and LM head stay as they are. A scale belongs to one output of a product (`int8`),
-to a group of an output's inputs (`int4`), or to one output and one token (`fp8`), never to several
-tokens: what becomes of a document does not depend on its neighbours. `int8` and `int4` leave the
-inputs of a product alone, so speculation loses nothing in float32 with them either. `fp8` rounds
-them to 8 bits too, and runs in bfloat16 only.
+Embeddings, norms and LM head stay as they are. A scale belongs to one output of a product, to a
+group of an output's inputs (`int4`), or to a token and all or some of its inputs (`int8`, `fp8`),
+never to several tokens: what becomes of a document does not depend on its neighbours. `int4` leaves
+the inputs of a product alone, `int8` those in float32, so speculation loses nothing in float32 with
+them either. `fp8` runs in bfloat16 only.
 """
 
 from importlib.util import find_spec
@@ -15,15 +16,19 @@ from torch import nn
 
 from specextend.core import how_to_install
 from specextend.decoding.device import compute_capability, traits_of
-from specextend.decoding.layers import CompiledLinear, FusedLayer, compiled_kernel
+from specextend.decoding.layers import (
+    GROUP,
+    CompiledLinear,
+    FusedLayer,
+    RoundedLinear,
+    compiled_kernel,
+)
 from specextend.model_files import Scheme
 
-GROUP = 64
-"""Inputs that share a scale and an offset with `int4`."""
-_LEAST_CAPABILITY = {"int8": (0, 0), "int4": (8, 0), "fp8": (8, 9)}
-_MULTIPLE = {"int8": 1, "int4": GROUP, "fp8": 16}
-"""What the inputs of a product must be a multiple of; torchao leaves others in 16 bits without a
-word.
+_LEAST_CAPABILITY = {"int8": (7, 5), "int4": (8, 0), "fp8": (8, 9)}
+_MULTIPLE = {"int8": 8, "int4": GROUP, "fp8": 16}
+"""What the inputs of a product must be a multiple of, and the outputs but with `int4`; torchao
+leaves others in 16 bits without a word.
 """
 
 
@@ -35,32 +40,37 @@ def check_device(scheme: Scheme | None, dtype: torch.dtype, device: torch.device
         return
     capability = compute_capability(device)
     if capability is None and scheme == "fp8":
-        raise ValueError("target.quantize fp8 runs on a GPU only; choose int8")
+        raise _refused(scheme, "runs on a GPU only")
     if capability is not None and capability < (least := _LEAST_CAPABILITY[scheme]):
-        raise ValueError(
-            f"target.quantize {scheme} needs a GPU of compute capability {least[0]}.{least[1]} or "
-            "higher, this one has "
-            f"{capability[0]}.{capability[1]}; choose int8"
+        raise _refused(
+            scheme,
+            f"needs a GPU of compute capability {least[0]}.{least[1]} or higher, this one has "
+            f"{capability[0]}.{capability[1]}",
         )
     if capability is not None and scheme != "int8" and dtype != torch.bfloat16:
         raise ValueError(f"target.quantize {scheme} needs target.dtype bfloat16 on a GPU")
+
+
+def _refused(scheme: Scheme, why: str) -> ValueError:
+    instead = "leave it unset" if scheme == "int8" else "choose int8"
+    return ValueError(f"target.quantize {scheme} {why}; {instead}")
 
 
 def check_quantizable(model: Any, scheme: Scheme) -> None:
     """Raise ValueError if the products of a causal LM's layers cannot be quantized; its weights may
     be on `meta`.
     """
-    if find_spec("torchao") is None:
+    if scheme != "int8" and find_spec("torchao") is None:
         raise ValueError(
-            f"target.quantize needs the extra `quantize`: {how_to_install('quantize')}"
+            f"target.quantize {scheme} needs the extra `quantize`: {how_to_install('quantize')}"
         )
     multiple = _MULTIPLE[scheme]
     for outputs, inputs in _shapes(model):
-        if inputs % multiple or (scheme == "fp8" and outputs % multiple):
-            raise ValueError(
-                f"target.quantize {scheme} takes products in multiples of {multiple}, and the "
-                "target has one of "
-                f"{inputs} inputs and {outputs} outputs; choose int8"
+        if inputs % multiple or (scheme != "int4" and outputs % multiple):
+            raise _refused(
+                scheme,
+                f"takes products in multiples of {multiple}, and the target has one of {inputs} "
+                f"inputs and {outputs} outputs",
             )
 
 
@@ -88,22 +98,25 @@ def quantized(layer: FusedLayer, scheme: Scheme | None) -> FusedLayer:
     """Quantize the products of a layer in place, and return it."""
     if scheme is None:
         return layer
-    from torchao.quantization import quantize_
-
-    kernel = compiled_kernel() if scheme == "int8" else None
     products = {
         name: child for name, child in layer.named_children() if isinstance(child, nn.Linear)
     }
     device = layer.input_norm.weight.device
+    if scheme == "int8":
+        on_cpu = traits_of(device).packs_linears
+        is_served = on_cpu and layer.input_norm.weight.dtype == torch.bfloat16
+        kernel = compiled_kernel() if is_served else None
+        for name, linear in products.items():
+            inputs = linear.in_features
+            rounded = RoundedLinear(linear, GROUP if on_cpu and inputs % GROUP == 0 else inputs)
+            is_taken = kernel is not None and kernel.products.takes(rounded.weight)
+            setattr(layer, name, CompiledLinear(rounded, kernel) if is_taken else rounded)
+        return layer
+    from torchao.quantization import quantize_
+
     quantize_(layer, _config(scheme, device))
     for name, linear in products.items():
         assert hasattr(linear.weight, "qdata"), f"torchao left {name} as it was"
-        if (
-            kernel is not None
-            and traits_of(device).packs_linears
-            and kernel.products.takes(linear.weight)
-        ):
-            setattr(layer, name, CompiledLinear(linear, kernel))
     return layer
 
 
@@ -111,11 +124,9 @@ def _config(scheme: Scheme, device: torch.device) -> Any:
     """Return what torchao calls a scheme on a device."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8Config
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, PerRow
+    from torchao.quantization import Int4WeightOnlyConfig, PerRow
     from torchao.quantization.quantize_.common import KernelPreference
 
-    if scheme == "int8":
-        return Int8WeightOnlyConfig(set_inductor_config=False)
     if scheme == "fp8":
         return Float8Config(
             granularity=PerRow(),

@@ -103,3 +103,19 @@ def product_of_tiles(x, weight):
             halves[i % 2] += np.multiply.outer(x[:, i], weight[:, i])
         sums += halves[0] + halves[1]
     return sums
+
+
+def product_of_bytes(x, weight, group=64):
+    """Return x [T, I] float32, in whose groups numbers are rounded to bytes, times weight [O, I] int8: [T, O] float32.
+
+    A group's sum is one of integers; in long double its scale times it is exact, and the sum of both as good as that.
+    """
+    groups = x.reshape(len(x), -1, group)
+    most = np.maximum(np.abs(groups).max(-1, keepdims=True), np.float32(2.0**-100))
+    rounded = np.rint(groups * (np.float32(127) / most)).astype(np.int64)
+    scales = (most / np.float32(127)).astype(np.longdouble)
+    sums = np.zeros((len(x), len(weight)), np.float32)
+    for i in range(groups.shape[1]):
+        integers = rounded[:, i] @ weight[:, i * group : (i + 1) * group].T.astype(np.int64)
+        sums = (integers * scales[:, i] + sums).astype(np.float32)
+    return sums

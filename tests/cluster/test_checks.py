@@ -90,7 +90,7 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(hub, pair, con
     monkeypatch.setitem(sys.modules, "py3langid", None)
     monkeypatch.setitem(sys.modules, "torchao", None)
     prepare(configure())
-    with pytest.raises(RefusedError, match=r"target\.quantize needs the extra `quantize`: pip install"):
-        prepare(configure(target={"model": TARGET, "quantize": "int8"}))
+    with pytest.raises(RefusedError, match=r"target\.quantize int4 needs the extra `quantize`: pip install"):
+        prepare(configure(target={"model": TARGET, "quantize": "int4"}))
     with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))

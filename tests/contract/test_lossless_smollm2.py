@@ -112,34 +112,36 @@ def test_reports_come_out_as_from_transformers(mode, backend, batch, lengths, pr
 
 
 SAME_BYTES = [
-    (("retrieval", "auto", 3, 12, 2), 0.0),
+    (("retrieval", "auto", 3, 12, 2), 0.0, None),
+    (("retrieval", "auto", 3, 12, 2), 0.0, "int8"),
     *(
-        pytest.param(case, temperature, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+        pytest.param(case, temperature, scheme, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
         for case in covering(("retrieval", "full", "tree"), ("auto", "hybrid"), (1, 3, 4), (12, 31), (1, 2), strength=2)
-        for temperature in (0.0, 0.7)
+        for temperature, scheme in ((0.0, None), (0.7, "int8"))
     ),
 ]
-"""Policy or mode, tree attention, batch, nodes, threads; and the temperature."""
+"""Policy or mode, tree attention, batch, nodes, threads; the temperature; and the scheme of weights."""
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("numba") is None or not {"avx2", "fma"} <= processor_flags(),
     reason="needs the compiled kernels: numba, and a processor with AVX2",
 )
-@pytest.mark.parametrize("case, temperature", SAME_BYTES)
-def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, prompts, restored_threads):
+@pytest.mark.parametrize("case, temperature, scheme", SAME_BYTES)
+def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, scheme, prompts, restored_threads):
     """Near ties are not excused: each row of a step has the same bits whatever stands beside it."""
     policy, attention, batch, nodes, threads = case
     lengths, new = (SHORT[:2], 32) if temperature == 0 and nodes == 12 else (LONG, MAX_NEW_TOKENS)
     sampling = {"temperature": temperature, "seed": 5}
-    plainly = "target.dtype=bfloat16", "decoding.mode=autoregressive", "decoding.max_batch_size=1"
-    plain = complete(prompts, lengths, new, *plainly, **sampling)
+    weights = ("target.dtype=bfloat16", *([f"target.quantize={scheme}"] if scheme else []))
+    plainly = "decoding.mode=autoregressive", "decoding.max_batch_size=1"
+    plain = complete(prompts, lengths, new, *weights, *plainly, **sampling)
     torch.set_num_threads(threads)
     found = complete(
         prompts,
         lengths[::-1],
         new,
-        "target.dtype=bfloat16",
+        *weights,
         f"attention.tree={attention}",
         f"tree.nodes={nodes}",
         f"decoding.max_batch_size={batch}",

@@ -37,12 +37,13 @@ HEAD = Path(__file__).parents[2] / "models" / "smollm2-135m-eagle"
 TREE = torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0)
 
 
-@pytest.fixture(params=WITH_BIASES_OR_NORMS)
+@pytest.fixture(params=[*((name, None) for name in WITH_BIASES_OR_NORMS), ("qwen2-yarn", "int8")])
 def models(request):
     """A random model in fp32 and in bf16, the latter with products that one call can take."""
-    rounded = tiny_model(WITH_BIASES_OR_NORMS[request.param], seed=3, hidden_size=128).bfloat16()
-    exact = CachedModel(copy.deepcopy(rounded).float(), attend_reference, 1024)
-    return exact, CachedModel(rounded, load_backend("compiled", torch.device("cpu")), 1024)
+    family, scheme = request.param
+    rounded = tiny_model(WITH_BIASES_OR_NORMS[family], seed=3, hidden_size=128).bfloat16()
+    exact = CachedModel(copy.deepcopy(rounded).float(), attend_reference, 1024, quantize=scheme)
+    return exact, CachedModel(rounded, load_backend("compiled", torch.device("cpu")), 1024, quantize=scheme)
 
 
 def in_one_call(model):
@@ -124,6 +125,7 @@ def test_it_is_taken_only_where_it_can_be_made_and_is_right(models, fault, monke
 
     models[1].join_layers()
     assert models[1].runs_in_one_call
+    assert ("int8" in models[1].trials[-1].why) == ("int8" in models[1].linears)
     if fault == "it is wrong":
         monkeypatch.setattr(Decoder, "run", lambda *call: (1.1 * run(*call)[0], []))
     else:

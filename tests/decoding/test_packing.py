@@ -1,10 +1,12 @@
 """Linear layers whose weights are laid out for the compiled kernel give the same products."""
 
+import pytest
 import torch
 from torch import nn
 
 from specextend.decoding import layers as packing
-from specextend.decoding.layers import pack
+from specextend.decoding.layers import RoundedLinear, pack
+from tests.attention.calls import product_of_bytes
 
 
 def layer(rows=96, columns=64, *, bias=False):
@@ -21,3 +23,27 @@ def test_who_lacks_the_kernel_is_told_what_to_do(monkeypatch, caplog):
     [message] = caplog.messages
     assert "[cpu]" in message
     assert "target.dtype: float32" in message
+
+
+@pytest.mark.parametrize("group", [64, 192])
+def test_a_layer_in_8_bits_is_that_of_numpy_with_a_scale_for_each_group_of_a_row_or_for_all_of_it(group):
+    """Groups as a CPU has them, a whole row as a GPU; no row depends on its neighbours, whose number is padded."""
+    rounded = RoundedLinear(layer(96, 192, bias=True), group)
+    x = torch.randn(40, 192).bfloat16()
+    x[3] = 0
+    x[5, 7] = 1e4
+    sums = product_of_bytes(x.float().numpy(), rounded.weight.numpy(), group)
+    exact = torch.from_numpy(sums) * rounded.scale.T + rounded.bias
+    together = rounded(x)
+    torch.testing.assert_close(together.float(), exact, rtol=2**-7, atol=1e-5)
+    for num_rows in (1, 16, 17):
+        assert torch.equal(rounded(x[:num_rows]), together[:num_rows])
+
+
+def test_in_fp32_the_inputs_of_a_layer_in_8_bits_are_not_rounded():
+    """So speculation in fp32 loses nothing that it has without: no last bit becomes a step of 1/127."""
+    linear = layer().float()
+    rounded = RoundedLinear(linear, 64)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(rounded(x), x @ (rounded.weight * rounded.scale).T)
+    assert (rounded(x) - linear(x)).norm() < 0.01 * linear(x).norm()

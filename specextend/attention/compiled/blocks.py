@@ -9,6 +9,7 @@ All memory is given by address, and strides are in bytes. Blocks of keys lie in 
 | uint16 | bf16 | a number, widened to fp32 | fp32 |
 | uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
 | int32 | bf16 | two numbers | fp32: widened when it is multiplied with two of fp32; only weights |
+| uint8 | bytes | four numbers | sums of integers, multiplied by a scale of each group of inputs |
 | int16 | bf16 | a number | fp32: widened when it is multiplied; values that few rows attend to |
 
 A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16
@@ -59,8 +60,18 @@ MARGIN = 8.0
 """A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would
 be 7% slower.
 """
+LEAST = 2.0**-100
+"""Least of the largest numbers of a group; its inverse is finite."""
 HEADER = 2 * VECTOR_BYTES
 """Bytes of a row's state before its sum of values."""
+
+
+GROUP = 64
+"""Inputs of a row in bytes that share a scale."""
+GROUP_UNITS = 1 + GROUP // 4
+"""Units of a group. The first one is a row's scale in fp32; of a weight, 128 times the sum of the
+others, negative, since a row's bytes are 128 too large.
+"""
 
 
 def units_of(element):
@@ -292,37 +303,106 @@ def emit_product(
         for row in range(rows)
         for column in range(width)
     ]
+    columns = [address(b, right, times(b, right_column, column)) for column in range(width)]
+    emit = emit_groups if element == types.uint8 else emit_sums
+    emit(b, element, starts, columns, right_stride, depth, places, accumulate, ahead)
+
+
+def emit_sums(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
+    """Emit sums of numbers of bf16 or fp32."""
     keep = b.icmp_signed("!=", accumulate, number(0))
     carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
+    sums = emit_units(b, element, starts, columns, right_stride, depth, carried, ahead)
+    for place, value in zip(places, sums, strict=True):
+        store(b, value, place)
+
+
+def emit_groups(b, element, starts, columns, right_stride, depth, places, accumulate, ahead):
+    """Emit sums of the integers of a group, which its scale multiplies, and sums of these."""
+
+    def add_group(group):
+        first = times(b, group, GROUP_UNITS)
+        scales = [nth(b, start, first, 4) for start in starts]
+        weights = [address(b, column, b.mul(first, right_stride)) for column in columns]
+        carried = [load(b, each, UNITS) for each in weights] * len(starts)
+        rows = [address(b, each, 4) for each in scales]
+        weights = [address(b, each, right_stride) for each in weights]
+        count = number(GROUP_UNITS - 1)
+        sums = emit_units(b, element, rows, weights, right_stride, count, carried, ahead)
+        keep = b.icmp_signed("!=", b.or_(accumulate, group), number(0))
+        for at, (place, value) in enumerate(zip(places, sums, strict=True)):
+            scale = vir.splat(b, load(b, scales[at // len(columns)], vir.F32))
+            before = b.select(keep, load(b, place), vir.floats(0.0))
+            store(b, vir.fma(b, b.sitofp(value, FLOATS), scale, before), place)
+
+    vir.repeat(b, b.udiv(depth, number(GROUP_UNITS)), add_group)
+
+
+def emit_units(b, element, starts, columns, right_stride, depth, carried, ahead):
+    """Emit the product of rows with vectors of columns, from some addresses on, added to what is
+    carried.
+    """
     numbers = 2 if element == types.int32 else 1
+    kind = types.uint16 if element == types.int16 else types.uint32
 
     def body(i, *old):
-        start, new = address(b, right, b.mul(i, right_stride)), list(old)
-        kind = types.uint16 if element == types.int16 else types.uint32
-        columns = [
-            load_units(b, kind, address(b, start, times(b, right_column, column)))
-            for column in range(width)
-        ]
+        new = list(old)
+        places = [address(b, column, b.mul(i, right_stride)) for column in columns]
+        vectors = [load_units(b, kind, place) for place in places]
         with b.if_then(b.icmp_signed("!=", ahead, number(0))):
-            for column in range(width):
-                vir.prefetch(b, address(b, start, times(b, right_column, column), AHEAD))
+            for place in places:
+                vir.prefetch(b, address(b, place, AHEAD))
         halves = (
-            zip(*(widened(b, each) for each in columns), strict=True) if numbers == 2 else [columns]
+            zip(*(widened(b, each) for each in vectors), strict=True) if numbers == 2 else [vectors]
         )
         for half, units in enumerate(halves):
-            for row in range(rows):
-                where = address(b, nth(b, starts[row], i, 4 * numbers), 4 * half)
+            for row, start in enumerate(starts):
+                where = address(b, nth(b, start, i, 4 * numbers), 4 * half)
                 unit = vir.splat(b, load(b, where, vir.I32))
                 for column, y in enumerate(units):
-                    at = row * width + column
-                    if element == types.uint32:
+                    at = row * len(columns) + column
+                    if element == types.uint8:
+                        new[at] = vir.dot_bytes(b, new[at], unit, y)
+                    elif element == types.uint32:
                         new[at] = vir.dot_pairs(b, new[at], unit, y)
                     else:
                         new[at] = vir.fma(b, b.bitcast(unit, FLOATS), b.bitcast(y, FLOATS), new[at])
         return new
 
-    for place, value in zip(places, vir.repeat(b, depth, body, carried), strict=True):
-        store(b, value, place)
+    return vir.repeat(b, depth, body, carried)
+
+
+@emitted()
+def round_row(b, element, x, num_groups, out):
+    """Write a row of bf16 as groups of bytes: the scale, then numbers of its 127th part, plus 128.
+
+    A number that is not finite makes the scale of its group infinite or NaN.
+    """
+
+    def round_group(group):
+        source, target = nth(b, x, group, 2 * GROUP), nth(b, out, group, 4 * GROUP_UNITS)
+        values = [
+            load_units(b, types.uint16, address(b, source, 2 * first))
+            for first in range(0, GROUP, LANES)
+        ]
+
+        def larger(b, x, y):
+            return b.select(b.icmp_unsigned(">", x, y), x, y)
+
+        sizes = [b.and_(value, vir.units([0x7FFFFFFF] * LANES)) for value in values]
+        most = b.bitcast(vir.across(b, joined(b, sizes, larger), larger), vir.F32)
+        least, largest = ir.Constant(vir.F32, LEAST), ir.Constant(vir.F32, 127.0)
+        most = b.select(b.fcmp_ordered("<", most, least), least, most)
+        store(b, b.fdiv(most, largest), target)
+        factor = vir.splat(b, b.fdiv(largest, most))
+        for i, value in enumerate(values):
+            scaled = b.fmul(b.bitcast(value, FLOATS), factor)
+            # rounds to an integer, which the low bits then are
+            shifted = b.bitcast(b.fadd(scaled, vir.floats(1.5 * 2**23 + 128)), UNITS)
+            low = b.trunc(shifted, ir.VectorType(vir.I8, LANES))
+            store(b, low, address(b, target, 4 + i * LANES), 1)
+
+    vir.repeat(b, num_groups, round_group)
 
 
 def widened(b, pairs):

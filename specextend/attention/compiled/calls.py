@@ -135,8 +135,14 @@ def product_of(weight: Tensor, scales: Tensor, bias: Tensor) -> Any:
     """
     product = np.zeros(1, products.RECORD)[0]
     _fill(product, weight=weight, scales=scales, bias=bias, is_int8=weight.dtype == torch.int8)
-    _fill(product, num_blocks=len(weight), num_pairs=weight[0].numel() // (2 * BLOCK))
+    _fill(product, num_blocks=len(weight), num_units=weight[0].nbytes // (4 * BLOCK))
     return product
+
+
+def _rounded_rows(num_rows: int, *calls: Any) -> Tensor:
+    """Return memory for the rounded rows of any of some products; none if none is of int8."""
+    most = max(int((call["num_units"] * call["is_int8"]).max()) for call in calls)
+    return torch.empty(4 * num_rows * most, dtype=torch.uint8)
 
 
 def empty_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
@@ -158,10 +164,13 @@ def multiply(x: Tensor, product: Any) -> Tensor:
         padded = empty_rows(x, *x.shape).copy_(x)
     out = torch.empty(*shape, int(product["num_blocks"]) * BLOCK, dtype=x.dtype)
     call = np.zeros(1, phases.RECORD)
-    call["lm_head"] = product
-    _fill(call["lm_head"], x=padded, out=out)
+    layer = np.zeros(1, phases.LAYER)
+    layer["down_proj"] = product
+    rounded = _rounded_rows(len(x), layer["down_proj"])
+    _fill(layer["down_proj"], x=padded, rounded=rounded, out=out)
     call["own"]["num_rows"] = len(x)
-    _run_phases(call, np.zeros(1, phases.LAYER), phases.LOGITS, phases.RANK)
+    _run_phases(call, layer, phases.ROUND_GATED, phases.NORM)
+    del rounded
     return out
 
 
@@ -183,8 +192,6 @@ def _run_phases(call: Any, layers: Any, first: int, end: int) -> None:
 class Decoder:
     """The layers of a model, with their addresses."""
 
-    instructions = tiles.INSTRUCTIONS
-
     def __init__(self, layers: Sequence[Any], scale: float):
         """Take layers as `decoding.layers.FusedLayer`, whose products the kernel multiplies."""
         self._kept = layers
@@ -200,6 +207,8 @@ class Decoder:
             for name in phases.OF_LAYER:
                 call[name] = getattr(layer, name).product
         calls["gate_up"]["is_gated"] = 1
+        is_int8 = bool(calls["gate_up"]["is_int8"].all())
+        self.instructions = f"{tiles.OF_BYTES}, int8" if is_int8 else tiles.INSTRUCTIONS
         self._calls = calls
         self._widths = [int(calls[name]["num_blocks"][0]) * BLOCK for name in ("qkv", "gate_up")]
 
@@ -277,13 +286,17 @@ class Decoder:
             calls["attention"][name] += (
                 np.arange(len(calls)) * stored.stride(0) * stored.element_size()
             )
+        of_layers = [calls[name] for name in phases.OF_LAYER]
+        rounded = _rounded_rows(len(x), *of_layers)
+        for each in of_layers:
+            _fill(each, rounded=rounded)
         results = [each.data_ptr() for each in outputs]
         _fill(calls["qkv"], x=normed, out=qkv)
         _fill(calls["o_proj"], x=mixed, residual=[x.data_ptr(), *results[:-1]], out=middle)
         _fill(calls["gate_up"], x=normed, out=gated)
         _fill(calls["down_proj"], x=gated, residual=middle, out=results)
         _run_phases(call, calls, *kinds)
-        del needed
+        del needed, rounded
         return {index: turned[index] for index in keep}
 
 

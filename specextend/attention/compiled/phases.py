@@ -49,8 +49,8 @@ from specextend.attention.compiled.vectors import (
     times,
 )
 
-PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND = range(8)
-O_PROJ, POST_NORM, GATE_UP, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(8, 16)
+PREPARE, EMBED, FUSE, COPY, INPUT_NORM, QKV, ROTATE, ATTEND, ROUND_MIXED = range(9)
+O_PROJ, POST_NORM, GATE_UP, ROUND_GATED, DOWN_PROJ, NORM, LOGITS, RANK, NUM_KINDS = range(9, 18)
 """Kinds of phases. Those from INPUT_NORM to DOWN_PROJ come once for each layer."""
 NUM_OF_LAYER = NORM - INPUT_NORM
 """Phases of a layer."""
@@ -568,6 +568,8 @@ def count_items(call, layer, kind):
         return products.num_items(product_of(call, layer, kind), num_rows)
     if kind == ATTEND:
         return items.num_items(layer.attention)
+    if kind in (ROUND_MIXED, ROUND_GATED) and not product_of(call, layer, kind + 1).is_int8:
+        return 0
     return num_rows if kind == RANK else (num_rows + ROWS - 1) // ROWS
 
 
@@ -602,8 +604,8 @@ def embed_rows(element, call, layer, number):
     them.
     """
     own = call.own
-    row_bytes = 4 * layer.qkv.num_pairs
-    num_vectors = 2 * layer.qkv.num_pairs // LANES
+    num_vectors = layer.o_proj.num_blocks * products.VECTORS
+    row_bytes = num_vectors * 2 * LANES
     for place in range(number * ROWS, min(own.num_rows, (number + 1) * ROWS)):
         row = rows_of(element, own)[place]
         out = call.copy.x + place * own.num_read * row_bytes
@@ -623,9 +625,13 @@ def run_item(element, call, layer, kind, scratch, sums, number):
     """Do an item of a phase."""
     own = call.own
     norms = layer.own
-    width = 2 * layer.qkv.num_pairs
+    width = layer.o_proj.num_blocks * products.BLOCK
     if kind in PRODUCTS:
-        products.run_item(ELEMENT, product_of(call, layer, kind), own.num_rows, sums, number)
+        product = product_of(call, layer, kind)
+        if product.is_int8:
+            products.run_item(products.BYTES, product, own.num_rows, sums, number)
+        else:
+            products.run_item(ELEMENT, product, own.num_rows, sums, number)
     elif kind == ATTEND:
         items.run_item(element, layer.attention, scratch, number)
     elif kind == ROTATE:
@@ -648,7 +654,11 @@ def run_item(element, call, layer, kind, scratch, sums, number):
             weight = own.norm
             eps = own.eps
             out = call.lm_head.x
-        normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
+        if kind not in (ROUND_MIXED, ROUND_GATED):
+            normalise_rows(element, source, weight, width, eps, out, own.num_rows, number)
+        product = product_of(call, layer, kind + 1)
+        if product.is_int8:
+            products.round_rows(product, number * ROWS, min(own.num_rows, (number + 1) * ROWS))
 
 
 @numba.njit

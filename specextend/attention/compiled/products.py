@@ -1,12 +1,15 @@
 """Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with
 AVX2 or more.
 
-The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in pairs. An item of
-work is a block of up to `ROWS` rows of x. They are multiplied with `DEPTH` pairs of inputs at a
-time, a part of the weight that stays in a core's cache meanwhile, so few rows read the weight from
-memory once. Sums are fp32. Numbers of int8 are read from memory as they are, and widened to bf16,
-which holds them exactly, `WIDENED` pairs at a time; an output's scale is applied to its sum.
-Without avx512_bf16 pairs are widened to fp32 in registers, and x before.
+The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in units of 32 bits:
+pairs of bf16, or groups of bytes. An item of work is a block of up to `ROWS` rows of x. They are
+multiplied with `DEPTH` units at a time, a part of the weight that stays in a core's cache
+meanwhile, so few rows read the weight from memory once. Sums are fp32. Without avx512_bf16 pairs
+are widened to fp32 in registers, and x before.
+
+For a weight in int8 `round_rows` rounds x to bytes first, with a scale for each `GROUP` of a row's
+inputs. Products of a group are summed as integers, exactly, and groups in fp32, in order; an
+output's scale multiplies its sum.
 
 The result for a row is bitwise the same whatever other rows are in the call and however many
 threads there are.
@@ -21,13 +24,20 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba.core import types
 from torch import Tensor
 
 from specextend.attention.compiled import tiles
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import TILE, copy_row, load_units
+from specextend.attention.compiled.blocks import (
+    GROUP,
+    GROUP_UNITS,
+    TILE,
+    copy_row,
+    load_units,
+    round_row,
+    tile_rows,
+)
 from specextend.attention.compiled.items import Matrix, Wide
 from specextend.attention.compiled.items import multiply as multiply_tile
 from specextend.attention.compiled.tiles import HAS_TILES
@@ -35,12 +45,11 @@ from specextend.attention.compiled.vectors import (
     FLOATS,
     HAS_BF16,
     LANES,
-    UNITS,
+    REGISTER_LANES,
     VECTOR_BYTES,
     address,
     emitted,
     load,
-    nth,
     store,
 )
 
@@ -51,11 +60,13 @@ BLOCK = VECTORS * LANES
 ROWS = 256 if HAS_TILES else 96
 """Rows of an item at most; a multiple of a tile's."""
 DEPTH = 96 if HAS_TILES else 1024 if HAS_BF16 else 256
-"""Pairs of inputs whose weights are read for all rows of an item before the next ones: what a
-core's cache holds.
+"""Units whose weights are read for all rows of an item before the next ones: what a core's cache
+holds.
 """
-WIDENED = 128
-"""Pairs of inputs that are widened at once: 32 KiB of bf16."""
+BYTES_DEPTH = (1024 if REGISTER_LANES == LANES else 256) // GROUP_UNITS * GROUP_UNITS
+"""The same in bytes, whole groups."""
+BYTES = np.uint8(0)
+"""The element of a weight in int8."""
 ELEMENT: Any = np.uint32 if HAS_BF16 else np.int32
 _TILE = tiles.ROWS if HAS_TILES else TILE if HAS_BF16 else 5
 """Rows of a tile."""
@@ -70,10 +81,8 @@ MULTIPLE = 2 * tiles.PAIRS if HAS_TILES else 2 if HAS_BF16 else LANES
 """What the number of inputs is a multiple of."""
 _SUM_BYTES = VECTORS * VECTOR_BYTES
 _X_BYTES = 0 if HAS_BF16 else ROWS * DEPTH * 8
-WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES + _X_BYTES
-"""Memory of a worker: sums of ROWS rows and of another block, WIDENED pairs of weights, x in
-fp32.
-"""
+WORKER_BYTES = 2 * ROWS * _SUM_BYTES + _X_BYTES
+"""Memory of a worker: sums of ROWS rows and of another block, x in fp32."""
 
 
 class LinearCall(NamedTuple):
@@ -81,13 +90,15 @@ class LinearCall(NamedTuple):
 
     x: int
     weight: int
+    rounded: int
+    """[T, num_units] rows that `blocks.round_row` made of x, if the weight is int8."""
     is_int8: int
     scales: int
     bias: int
     """[O] fp32, as the scales."""
     out: int
-    num_pairs: int
-    """I / 2"""
+    num_units: int
+    """Of a row: I / 2 pairs of bf16, or those of I / GROUP groups of bytes."""
     num_blocks: int
     residual: int
     """[T, O] that is added, in bf16; 0: nothing."""
@@ -133,86 +144,50 @@ def write_gated(
         store(b, vir.to_bf16(b, value), address(b, out, i * VECTOR_BYTES // 2), 2)
 
 
-@emitted()
-def widen(b, element, source, count, target):
-    """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of
-    bf16.
-    """
-
-    def body(i):
-        place = nth(b, source, i, 2 * LANES)
-        first, second = (
-            b.bitcast(
-                b.sitofp(
-                    load(b, address(b, place, start), ir.VectorType(vir.I8, LANES), 1), FLOATS
-                ),
-                UNITS,
-            )
-            for start in (0, LANES)
-        )
-        # the lower half of such a float is 0
-        pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)
-        store(b, pairs, nth(b, target, i))
-
-    vir.repeat(b, count, body)
-
-
 @numba.njit
-def matrix_of(weight, start, num_pairs, size):
-    """Return a block of a weight from a pair on, in vectors of `size` bytes."""
+def matrix_of(weight, start, num_units):
+    """Return a block of a weight from a unit on."""
     if _IN_COLUMNS:
-        return Wide(weight + start * size, size, num_pairs * size)
-    return Wide(weight + start * VECTORS * size, VECTORS * size, size)
+        return Wide(weight + start * VECTOR_BYTES, VECTOR_BYTES, num_units * VECTOR_BYTES)
+    return Wide(weight + start * _SUM_BYTES, _SUM_BYTES, VECTOR_BYTES)
 
 
 @numba.njit
-def widen_some(element, source, depth, target):
-    """Widen some pairs of a block of int8."""
-    if not _IN_COLUMNS:
-        widen(element, source.start, depth * VECTORS, target)
-    else:
-        for column in range(VECTORS):
-            widen(
-                element,
-                source.start + column * source.column,
-                depth,
-                target + column * depth * VECTOR_BYTES,
-            )
-    return matrix_of(target, 0, depth, VECTOR_BYTES)
-
-
-@numba.njit
-def depth_of(call, num_rows, most):
-    """Return how many pairs of inputs are multiplied at once: few rows read no columns twice,
-    others equal parts.
+def depth_of(call, num_rows):
+    """Return how many units tiles multiply at once: few rows read no columns twice, others equal
+    parts.
     """
-    if num_rows <= _TILE and call.is_int8 == 0:
-        return call.num_pairs
-    num_parts = (call.num_pairs + most - 1) // most
-    return (call.num_pairs + num_parts * tiles.PAIRS - 1) // (num_parts * tiles.PAIRS) * tiles.PAIRS
+    if num_rows <= _TILE:
+        return call.num_units
+    num_parts = (call.num_units + DEPTH - 1) // DEPTH
+    return (call.num_units + num_parts * tiles.PAIRS - 1) // (num_parts * tiles.PAIRS) * tiles.PAIRS
 
 
 @numba.njit
-def multiply_rows(element, call, sums, widened, block, first, num_rows):
+def rows_of_tile(element):
+    """Return the rows of a tile."""
+    return min(_TILE, tile_rows(element))
+
+
+@numba.njit
+def multiply_rows(element, call, sums, block, first, num_rows):
     """Multiply some rows with a block of the weight."""
-    row_bytes = call.num_pairs * 4
-    at_once = DEPTH
-    size = VECTOR_BYTES
-    if call.is_int8 != 0:
-        at_once = min(WIDENED, DEPTH)
-        size = VECTOR_BYTES // 2
-    if HAS_TILES:
-        at_once = depth_of(call, num_rows, at_once)
-    weight = call.weight + block * call.num_pairs * VECTORS * size
-    wide_x = widened + WIDENED * _SUM_BYTES
-    num_tiles = (num_rows + _TILE - 1) // _TILE
-    for start in range(0, call.num_pairs, at_once):
-        depth = min(at_once, call.num_pairs - start)
-        x = Matrix(call.x + first * row_bytes + start * 4, row_bytes)
-        right = matrix_of(weight, start, call.num_pairs, size)
-        if call.is_int8 != 0:
-            right = widen_some(element, right, depth, widened)
-        if _X_BYTES > 0:
+    row_bytes = call.num_units * 4
+    most = rows_of_tile(element)
+    is_tiled = most == tiles.ROWS
+    at_once = BYTES_DEPTH if call.is_int8 else DEPTH
+    if is_tiled:
+        at_once = depth_of(call, num_rows)
+    weight = call.weight + block * call.num_units * _SUM_BYTES
+    wide_x = sums + 2 * ROWS * _SUM_BYTES
+    num_tiles = (num_rows + most - 1) // most
+    for start in range(0, call.num_units, at_once):
+        depth = min(at_once, call.num_units - start)
+        x = Matrix(
+            (call.rounded if call.is_int8 else call.x) + first * row_bytes + start * 4, row_bytes
+        )
+        right = matrix_of(weight, start, call.num_units)
+        if _X_BYTES > 0 and call.is_int8 == 0:
             for row in range(num_rows):
                 copy_row(
                     _WIDE, x.start + row * row_bytes, depth * 2 // LANES, wide_x + row * depth * 8
@@ -221,13 +196,13 @@ def multiply_rows(element, call, sums, widened, block, first, num_rows):
         for tile in range(num_tiles):
             row = tile * num_rows // num_tiles
             end = (tile + 1) * num_rows // num_tiles
-            if HAS_TILES:
-                row = tile * _TILE
-                end = min(num_rows, (tile + 1) * _TILE)
+            if is_tiled:
+                row = tile * most
+                end = min(num_rows, (tile + 1) * most)
             left = Matrix(x.start + row * x.stride, x.stride)
             out = Matrix(sums + row * _SUM_BYTES, _SUM_BYTES)
             ahead = right.start + (depth + tile * depth // PREFETCHED) * _SUM_BYTES
-            if not HAS_TILES and first % ROWS + tile > 0:
+            if not is_tiled and first % ROWS + tile > 0:
                 ahead = 0  # the first rows have brought them
             multiply_tile(
                 element, end - row, VECTORS, left, right, depth, out, min(start, 1), ahead
@@ -269,36 +244,47 @@ def run_item(element, call, num_all, sums, number):
     """
     block, part = divmod(number, (num_all + ROWS - 1) // ROWS)
     at_once = ROWS
-    if HAS_TILES:  # rows stay in a core's cache while weights pass
+    most = rows_of_tile(element)
+    if most == tiles.ROWS:  # rows stay in a core's cache while weights pass
         part, block = divmod(number, call.num_blocks >> call.is_gated)
-    elif HAS_BF16 and call.num_pairs <= DEPTH and call.is_int8 == 0:
-        at_once = TILE  # fewer sums take less of a first cache
+    elif call.num_units <= (BYTES_DEPTH if call.is_int8 else DEPTH) and (HAS_BF16 or call.is_int8):
+        at_once = most  # fewer sums take less of a first cache
     end = min(num_all, (part + 1) * ROWS)
     others = sums + ROWS * _SUM_BYTES
-    widened = others + ROWS * _SUM_BYTES
     for first in range(part * ROWS, end, at_once):
         num_rows = min(at_once, end - first)
-        multiply_rows(element, call, sums, widened, block, first, num_rows)
+        multiply_rows(element, call, sums, block, first, num_rows)
         if call.is_gated:
-            multiply_rows(
-                element, call, others, widened, block + call.num_blocks // 2, first, num_rows
-            )
+            multiply_rows(element, call, others, block + call.num_blocks // 2, first, num_rows)
         write_rows(element, call, sums, block, first, num_rows)
+
+
+@numba.njit
+def round_rows(call, first, end):
+    """Round some rows of x to bytes."""
+    num_groups = call.num_units // GROUP_UNITS
+    for row in range(first, end):
+        source = call.x + row * num_groups * 2 * GROUP
+        round_row(BYTES, source, num_groups, call.rounded + row * call.num_units * 4)
 
 
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
-    is_served = weight.dtype in (torch.bfloat16, torch.int8)
-    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % MULTIPLE == 0
+    multiple = {torch.bfloat16: MULTIPLE, torch.int8: GROUP}.get(weight.dtype)
+    is_served = multiple is not None and weight.shape[1] % multiple == 0
+    return is_served and weight.shape[0] % BLOCK == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to
-    [..., 2, LANES].
+    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, num_units, VECTORS, LANES, -1].
 
-    Without avx512_bf16 the order is [O / BLOCK, VECTORS, I / 2, ...].
+    Without avx512_bf16 the order is [O / BLOCK, VECTORS, num_units, ...].
     """
     assert takes(weight)
+    units = weight.unflatten(1, (-1, 4 // weight.itemsize))
+    if weight.dtype == torch.int8:
+        groups = weight.unflatten(1, (-1, GROUP))
+        too_much = -128 * groups.sum(-1, keepdim=True, dtype=torch.int32)
+        units = torch.cat([too_much.view(torch.int8), groups], -1).flatten(1).unflatten(1, (-1, 4))
     order = (0, 1, 3, 2, 4) if _IN_COLUMNS else (0, 3, 1, 2, 4)
-    pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(order)
-    return (pairs.transpose(-1, -2) if weight.dtype == torch.int8 else pairs).contiguous()
+    return units.unflatten(0, (-1, VECTORS, LANES)).permute(order).contiguous()

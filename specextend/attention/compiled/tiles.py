@@ -61,6 +61,8 @@ HAS_TILES = is_allowed()
 """Whether this process multiplies with tiles."""
 INSTRUCTIONS = "AMX" if HAS_TILES else "avx512_bf16" if HAS_BF16 else "AVX2"
 """What multiplies bf16."""
+OF_BYTES = "avx512_vnni" if vir.HAS_BYTES else "avx_vnni" if vir.HAS_HALF_BYTES else "AVX2"
+"""What multiplies bytes."""
 
 
 def _instruct(b, name, *arguments):

@@ -70,6 +70,10 @@ HAS_BF16 = {"avx512f", "avx512bf16"} <= processor_features()
 """Whether this processor multiplies pairs of bf16."""
 HAS_SCALES = {"avx512f", "avx512dq"} <= processor_features()
 """Whether this processor has instructions for the powers of two in a vector."""
+HAS_BYTES = {"avx512f", "avx512vnni"} <= processor_features()
+"""Whether this processor multiplies vectors of bytes."""
+HAS_HALF_BYTES = "avxvnni" in processor_features()
+"""Whether it multiplies vectors of half as many."""
 REGISTER_LANES = LANES if "avx512f" in processor_features() else 8
 """Lanes of a register."""
 
@@ -185,6 +189,31 @@ def dot_pairs(b, sums, x, y):
     """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
     pairs = (b.bitcast(each, ir.VectorType(BFloat(), 2 * LANES)) for each in (x, y))
     return call(b, FLOATS, "llvm.x86.avx512bf16.dpbf16ps.512", sums, *pairs)
+
+
+def dot_bytes(b, sums, x, y):
+    """Add to each lane of `sums` the products of its four bytes, of x unsigned and of y signed."""
+    if HAS_BYTES:
+        return call(b, UNITS, "llvm.x86.avx512.vpdpbusd.512", sums, x, y)
+    if HAS_HALF_BYTES:
+        return by_halves(b, "llvm.x86.avx512.vpdpbusd.256", sums, x, y)
+    eights = ir.Constant(ir.VectorType(I16, 2 * LANES), [ir.Constant(I16, 8)] * (2 * LANES))
+    x, y = (b.bitcast(each, eights.type) for each in (x, y))
+    evens = b.lshr(b.shl(x, eights), eights), b.ashr(b.shl(y, eights), eights)
+    for pairs in (evens, (b.lshr(x, eights), b.ashr(y, eights))):
+        sums = b.add(sums, by_halves(b, "llvm.x86.avx2.pmadd.wd", *pairs))
+    return sums
+
+
+def by_halves(b, name, *vectors):
+    """Call a function of vectors that are half as long, which returns units."""
+    halves = []
+    for half in range(2):
+        sizes = [each.type.count // 2 for each in vectors]
+        lanes = [units(range(half * size, (half + 1) * size)) for size in sizes]
+        parts = (b.shuffle_vector(x, x, mask) for x, mask in zip(vectors, lanes, strict=True))
+        halves.append(call(b, ir.VectorType(I32, LANES // 2), name, *parts))
+    return b.shuffle_vector(*halves, units(range(LANES)))
 
 
 def to_bf16(b, x):
