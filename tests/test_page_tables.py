@@ -21,15 +21,3 @@ def test_every_result_has_its_table():
     kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/results").glob("*.json")}
     told = {"benchmarks/results/soak.json", "benchmarks/results/sources-smollm2-xeon.json"}  # in docs/
     assert kept - told == shown
-
-
-def test_a_stale_table_is_made_anew_and_the_text_around_it_stays():
-    """Only what stands between the markers belongs to the script."""
-    begin = "<!-- table: benchmarks/results/ablation-smollm2-epyc.json acceptance -->"
-    end = "<!-- end of table -->"
-    made = filled(f"Before.\n{begin}\n| old |\n{end}\nAfter.\n")
-    assert made.startswith(f"Before.\n{begin}\n| acceptance length | 2K (n=4) |")
-    assert made.endswith(f" |\n{end}\nAfter.\n")
-    assert "| old |" not in made
-    with pytest.raises(ValueError, match=r"begins with one of decoding, .*; got 'most'"):
-        filled(f"{begin.replace('acceptance', 'most')}\n{end}")

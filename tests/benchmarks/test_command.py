@@ -74,19 +74,6 @@ def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, m
     assert (tmp_path / "drawing.svg").read_bytes().startswith(b"<?xml")
 
 
-def test_documents_run_in_batches(tiny, tmp_path):
-    """A variant with a batch of two gets two documents at once, and one with a batch of one gets them, too."""
-    path = tmp_path / "result.json"
-    batches = "{single: {}, pair: {decoding.max_batch_size: 2}}"
-    options = ["--set", "together=2", "--set", f"variants={batches}", "--set", "base=single", "--set", "repeats=2"]
-    assert main([tiny, "--json", str(path), *options, "--set", "tables=[throughput over single]"]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["variant"], row["repeat"], row["num_documents"]) for row in rows] == [
-        (name, repeat, 2) for repeat in (0, 1) for name in ("single", "pair")
-    ]
-    assert all(row["equals_base"] for row in rows)
-
-
 def test_documents_are_the_first_of_each_length_whole():
     """A document that would be cut to fit its context is another document, and no variant may get it."""
     benchmark = Benchmark.load("benchmarks/compare.yaml", ["config=configs/tiny-random.yaml", "buckets=[2048, 1024]"])
