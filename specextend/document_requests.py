@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -92,13 +92,13 @@ Outcomes = Sequence[Completion | DocumentError]
 Rounds = Generator[Round, Outcomes, Summary]
 
 
-def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str, task: str = "") -> Rounds:
+def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Rounds:
     """Yield the requests for a document, round by round, take their outcomes, and return the
     summary.
 
     name: of the document; the ids of its requests begin with it, and with a colon behind it if
-    there are several. task: name of one of several tasks. Raises DocumentError for a document that
-    cannot be summarised, also one that the engine has failed over.
+    there are several. Raises DocumentError for a document that cannot be summarised, also one that
+    the engine has failed over.
     """
     limit = max_new_tokens_of(config, row)
     try:
@@ -106,13 +106,13 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str, task: st
     except PromptTooLongError:
         if prompts.options.length_policy != "parts":
             raise
-        return (yield from _InParts(config, prompts, row, name, task).rounds())
+        return (yield from _InParts(config, prompts, row, name).rounds())
     request = document_request(config, row, prompt, name, is_last=True)
     [outcome] = yield (request,)
     if isinstance(outcome, DocumentError):
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
-    whole = _whole(config, replace(outcome, text=answer), task)
+    whole = _whole(config, replace(outcome, text=answer))
     return Summary(whole, prompt, reasoning=reasoning)
 
 
@@ -156,8 +156,7 @@ def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None =
         tasks: Tasks of the run.
         row: Document.
         name: Its name, as for `summarize`.
-        earlier: Answers of an earlier start, of which some tasks are done again. An answer stays if
-            another try at it fails.
+        earlier: Answers of an earlier start, of which some tasks are done again.
 
     Raises:
         DocumentError: No task that was decoded has an answer.
@@ -166,7 +165,7 @@ def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None =
         return (yield from summarize(tasks[0].config, tasks[0].prompts, row, name))
     rows = [row, *(replace(row, instruction=other) for other in row.others)]
     under_way = [
-        summarize(task.config, task.prompts, own, f"{name}:{number}", task.name)
+        summarize(task.config, task.prompts, own, f"{name}:{number}")
         for number, (task, own) in enumerate(zip(tasks, rows, strict=True))
     ]
     kept = {} if earlier is None else {each["name"]: each for each in earlier.tasks}
@@ -187,31 +186,22 @@ def answer(tasks: Sequence[Task], row: Row, name: str, earlier: Earlier | None =
             if isinstance(state := states[number], tuple):
                 states[number] = advance(under_way[number], [*islice(found, len(state))])
     ended = [state for state in states if not isinstance(state, tuple)]
-    return _together(tuple(map(Answered, tasks, rows, ended)), kept)
+    return _together(tuple(map(Answered, tasks, rows, ended)))
 
 
-def _together(answered: tuple[Answered, ...], kept: Mapping[str, Values]) -> Summary:
-    """Return the summary of a document of several tasks. kept: entries of an earlier start by task.
-
-    Raises DocumentError if none of them was decoded to its end.
+def _together(answered: tuple[Answered, ...]) -> Summary:
+    """Return the summary of a document of several tasks. Raises DocumentError if none of them was
+    decoded to its end.
     """
     summaries = [state for _, _, state in answered if isinstance(state, Summary)]
     if not summaries:
         entries = _task_rows(answered)
         raise DocumentError(**failure_of(entries), summary=entries[0]["text"], tasks=entries)
-    best = tuple(
-        each._replace(state=before)
-        if isinstance(each.state, DocumentError)
-        and (before := kept.get(each.task.name))
-        and before["error_class"] is None
-        else each
-        for each in answered
-    )
     stats = DecodingStats()
     for summary in summaries:
         stats.add(summary.completion.stats)
     whole = replace(summaries[0].completion, stats=stats)
-    return replace(summaries[0], completion=whole, tasks=best)
+    return replace(summaries[0], completion=whole, tasks=answered)
 
 
 def _task_rows(answered: Iterable[Answered]) -> list[Values]:
@@ -293,7 +283,7 @@ def failed_row(
         failure = {name: made[name] for name in FAILURE.names}
         entries = [
             again.get(each["name"], dict.fromkeys(each) | failure | {"name": each["name"]})
-            if each["name"] in earlier.again and each["error_class"] is not None
+            if each["name"] in earlier.again
             else each
             for each in earlier.tasks
         ]
@@ -384,7 +374,6 @@ class _InParts:
     prompts: Prompts
     row: Row
     name: str
-    task: str
     stats: DecodingStats = field(default_factory=DecodingStats)
     num_requests: int = 0
     reasoning: str | None = None
@@ -444,9 +433,7 @@ class _InParts:
             self.stats.add(outcome.stats)
             text, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
             answer = replace(outcome, text=text)
-            answers.append(
-                _whole(self.config, answer, self.task, f"{step}: ") if is_last else answer
-            )
+            answers.append(_whole(self.config, answer, f"{step}: ") if is_last else answer)
         return answers
 
 
@@ -481,7 +468,7 @@ def document_request(
     )
 
 
-def _whole(config: RunConfig, answer: Completion, task: str, which: str = "") -> Completion:
+def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
     """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema`
     ends.
     """
@@ -490,8 +477,9 @@ def _whole(config: RunConfig, answer: Completion, task: str, which: str = "") ->
     if (text := whole_answer(answer.text)) is not None:
         return replace(answer, text=text)
     is_loop = answer.finish_reason == "repetition"
-    limit = f"{task}=" * bool(task) + str(2 * config.decoding.max_new_tokens)
-    advice = f"do it again with --retry-errors=all --retry-truncated {limit}"
+    most = 2 * config.decoding.max_new_tokens
+    rows = f"--redo \"error_class = '{INCOMPLETE}'\""
+    advice = f"do it again with {rows} --set decoding.max_new_tokens={most}"
     if is_loop:
         advice = "set decoding.repetition_penalty"
     elif config.input.has_limits:

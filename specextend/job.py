@@ -67,7 +67,8 @@ def run(
     settings: ReadOnly | None = None,
     run_date: date | None = None,
     retry_errors: Retry = "none",
-    retry_truncated: int | Mapping[str, int] | None = None,
+    redo: str | None = None,
+    redo_as: str = "again",
     cancel: threading.Event | None = None,
     progress: bool = True,
 ) -> RunResult:
@@ -75,8 +76,7 @@ def run(
 
     config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or
     a list of these, such as a pair and a task. input, output, settings (`{"job.workers": 2}`),
-    run_date, retry_errors, retry_truncated (a limit, or limits by the names of tasks): as on the
-    command line. cancel: once it is set,
+    run_date, retry_errors, redo, redo_as: as on the command line. cancel: once it is set,
     finished work is committed and the run ends with exit code 75, as it does on Ctrl-C. progress:
     show it on stderr. Raises in one line what the command would say: ValueError for what must be
     changed, others for what may pass.
@@ -99,8 +99,11 @@ def run(
             _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s)
         )
         # it imports Ray, which reads the environment
+        from specextend.cluster import checks
         from specextend.cluster.lifecycle import run_job
 
+        if redo is not None:
+            loaded = checks.redo(loaded, redo, redo_as)
         with closing(open_display() if progress else Display(lambda line: None)) as display:
             try:
                 code = run_job(
@@ -108,7 +111,6 @@ def run(
                     display,
                     interrupt,
                     retry_errors=retry_errors,
-                    retry_truncated=retry_truncated,
                 )
             except InterruptedRunError:
                 code = EXIT_INTERRUPTED

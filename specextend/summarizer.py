@@ -235,7 +235,7 @@ def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
     if options.selects:
         chosen = [
             name
-            for name in ("filter", "sample", "except_done_in", "limit")
+            for name in ("filter", "sample", "except_done_in", "redo", "limit")
             if getattr(options, name)
         ]
         raise InputError(

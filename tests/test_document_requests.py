@@ -123,7 +123,7 @@ def test_a_model_that_begins_by_thinking_is_refused_under_a_schema(pair, engine,
 
 @pytest.mark.parametrize(
     "reason, advice",
-    [("length", "do it again with --retry-errors=all"), ("repetition", "decoding.repetition_penalty")],
+    [("length", "do it again with --redo"), ("repetition", "decoding.repetition_penalty")],
 )
 def test_an_answer_that_broke_off_says_what_helps(pair, prompts, reason, advice):
     """More tokens do not end an answer that repeats itself."""

@@ -181,13 +181,10 @@ def _say_end(error: BaseException, given: ReadOnly, expected: Expected) -> int |
     that.
     """
     from specextend.cluster import exits  # it imports pyarrow: not for --help
-    from specextend.data.run_folder import retry_flags
 
     if isinstance(error, exits.InterruptedRunError):
-        limits = given.get("retry_truncated") or {}
-        limits = {"": limits} if isinstance(limits, int) else limits
-        flags = retry_flags(limits, given.get("retry_errors") or "none")
-        how = f" with the same {flags}" if flags else ""
+        retry = given.get("retry_errors")
+        how = f" with the same --retry-errors={retry}" if retry else ""
         what = f"interrupted: {error}; finished work is on disk, run again to resume{how}"
         say(what, "interrupted", given)
     elif isinstance(error, exits.RunError):

@@ -209,6 +209,7 @@ def export(
     specextend export out/run --follow --to live/    # while the run goes on
     specextend export --latest 's3://bucket/nights/*' --to answers.parquet --replace
     """
+    from specextend.data.run_folder import REDONE, inner_runs
     from specextend.data.storage import resolve
     from specextend.report.export import Form, check_place, export_answers, find_runs, format_of
     from specextend.report.result_rows import write_responses
@@ -232,6 +233,11 @@ def export(
     if (follow and (replace or several)) or (kind == "openai" and (columns or follow or several)):
         raise click.UsageError(
             "--follow and --format openai are for one run, without other options"
+        )
+    if (follow or kind == "openai") and inner_runs(output, REDONE):
+        raise click.UsageError(
+            "--follow and --format openai do not know rows that were done again, as some of this "
+            "run were: export to .jsonl"
         )
     if kind == "openai":
         check_place(outputs, place, replace)
@@ -275,10 +281,7 @@ def _say(exported: Exported, to: str) -> str:
         parts.append(f"{exported.outdated:,} with an older answer, because a newer attempt failed")
     if exported.gone:
         parts.append(f"{exported.gone:,} left out, because the input has them no more")
-    parts += [
-        f"a retry has not ended, and these are the answers before it: run again with {flags}"
-        for flags in exported.retries
-    ]
+    parts += [f"{run} has not ended, and these are the answers before it" for run in exported.open]
     if exported.difference:
         parts.append(f"the runs differ ({exported.difference})")
     return printable("; ".join(parts))

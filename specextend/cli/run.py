@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
@@ -43,7 +44,8 @@ class Arguments:
     input: str | None = None
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
-    retry_truncated: int | dict[str, int] | None = None
+    redo: str | None = None
+    redo_as: str = "again"
     log: Literal["text", "json"] = "text"
     json: str | None = None
     calibrate: int | None = None
@@ -80,24 +82,13 @@ class Arguments:
         except ConfigError as error:
             raise RefusedError(str(error)) from error
 
+    def of_rest(self, config: RunConfig, note: Callable[[str], object]) -> RunConfig:
+        """Return what is left to do of a run: rows to do again, or tasks that are new."""
+        from specextend.cluster.checks import only_new_tasks, redo
 
-def _raised_limits(
-    context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
-) -> int | dict[str, int] | None:
-    """Parse what `--retry-truncated` was given: one limit, or some by the names of tasks."""
-    limits: dict[str, int] = {}
-    for each in given:
-        name, _, limit = each.rpartition("=")
-        if (
-            not (limit.isdecimal() and int(limit))
-            or name in limits
-            or (limits and "" in (*limits, name))
-        ):
-            raise click.BadParameter(
-                "give LIMIT once, or TASK=LIMIT for each task", context, parameter
-            )
-        limits[name] = int(limit)
-    return limits.get("", limits or None)
+        if self.redo is None:
+            return only_new_tasks(config, note)
+        return redo(config, self.redo, self.redo_as)
 
 
 _WHERE = takes(
@@ -128,12 +119,13 @@ _WHERE = takes(
         "error row",
     ),
     click.option(
-        "--retry-truncated",
-        multiple=True,
-        callback=_raised_limits,
-        metavar="LIMIT|TASK=LIMIT",
-        help="of a finished run, do texts again that were cut, with up to LIMIT new tokens; of "
-        "several tasks all with a lower limit, or those that are named",
+        "--redo",
+        metavar="CONDITION",
+        help="of a finished run, do those rows again whose results meet a condition of SQL, with "
+        "what else the command line says, into redone/again of its folder",
+    ),
+    click.option(
+        "--redo-as", metavar="NAME", default="again", help="in place of `again`, for --redo"
     ),
     click.option(
         "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"
@@ -179,13 +171,14 @@ def plan(**given: Any) -> int:
 def status(output: str) -> int:
     """Say how far the run of an output folder is."""
     from specextend.cluster.records import describe_status, read_status
-    from specextend.data.run_folder import ADDED, added_runs
+    from specextend.data.run_folder import ADDED, REDONE, inner_runs
     from specextend.data.storage import resolve
 
     folder = resolve(output)
     show(describe_status(read_status(folder)))
-    for added in added_runs(folder):
-        show(f"{ADDED}/{added.name}: {describe_status(read_status(added))}")
+    for name in (ADDED, REDONE):
+        for inner in inner_runs(folder, name):
+            show(f"{name}/{inner.name}: {describe_status(read_status(inner))}")
     return 0
 
 
@@ -219,17 +212,15 @@ def start(arguments: Arguments) -> int:
     if ray := early_ray(config.job, config.output.path, interrupt):
         # which takes seconds: after an error is said
         click.get_current_context().call_on_close(ray.close)
-    from specextend.cluster.checks import only_new_tasks
     from specextend.cluster.lifecycle import run_job  # it imports Ray
 
     with closing(open_display(log=arguments.log)) as display:
-        config = only_new_tasks(config, display.note)
+        config = arguments.of_rest(config, display.note)
         code = run_job(
             config,
             display,
             interrupt,
             retry_errors=arguments.retry_errors or "none",
-            retry_truncated=arguments.retry_truncated,
             ray=ray,
         )
     _exit_when_told(code)  # the run is over: what is left is to show it
@@ -245,7 +236,7 @@ def start(arguments: Arguments) -> int:
 def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
     _set_up()
-    from specextend.cluster.checks import only_new_tasks, prepare
+    from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import calibrate, describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
 
@@ -261,13 +252,9 @@ def _dry_run(arguments: Arguments) -> int:
         measure = partial(
             calibrate, num_documents=arguments.calibrate, interrupt=Interrupt(), say=told
         )
-    config = only_new_tasks(config, partial(say, event="tasks", given=asdict(arguments)))
+    config = arguments.of_rest(config, partial(say, event="tasks", given=asdict(arguments)))
     found = dry_run(
-        prepare(
-            config,
-            retry_errors=arguments.retry_errors or "none",
-            retry_truncated=arguments.retry_truncated,
-        ),
+        prepare(config, retry_errors=arguments.retry_errors or "none"),
         by=by,
         calibrate=measure,
     )

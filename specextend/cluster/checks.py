@@ -4,21 +4,20 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 from specextend.attention.backends import load_backend
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, RunError
 from specextend.cluster.records import ended_with_errors
-from specextend.config import RunConfig, joined
-from specextend.core import Checkpoint, ReadOnly, Values, counted, did_you_mean, first_line
+from specextend.config import RunConfig
+from specextend.core import Checkpoint, ReadOnly, Values, counted, first_line
 from specextend.data.answers import choices_of, shortest_answer
 from specextend.data.check import check_task_columns
 from specextend.data.commits import (
     DamagedCommitError,
-    Limits,
     Progress,
     StrangeCommitError,
     pending,
@@ -31,16 +30,15 @@ from specextend.data.quality import check_library
 from specextend.data.rules import check_rules
 from specextend.data.run_folder import (
     ADDED,
+    REDONE,
     Counts,
     Retry,
-    added_run,
-    added_runs,
     check_kinds,
     check_results,
-    open_retry,
+    inner_run,
+    inner_runs,
     read_starts,
     read_success,
-    retry_flags,
 )
 from specextend.data.schema import text_columns
 from specextend.data.selection import find_earlier, recall_selection, select_rows
@@ -54,8 +52,6 @@ from specextend.model_files import HubUnreachableError, resolve_revision, split_
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, describe_features, pair_hashes
 
-RaisedLimits = int | Limits
-"""A limit of new tokens for every task that has a lower one, or limits by the names of tasks."""
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
 Hub.
@@ -80,15 +76,6 @@ class Prepared:
     """Lines for the user about the models' revisions, and about tasks that read documents again."""
     retry_errors: Retry = "none"
     """The error rows that this start does again."""
-    limits: Limits = field(default_factory=dict)
-    """The limits of this start, at which it does those texts again that were cut at lower ones."""
-
-    @property
-    def retries(self) -> str:
-        """Return the flag that asks for rows again; empty if none does."""
-        if self.limits:
-            return "--retry-truncated"
-        return "" if self.retry_errors == "none" else "--retry-errors"
 
     @property
     def prompts(self) -> Prompts:
@@ -100,18 +87,14 @@ def prepare(
     config: RunConfig,
     checkpoint: Checkpoint = lambda: None,
     retry_errors: Retry = "none",
-    retry_truncated: RaisedLimits | None = None,
 ) -> Prepared:
     """Check input, models and prompt without writing anything. Raises RefusedError, RunError,
     OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine`
-    checks that. checkpoint: called between the steps of long operations; may raise. retry_errors,
-    retry_truncated: of the result, whose `config` has these limits; the manifest has the run's own.
+    checks that. checkpoint: called between the steps of long operations; may raise. retry_errors:
+    of the result.
     """
-    asked = config
-    limits = {} if retry_truncated is None else _raised(config, retry_truncated)
-    config = _with_limits(config, limits)
     with _refusals():
         output = resolve(config.output.path)
         check_kinds(output)
@@ -141,9 +124,6 @@ def prepare(
         for task in tasks:
             _check_task(task, tokenizer, facts)
         values = config.model_dump(mode="json")
-        values["decoding"]["max_new_tokens"] = asked.decoding.max_new_tokens
-        values["prompt"]["length_policy"] = asked.prompt.length_policy
-        values["tasks"] = asked.model_dump(mode="json")["tasks"]
         _check_same_options(output, recorded, build_manifest(source, values, {}, models))
         hashes = pair_hashes(config.target, draft)  # which reads all weights
         if begun is not None:
@@ -159,8 +139,7 @@ def prepare(
         manifest = recorded
     features = describe_features(draft, facts.num_layers)
     notes = (*notes, *features, *_that_read_again(tasks))
-    retries = retry_errors, limits
-    return Prepared(config, output, source, facts, tasks, manifest, models, notes, *retries)
+    return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_errors)
 
 
 def _that_read_again(tasks: list[Task]) -> Iterator[str]:
@@ -183,53 +162,6 @@ def _check_task(task: Task, tokenizer: Any, facts: ModelFacts) -> None:
             _check_room_for_an_answer(task.config, tokenizer)
     except ValueError as error:
         raise ValueError(f"task {task.name}: {error}" if task.name else str(error)) from error
-
-
-def _raised(config: RunConfig, given: RaisedLimits) -> Limits:
-    """Return the limits that a retry raises. Raises RefusedError for a limit that is not above the
-    one of its task; a limit of all tasks must be above one of theirs.
-    """
-    if config.input.has_limits:
-        raise RefusedError(
-            "--retry-truncated: the rows have limits of their own; raise those in a run of its own"
-        )
-    own = {name: each.decoding.max_new_tokens for name, each in config.each_task.items()}
-    if isinstance(given, int):
-        limits = {name: given for name, limit in own.items() if limit < given}
-        if not limits:
-            least = min(own.values())
-            raise RefusedError(
-                f"--retry-truncated must be above decoding.max_new_tokens, which is {least}"
-            )
-        return limits
-    for name, limit in given.items():
-        if name not in own:
-            raise RefusedError(
-                f"--retry-truncated: this run has no task {name}{did_you_mean(name, [*own])}"
-            )
-        if limit <= own[name]:
-            raise RefusedError(
-                f"--retry-truncated: the limit of task {name} must be above {own[name]}"
-            )
-    return given
-
-
-def _with_limits(config: RunConfig, limits: Limits) -> RunConfig:
-    """Return the configuration of a retry. A text stays where more tokens would leave less of its
-    document.
-    """
-    if not limits:
-        return config
-    raised: dict[str, RunConfig] = {}
-    for name, each in config.each_task.items():
-        raised[name] = each
-        if name in limits:
-            decoding = replace(each.decoding, max_new_tokens=limits[name])
-            prompt = each.prompt
-            if prompt.length_policy != "parts":
-                prompt = replace(prompt, length_policy="error")
-            raised[name] = each.model_copy(update={"decoding": decoding, "prompt": prompt})
-    return joined(raised) if config.tasks else raised[""]
 
 
 def _check_room_for_an_answer(config: RunConfig, tokenizer: Any) -> None:
@@ -274,7 +206,7 @@ def _begun_selection(config: RunConfig, recorded: Values | None) -> Values | Non
     has_chosen = (
         recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
     )
-    return recorded if has_chosen and config.input.except_done_in else None
+    return recorded if has_chosen and config.input.depends_on_runs else None
 
 
 @contextmanager
@@ -419,7 +351,7 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
     if (recorded := read_recorded(output)) is None:
         return config
     with _refusals():
-        added = [each.name for each in added_runs(output)]
+        added = [each.name for each in inner_runs(output, ADDED)]
     done = _tasks_there(recorded) or [
         name
         for name, each in config.each_task.items()
@@ -453,9 +385,35 @@ def only_new_tasks(config: RunConfig, say: Callable[[str], object]) -> RunConfig
             _check_ended(config.of_tasks(names, _place_of_added(config, names)))
             left = [name for name in left if name not in names]
     with _refusals():
-        added_run(output, "+".join(left))
+        inner_run(output, ADDED, "+".join(left))
     say(f"tasks: {', '.join(left)} alone; the others are done")
     return config.of_tasks(left, _place_of_added(config, left))
+
+
+def redo(config: RunConfig, condition: str, name: str) -> RunConfig:
+    """Return the configuration of a run that does those rows of a finished run again whose newest
+    result meets a condition, in its folder `redone`. Raises RefusedError.
+    """
+    with _refusals():
+        output = resolve(config.output.path)
+        recorded = read_recorded(output)
+        if recorded is None:
+            raise RefusedError(f"--redo: {output.path} holds no run")
+        if not re.fullmatch(r"\w[\w-]*", name):
+            raise RefusedError(
+                f"--redo-as: it is a folder, so name {name!r} with letters, digits, - and _"
+            )
+        if text_columns(recorded["config"]) != text_columns(config.model_dump(mode="json")):
+            raise RefusedError(
+                f"--redo: answers take the columns of {output.path}, so let output.column, "
+                "output.schema and tasks be what they were"
+            )
+        inner_run(output, REDONE, name)
+        path = config.output.path
+        # what earlier runs had done, this run has done by now
+        chosen = replace(config.input, except_done_in=(), redo=condition, redo_in=path)
+        output_options = replace(config.output, path=path_below(path, f"{REDONE}/{name}"))
+        return config.model_copy(update={"input": chosen, "output": output_options})
 
 
 def _place_of_added(config: RunConfig, names: list[str]) -> str:
@@ -503,7 +461,8 @@ def counts_of_ended(prepared: Prepared) -> Counts | None:
     since and no row is to be done again; or None.
     """
     recorded = read_recorded(prepared.output)
-    if prepared.retries or recorded is None or _begun_selection(prepared.config, recorded) is None:
+    is_retry = prepared.retry_errors != "none"
+    if is_retry or recorded is None or _begun_selection(prepared.config, recorded) is None:
         return None
     lines = differences(recorded, prepared.manifest)
     is_input = bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
@@ -531,41 +490,22 @@ def open_rows(prepared: Prepared) -> tuple[Progress, RowSet]:
     """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     with input_errors():
-        progress = read_commits(
-            prepared.output,
-            prepared.manifest["fingerprint"],
-            prepared.limits,
-            prepared.retry_errors,
-        )
-    num_results = len(progress.done) + len(progress.errors.keys() | progress.cut)
-    if prepared.limits and num_results < source.num_rows:
-        raise RefusedError(
-            "--retry-truncated: some rows have no result yet; finish the run without it first"
-        )
+        fingerprint = prepared.manifest["fingerprint"]
+        progress = read_commits(prepared.output, fingerprint, prepared.retry_errors)
     wanted = (source.rows(file.number) for file in source.files)
     keys = pending(wanted, progress, retry_errors=prepared.retry_errors)
     return progress, RowSet([file.num_rows for file in source.files], keys)
 
 
 def check_retry(prepared: Prepared) -> None:
-    """Raise RefusedError for a retry where nothing has been tried, which would do every row, and
-    unless an earlier `--retry-truncated` that was interrupted goes on.
+    """Raise RefusedError for a retry where nothing has been tried, which would do every row.
 
     Raises OtherRunError if the output folder holds another run.
     """
     is_begun = check_same_run(prepared)
-    if not is_begun and prepared.retries:
+    if not is_begun and prepared.retry_errors != "none":
         raise RefusedError(
-            f"{prepared.retries}: {prepared.output.path} holds no run; leave it out to begin one"
-        )
-    limits, errors = open_retry(read_starts(prepared.output) if is_begun else [])
-    rank = get_args(Retry).index
-    if rank(prepared.retry_errors) < rank(errors) or any(
-        prepared.limits.get(name, 0) < limit for name, limit in limits.items()
-    ):
-        raise RefusedError(
-            f"a retry of {prepared.output.path} was interrupted, so its texts have two limits: run "
-            f"again with {retry_flags(limits, errors)}"
+            f"--retry-errors: {prepared.output.path} holds no run; leave it out to begin one"
         )
 
 
@@ -589,6 +529,7 @@ _OUTCOMES = {
     "not_in_sample": "not in input.sample",
     "unchanged": "done before and unchanged",
     "failed_before": "failed before and would again",
+    "not_redone": "not to be done again",
     "over_limit": "over input.limit",
     "changed": "changed",
     "new": "new",

@@ -13,7 +13,6 @@ from typing import Any
 from specextend.cluster.backlog import RowSet
 from specextend.cluster.checks import (
     Prepared,
-    RaisedLimits,
     check_machine,
     check_retry,
     check_same_run,
@@ -91,7 +90,6 @@ def run_job(
     interrupt: Interrupt,
     *,
     retry_errors: Retry = "none",
-    retry_truncated: RaisedLimits | None = None,
     report: Callable[..., object] = write_report,
     factory: EngineFactory = load_engine,
     ray: AbstractContextManager[list[Any]] | None = None,
@@ -106,7 +104,7 @@ def run_job(
         f"interrupted: {interrupt.reason}; nothing was decoded, run again", "run_ended"
     )
     check_machine(config)
-    prepared = prepare(config, interrupt.check, retry_errors, retry_truncated)
+    prepared = prepare(config, interrupt.check, retry_errors)
     interrupt.check()
     with reading(prepared.output):
         if (counts := counts_of_ended(prepared)) is not None:
@@ -262,11 +260,9 @@ class _LockedRun:
         plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
-                if self.prepared.config.input.except_done_in:
+                if self.prepared.config.input.depends_on_runs:
                     write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
-            if self.prepared.limits:
-                self.record.retry(self.prepared.limits, self.prepared.retry_errors)
             remove_success(output)
         if plan is None:
             return None
@@ -438,9 +434,6 @@ class _LockedRun:
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
-        if self.prepared.limits:
-            with writing(output):
-                self.record.retry({})
         self.report(
             self.prepared.config.output.path,
             output,

@@ -27,14 +27,11 @@ from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     RELEASED,
-    Retry,
     Start,
     lock_file,
-    open_retry,
     parse_start,
     read_starts,
     read_success,
-    retry_flags,
     starts_folder,
     success_file,
     time_text,
@@ -97,8 +94,6 @@ class StartRecord:
             "models": dict(models or {}),
             "job": asdict(config.job),
             "report": asdict(config.report),
-            "retry_truncated": None,
-            "retry_errors": "none",
             "workers": [],
             "charges": {},
             "memory": None,
@@ -180,13 +175,6 @@ class StartRecord:
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
         }
-        self.write()
-
-    def retry(self, limits: Mapping[str, int], errors: Retry = "none") -> None:
-        """Write that texts are done again at limits of new tokens; none: that all of them are.
-        errors: the error rows that are done again, too.
-        """
-        self._record |= {"retry_truncated": dict(limits), "retry_errors": errors}
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
@@ -341,8 +329,7 @@ def read_status(output: Location) -> Values:
         )
         raise ValueError(f"{output.path} holds {what}")
     starts = read_starts(output)
-    limits, again = open_retry(starts)
-    progress = read_commits(output, limits=limits)
+    progress = read_commits(output)
     success = read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
@@ -362,14 +349,13 @@ def read_status(output: Location) -> Values:
     return {
         "state": "running"
         if is_alive
-        else _state(whole, num_left, retry_flags(limits, again), is_complete=success is not None),
+        else _state(whole, num_left, is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
         "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
         "partial": progress.num_partial,
         "left": num_left,
-        "retry_is_open": bool(limits),
         "driver": None if driver is None else str(driver),
         "heartbeat_age_s": None if driver is None else now - driver.heartbeat,
         "fingerprint": manifest["fingerprint"],
@@ -378,10 +364,8 @@ def read_status(output: Location) -> Values:
     }
 
 
-def _state(starts: list[Start], num_left: int, retry: str, *, is_complete: bool) -> str:
-    """Name the state of a run whose driver is gone. retry: flags of an interrupted one."""
-    if retry:
-        return f"stopped, run again with {retry} to resume"
+def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
+    """Name the state of a run whose driver is gone."""
     if is_complete:
         return "complete"
     is_finished = not num_left and ended_with_errors(starts)
@@ -404,11 +388,6 @@ def describe_status(status: Values) -> str:
         lines.append(
             f"of these, {status['partial']:,} failed in some of their tasks: summaries/ has the "
             "answers of the others"
-        )
-    if status["retry_is_open"] and status["left"]:
-        lines.append(
-            f"all that are left, {status['left']:,}, wait for the retry: summaries/ has the text "
-            "of each before it"
         )
     if status["driver"]:
         lines.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, Values
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, rows_where, write_table
+from specextend.data.parquet import CHECKED, Ints, damaged_as, read_file, write_table
 from specextend.data.run_folder import Retry, commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, OF_DOCUMENT, rows_table
 from specextend.data.storage import Location, file_sizes, in_order
@@ -159,8 +159,6 @@ DONE = 3
 """States of an input row: without a result, or with the best one: an error row, a row of which some
 tasks failed, a row done.
 """
-Limits = Mapping[str, int]
-"""Most new tokens by the name of a task; "" is the only one."""
 
 
 class Earlier(NamedTuple):
@@ -177,8 +175,7 @@ class Earlier(NamedTuple):
 class KeptTasks:
     """The answers in rows of which something may be done again, as they were read."""
 
-    def __init__(self, limits: Limits | None = None, retry_errors: Retry = "none"):
-        self._limits = limits or {}
+    def __init__(self, retry_errors: Retry = "none"):
         self._retry_errors = retry_errors
         self._places: dict[DocumentKey, tuple[pa.Table, int]] = {}
 
@@ -199,12 +196,8 @@ class KeptTasks:
         return Earlier(entries, again, document)
 
     def _is_due(self, entry: Values) -> bool:
-        if entry["error_class"] is not None:
-            return self._retry_errors == "all" or (
-                self._retry_errors == "retryable" and entry["retryable"]
-            )
-        limit = self._limits.get(entry["name"], 0)
-        return entry["finish_reason"] == "length" and entry["max_new_tokens"] < limit
+        is_wanted = self._retry_errors == "all" or entry["retryable"]
+        return entry["error_class"] is not None and is_wanted
 
 
 @dataclass(frozen=True)
@@ -222,8 +215,6 @@ class Progress:
     """Attempts of `errors`: key -> attempts of the latest result."""
     work: DecodingStats = field(default_factory=DecodingStats)
     """Sums of `_WORK_COLUMNS` over `done`."""
-    cut: frozenset[DocumentKey] = frozenset()
-    """Rows with a text that was cut too early. They do not count as done."""
     num_partial: int = 0
     """Number of `errors` of which some tasks have an answer."""
     kept: KeptTasks = field(default_factory=KeptTasks, compare=False)
@@ -233,32 +224,23 @@ class Progress:
 def read_commits(
     output: Location,
     fingerprint: str = "",
-    limits: Limits | None = None,
     retry_errors: Retry = "none",
 ) -> Progress:
     """Read the keys and the work of every commit; without commits the progress is empty.
 
     All columns are read, so that damage is found before a worker starts, not when the summaries are
     written. fingerprint: that of the run to which the commits must belong; if empty, that of the
-    folder's manifest. limits: a row whose text was cut at a lower limit of new tokens does not
-    count as done. retry_errors: which failed tasks are done again.
+    folder's manifest. retry_errors: which failed tasks are done again.
     """
     done: set[DocumentKey] = set()
-    cut: set[DocumentKey] = set()
     num_partial = 0
-    kept = KeptTasks(limits, retry_errors)
+    kept = KeptTasks(retry_errors)
     errors: dict[DocumentKey, str] = {}
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
     work = DecodingStats()
     for table in read_results(output, COMMIT_SCHEMA.names, fingerprint):
         state = state_of(table)
-        if limits and state != FAILED:
-            is_cut = _are_cut(table, limits)
-            cut.update(_keys(rows_where(table, is_cut)))
-            if "" not in limits:
-                kept.add(rows_where(table, is_cut))
-            table = rows_where(table, ~is_cut) if state == DONE else table
         if state == DONE:
             done.update(_keys(table))
             for name in _WORK_COLUMNS:
@@ -274,29 +256,11 @@ def read_commits(
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
                 final.add(key)
-    return Progress(
-        frozenset(done), errors, frozenset(final), attempts, work, frozenset(cut), num_partial, kept
-    )
+    return Progress(frozenset(done), errors, frozenset(final), attempts, work, num_partial, kept)
 
 
 def _keys(rows: pa.Table) -> Iterator[DocumentKey]:
     return map(DocumentKey, rows["file"].to_pylist(), rows["row"].to_pylist())
-
-
-def _are_cut(rows: pa.Table, limits: Limits) -> NDArray[np.bool_]:
-    """Return which rows have a text that was cut at a lower limit of new tokens."""
-    if "" in limits:
-        reasons = rows["finish_reason"]
-        lower = pc.less(rows["max_new_tokens"], limits[""])
-        return pc.fill_null(pc.and_(pc.equal(reasons, "length"), lower), False).to_numpy()
-    tasks = rows["tasks"].combine_chunks()
-    each = tasks.flatten()
-    wanted = pa.array([limits.get(name, 0) for name in each.field("name").to_pylist()], "int32")
-    lower = pc.less(each.field("max_new_tokens"), wanted)
-    is_cut = pc.fill_null(pc.and_(pc.equal(each.field("finish_reason"), "length"), lower), False)
-    found = np.zeros(len(rows), bool)
-    found[pc.list_parent_indices(tasks).filter(is_cut).to_numpy()] = True
-    return found
 
 
 def pending(
@@ -309,7 +273,7 @@ def pending(
         "none": progress.errors.keys(),
         "retryable": progress.final,
         "all": set[DocumentKey](),
-    }[retry_errors] - progress.cut
+    }[retry_errors]
     for file, wanted in enumerate(rows):
         for row in wanted:
             key = DocumentKey(file, row)

@@ -22,6 +22,7 @@ _FREE = (
     "input.path",
     "input.on_bad_id",
     "input.except_done_in",
+    "input.redo_in",
     "output.path",
     "job",
     "report",
@@ -38,6 +39,7 @@ _PASSED_OVER = (
     "input.filter",
     "input.sample",
     "input.limit",
+    "input.redo",
     "input.passthrough",
     f"prompt.template_options.{CLOCK}",
 )
@@ -62,14 +64,7 @@ def build_manifest(
     the run is about some rows only, `identity` has a `selection` that says which, and `selection`
     says what became of the others.
     """
-    files = {
-        file.relative_path: {
-            "size": file.size,
-            "rows": file.num_rows,
-            "footer_sha256": file.footer_sha256,
-        }
-        for file in source.files
-    }
+    files = {file.relative_path: file.facts for file in source.files}
     free = tuple(f"{name}." for name in _FREE + _HASHED)
     binding = {name: value for name, value in flattened(config) if not f"{name}.".startswith(free)}
     identity: Values = {"files": files, "hashes": dict(hashes), "config": binding}

@@ -132,6 +132,10 @@ class InputOptions:
     """Output folders of earlier runs, or globs of them: rows that are done there and have not
     changed are left out.
     """
+    redo_in: str | None = None
+    """The output folder of a run, for `redo`. `--redo` sets both."""
+    redo: str | None = None
+    """Only the rows whose newest result in `redo_in` meets a condition of SQL."""
     limit: int | None = None
     """At most so many rows, the first ones in input order; applied last."""
 
@@ -143,6 +147,8 @@ class InputOptions:
             raise ValueError(f"input.path {NO_CREDENTIALS}")
         if any(map(holds_secret, self.except_done_in)):
             raise ValueError(f"input.except_done_in {NO_CREDENTIALS}")
+        if holds_secret(self.redo_in or ""):
+            raise ValueError(f"input.redo_in {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -155,6 +161,10 @@ class InputOptions:
     def _check_selection(self) -> None:
         if self.filter is not None:
             filter_columns(self.filter)
+        if (self.redo is None) != (self.redo_in is None):
+            raise ValueError("input.redo and input.redo_in need each other; --redo sets both")
+        if self.redo is not None:
+            filter_columns(self.redo, "--redo")
         if isinstance(self.sample, float) and not 0 < self.sample < 1:
             raise ValueError(
                 "input.sample must be a fraction between 0 and 1 or a number of rows, got "
@@ -165,9 +175,14 @@ class InputOptions:
                 raise ValueError(f"input.{name} must be at least 1, got {count}")
 
     @property
+    def depends_on_runs(self) -> bool:
+        """Return True if the rows that are wanted depend on what other runs have done."""
+        return bool(self.except_done_in) or self.redo is not None
+
+    @property
     def selects(self) -> bool:
         """Return True if only some rows of the input may be wanted."""
-        return bool(self.except_done_in) or any(
+        return self.depends_on_runs or any(
             each is not None for each in (self.filter, self.sample, self.limit)
         )
 
@@ -274,6 +289,11 @@ class InputFile:
     def num_rows(self) -> int:
         """Return the number of rows in all row groups."""
         return sum(self.group_rows)
+
+    @property
+    def facts(self) -> Values:
+        """Return what a manifest records of the file; two files with equal facts hold the same."""
+        return {"size": self.size, "rows": self.num_rows, "footer_sha256": self.footer_sha256}
 
     @property
     def is_small(self) -> bool:

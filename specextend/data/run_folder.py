@@ -5,7 +5,7 @@ of its end.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -41,6 +41,8 @@ ERRORS = "errors"
 """The folders of the results, each with one file per input file."""
 ADDED = "added"
 """Folder of a run that holds runs of tasks which it was asked once it had ended."""
+REDONE = "redone"
+"""Folder of a run that holds runs which did some of its rows again."""
 
 
 def _place(*names: str) -> Callable[[Location], Location]:
@@ -118,18 +120,18 @@ def _refuse_links(folders: list[Location]) -> None:
             )
 
 
-def added_run(output: Location, name: str) -> Location:
-    """Return the folder of a run of added tasks. Raises ValueError if it leads elsewhere, as
-    `check_kinds` does.
+def inner_run(output: Location, folder: str, name: str) -> Location:
+    """Return the place of a run in `folder` of another run: ADDED or REDONE. Raises ValueError if
+    it leads elsewhere, as `check_kinds` does.
     """
-    place = output.child(ADDED, name)
+    place = output.child(folder, name)
     _refuse_links([place.parent, place])
     return place
 
 
-def added_runs(output: Location) -> list[Location]:
-    """List the folders of runs of added tasks. Raises ValueError as `added_run` does."""
-    return [added_run(output, name) for name in list_folders(output.child(ADDED))]
+def inner_runs(output: Location, folder: str) -> list[Location]:
+    """List the runs in `folder` of another run. Raises ValueError as `inner_run` does."""
+    return [inner_run(output, folder, name) for name in list_folders(output.child(folder))]
 
 
 def check_results(output: Location, num_files: int) -> None:
@@ -340,12 +342,6 @@ class Start:
     gpus_per_worker: FiniteFloat | None = None
     price_per_worker_hour: FiniteFloat | None = None
     git_commit: str | None = None
-    retry_truncated: dict[str, int] | None = None
-    """The limits of a `--retry-truncated` that has begun, by task; none if it was brought to its
-    end.
-    """
-    retry_errors: Retry = "none"
-    """The error rows that it does again, too."""
     took_over: Heartbeat | None = None
     """The last one of the dead driver whose lock this start took over."""
     damage: str | None = None
@@ -365,24 +361,6 @@ def read_starts(output: Location) -> list[Start]:
     names = [name for name in list_files(folder) if name.endswith(".json")]
     starts = filter(None, (_read_start(folder.child(name)) for name in names))
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
-
-
-def open_retry(starts: list[Start]) -> tuple[dict[str, int], Retry]:
-    """Return the limits, by task, of a `--retry-truncated` that no start has brought to its end,
-    and the error rows that it does again.
-    """
-    for start in reversed(starts):
-        if start.retry_truncated is not None:
-            return start.retry_truncated, start.retry_errors
-    return {}, "none"
-
-
-def retry_flags(limits: Mapping[str, int], errors: Retry) -> str:
-    """Return the flags of the command line that ask for these rows again."""
-    flags = [] if errors == "none" else [f"--retry-errors={errors}"]
-    for name, limit in limits.items():
-        flags.append(f"--retry-truncated {name}={limit}".replace(" =", " "))
-    return " ".join(flags)
 
 
 def _read_start(location: Location) -> Start | None:

@@ -34,6 +34,7 @@ from specextend.data.parquet import (
     read_file,
     write_table,
 )
+from specextend.data.results import CHOSEN, add_redone
 from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.schema import task_failures
 from specextend.data.source import ChosenRows, Source
@@ -148,6 +149,9 @@ def select_rows(
         bound = _LAST_DRAWN.format(options.sample) if is_number else int(options.sample * _DRAWS)
         counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
         _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
+    if options.redo is not None:
+        add_redone(database, resolve(str(options.redo_in)), options.redo, source.files, checkpoint)
+        counts["not_redone"] = _delete(database, f"FROM rows WHERE id NOT IN ({CHOSEN})")
     if options.except_done_in:
         _compare(source, database, earlier, checkpoint)
         [found] = database.select(_FOUND)
@@ -169,7 +173,7 @@ def _read(source: Source, checkpoint: Checkpoint, file: InputFile) -> pa.Table:
     options = source.options
     number = file.number
     needs_ids = (
-        options.id_column is not None or options.sample is not None or options.except_done_in
+        options.id_column is not None or options.sample is not None or options.depends_on_runs
     )
     rows = np.arange(file.num_rows)
     if options.filter is not None:
@@ -374,10 +378,9 @@ class EarlierOutput(NamedTuple):
         last write.
         """
         before = self.manifest["identity"]["files"].get(file.relative_path)
-        now = {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         times = self.manifest.get("modified_ns", {})
         return (
-            before == now
+            before == file.facts
             and file.modified_ns is not None
             and times.get(file.relative_path) == file.modified_ns
         )

@@ -99,7 +99,7 @@ def truncated(report: Report) -> Finding | None:
     column = look_up(report, "run.input.options_column")
     own = f" or the limit in column '{shortened(column)}'" if column else ""
     if not is_loop and not column:
-        advice += ", or do them again with --retry-truncated"
+        advice += ", and do them again with --redo \"list_contains(quality_flags, 'truncated')\""
     of = f"{rows:,} of {counted(num_texts(report), 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
     return Finding(

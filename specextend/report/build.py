@@ -38,8 +38,7 @@ SCHEMA_VERSION = 1
 added.
 """
 _DONE = """
-    SELECT count(*) AS texts, count(*) FILTER (max_new_tokens > ?) AS raised_limits,
-        (SELECT count(*) FROM errors WHERE answered) AS partial
+    SELECT count(*) AS texts, (SELECT count(*) FROM errors WHERE answered) AS partial
     FROM done
 """
 
@@ -94,8 +93,7 @@ def build_report(
         for start in read_starts(location)
     ]
     documents = document_figures(figures)
-    most = manifest and manifest["config"]["decoding"]["max_new_tokens"]
-    [counted] = figures.select(_DONE, most)
+    [counted] = figures.select(_DONE)
     done = counted["texts"] - counted["partial"]
     failed = sum(error["rows"] for error in documents["errors"])
     rows = manifest and num_input_rows(manifest)
@@ -113,7 +111,6 @@ def build_report(
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
         **documents,
-        "raised_limits": counted["raised_limits"],
         "drafting": _drafting(records),
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),

@@ -41,13 +41,16 @@ from specextend.data.parquet import (
     stream,
     write_groups,
 )
+from specextend.data.results import (
+    began,
+    damaged_results,
+    has_ended,
+    redone_runs,
+    result_files,
+)
 from specextend.data.run_folder import (
     check_results,
     list_results,
-    open_retry,
-    parse_time,
-    read_starts,
-    retry_flags,
     summaries_folder,
 )
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
@@ -62,7 +65,6 @@ from specextend.data.storage import (
     list_files,
     remove_temporary_files,
 )
-from specextend.report.result_rows import damaged_results, result_files
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
@@ -111,8 +113,8 @@ class Exported(NamedTuple):
     """How the runs differ in models or options, in one line; empty if they do not."""
     partial: int = 0
     """Written, with a task that failed."""
-    retries: Sequence[str] = ()
-    """The flags of each retry that has not ended; its new answers are not written."""
+    open: Sequence[str] = ()
+    """Paths of runs that did rows again and have not ended; their answers are not written."""
 
 
 class Form(NamedTuple):
@@ -140,8 +142,8 @@ def follow(
 
     Each commit becomes a file, whole or not at all, which is also the record that it was written:
     another call goes on from there, and each document has one row. is_running: asked for a driver.
-    Raises ValueError if there is no run, for a folder with other files, for a column that commits
-    do not have, and for documents that were done again, whose first texts may be written.
+    Raises ValueError if there is no run, for a folder with other files, and for a column that
+    commits do not have.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
@@ -159,7 +161,6 @@ def follow(
     settled = Settled()
     seen = set[str]()
     schema = _narrowed(full, form.columns)
-    limits = set[int]()
     is_last = False
     while not is_last:
         is_last = not is_running()
@@ -167,16 +168,9 @@ def follow(
         for name in sorted(
             (name for name in sizes if name not in seen), key=lambda name: name not in written
         ):
-            needed = (*KEY_COLUMNS, "max_new_tokens") if name in written else COMMIT_SCHEMA.names
+            needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             done, *_ = settled.settle(commit)
-            limits.update(commit["max_new_tokens"].drop_null().to_pylist())
-            # not only handed in twice
-            if len(limits) > 1 and commit["error_class"].null_count > len(done):
-                raise ValueError(
-                    f"{name} has documents that were done again; export the ended run, without "
-                    "--follow"
-                )
             answers = commit.take(done)
             if len(answers) and name not in written:
                 table = pa.table(summary_columns(answers, named), schema=full)
@@ -219,14 +213,17 @@ def export_answers(
     streamed; the ids of all rows are in memory. Raises ValueError for runs that have not ended or
     do not belong together, for a folder that holds files, and for a column that no run has.
     """
-    runs = [_Run.read(output) for output in outputs]
+    redone = [redone_runs(output) for output in outputs]
+    runs = [_Run.read(run) for run in chain(outputs, *(ended for ended, _ in redone))]
     check_place(outputs, to, replaces)
+    rows = num_input_rows(runs[0].manifest) if len(outputs) == 1 and runs[0].manifest else None
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), form.columns)
     chosen, exported = _choose(
         runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0])
     )
+    exported = exported._replace(rows=rows, open=[run.path for _, runs in redone for run in runs])
     answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
     if format_of(to):
         _write(to, form, schema, chain.from_iterable(answers))
@@ -274,29 +271,23 @@ class _Run(NamedTuple):
     """Those of the ids and the texts."""
     files: list[tuple[Location, bool]]
     """Those of `summaries/`, then those of `errors/`; True for the former."""
-    retry: str
-    """The flags of a retry that has not ended; empty if there is none."""
 
     @classmethod
     def read(cls, output: Location) -> _Run:
         """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
         manifest = read_manifest(output) or {}
         files = result_files(output)
-        starts = read_starts(output)
-        begins = [begin for start in starts if (begin := parse_time(start.begin)) is not None]
         if not manifest and not any(is_answer for _, is_answer in files):
             raise ValueError(f"{output.path} holds no run")
-        footers = (read_file(file, pq.read_metadata, damaged_results(file)) for file, _ in files)
         if manifest:
             check_results(output, len(manifest["identity"]["files"]))
-        if manifest and sum(footer.num_rows for footer in footers) != num_input_rows(manifest):
+        if manifest and not has_ended(output, manifest):
             raise ValueError(
                 f"{output.path} has not ended: run it again, or take what is done with --follow"
             )
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
         columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
-        retry = retry_flags(*open_retry(starts))
-        return cls(output.path, manifest, min(begins, default=None), columns, files, retry)
+        return cls(output.path, manifest, began(output), columns, files)
 
 
 def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
@@ -358,7 +349,6 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     lines = (
         line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest)
     )
-    rows = None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest)
     mask = np.zeros(sum(sizes), bool)
     [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
     mask[answers] = True
@@ -374,10 +364,8 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     ]
     return chosen, Exported(
         **counts,
-        rows=rows,
         difference=next(lines, ""),
         partial=sum(_num_partial(file, own) for file, own in chosen if file.path in several),
-        retries=[run.retry for run in runs if run.retry],
     )
 
 

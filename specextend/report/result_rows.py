@@ -27,8 +27,8 @@ from specextend.data.fingerprint import (
     read_manifest,
 )
 from specextend.data.generic import RunWords
-from specextend.data.parquet import Damaged, damaged_as, halved, read_stream
-from specextend.data.run_folder import errors_folder, list_results, summaries_folder
+from specextend.data.parquet import halved, read_stream
+from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import COMMIT_SCHEMA, task_failures
 from specextend.data.storage import Location, atomic_output
 
@@ -124,18 +124,6 @@ def read_rows(
             yield from ((False, table) for table in _read_failures(file, errors))
 
 
-def result_files(output: Location) -> list[tuple[Location, bool]]:
-    """List the files of `summaries/`, then those of `errors/`, each with True if its documents are
-    done.
-    """
-    folders = ((summaries_folder(output), True), (errors_folder(output), False))
-    return [
-        (folder.child(name), is_done)
-        for folder, is_done in folders
-        for name in list_results(folder)
-    ]
-
-
 def told_apart(
     results: pa.Table, done: Sequence[str], errors: Sequence[str]
 ) -> Iterator[tuple[bool, pa.Table]]:
@@ -147,11 +135,6 @@ def told_apart(
     if state != DONE:
         failed = results.select(list(errors)).append_column(RUN_ID, run_ids)
         yield False, failed.append_column(ANSWERED, pa.repeat(state == PARTIAL, len(results)))
-
-
-def damaged_results(file: Location) -> Damaged:
-    """Return what makes the error for a damaged file of `summaries/` or `errors/`."""
-    return damaged_as(ValueError, file, "run its job again to write it anew")
 
 
 def find_rows(output: Location, doc_ids: Sequence[str], columns: Sequence[str]) -> list[Values]:

@@ -131,6 +131,7 @@ _UNITS: Mapping[str, Callable[[Any], str]] = {
 Figures = Mapping[str, str]
 """By the name that people read: where a figure is (keys, joined by dots)."""
 LEFT_OUT = {
+    "not_redone": "not to be done again",
     "not_matching": "by input.filter",
     "not_in_sample": "by input.sample",
     "unchanged": "as done before and unchanged",
@@ -150,7 +151,6 @@ RUN: Figures = {
     "rows failed": "rows.errors",
     "rows to do": "rows.pending",
     "rows that took several attempts": "retries.documents",
-    "rows with a larger limit than decoding.max_new_tokens": "raised_limits",
     "times that a row began again for want of memory": "retries.memory",
     "prompt tokens": "tokens.prompt",
     "prompt tokens that were read for another prompt": "tokens.cached",

@@ -84,23 +84,6 @@ def test_a_sample_is_as_small_as_it_is_asked_for(finished):
     assert found["equal"] == found["batch_size"] == found["documents"] <= 2
 
 
-def test_texts_that_broke_off_are_done_again_in_place_each_with_its_own_limit(tmp_path, kept_kernels, local_ray):
-    """A run of its own for them is a second table. The audit decodes each row again by the limit that it has."""
-    short = ("decoding.max_new_tokens=8", "decoding.stop=[Cut, provid]")  # b ends before the first limit, d and f then
-    output = decoded(tmp_path, *short)
-    for limit in ("24", "24", "8100"):  # not twice at 24; 8100 leave no room, and no text goes for that of less
-        decoded(tmp_path, *short, flags=("--retry-truncated", limit))
-    found = pq.read_table(output / "summaries").to_pylist()
-    limits = [row["max_new_tokens"] for row in found]
-    assert limits == [24, 8, 24, 24, 24]
-    assert [row["finish_reason"] for row in found] == ["length", "stop", "stop", "length", "stop"]
-    assert read_json(output / "report.json")["raised_limits"] == 4
-    assert len([*(output / "_run" / "attempts").iterdir()]) == 3
-    assert audited(output).items() >= ALL.items()
-    ended = specextend("export", output, "--follow", "--to", tmp_path / "live")
-    assert "documents that were done again" in ended.line()
-
-
 @pytest.mark.parametrize(
     "settings, outcome, code",
     [((), "different", 3), (("target.dtype=bfloat16", "attention.backend=sdpa"), "near tie", 0)],

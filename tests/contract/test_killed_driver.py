@@ -1,6 +1,5 @@
 """The driver or a worker is killed, the driver is told to stop, or started twice."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from functools import partial
 import psutil
 import pytest
 
-from tests.contract.conftest import Run
 from tests.job.conftest import (
     DYING_DRIVER,
     LONGEST_S,
@@ -82,32 +80,6 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run, summarize_
     assert run.result() == undisturbed
     assert run.commits().items() >= kept.items()
     assert len(run.committed()) == len(undisturbed), "nothing is decoded again"
-
-
-def test_a_retry_that_was_killed_goes_on_and_until_then_the_run_is_not_complete(tmp_path, summarize_here):
-    """A run without the flag ended with 0 and texts of two limits, and the status said that all were done. Without
-    one of two flags it ended, and what that asks for was never done.
-    """
-    run = Run(tmp_path, {"prompt": {"max_prompt_tokens": 4000}})  # all of which fit
-    summarize_here(*run.arguments()).exits(0)
-    retry = ("--retry-errors=all", "--retry-truncated", "80")
-    same = " ".join(retry)
-    end_of(run.start(DYING_DRIVER, "SIGKILL", *FIRST_PART, *retry), -signal.SIGKILL)
-    said = specextend("status", run.output).stdout
-    assert said.startswith(f"stopped, run again with {same} to resume: ")
-    num_left = re.search(r"([1-9]\d*) left\n", said)[1]
-    assert f"all that are left, {num_left}, wait for the retry: summaries/ has the text" in said
-    for flags in (), retry[:1], retry[1:], (*retry[:2], "79"):
-        line = summarize_here(*run.arguments(), *flags).line()
-        assert f"so its texts have two limits: run again with {same}" in line
-    exported = specextend("export", run.output, "--to", tmp_path / "all.jsonl").stdout
-    assert f"these are the answers before it: run again with {same}" in exported
-    said = end_of(run.start(DYING_DRIVER, "SIGTERM", *FIRST_PART, *retry), 75)
-    assert f"run again to resume with the same {same}\n" in said
-    summarize_here(*run.arguments(), *retry).exits(0)
-    limits = {row["max_new_tokens"] for row in rows(run.output / "summaries") if row["finish_reason"] == "length"}
-    assert limits == {80}
-    assert "complete already" in summarize_here(*run.arguments()).exits(0).stderr
 
 
 @pytest.mark.slow

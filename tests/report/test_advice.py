@@ -85,7 +85,7 @@ CASES = [
     (
         "truncated",
         changed(**CUT),
-        "8 of 100 texts .* raise it, or do them again with --retry-truncated. For example doc-a, doc-b, doc-c.$",
+        "8 of 100 texts .* raise it, and do them again with --redo .list_contains.quality_flags, 'truncated'.*c.$",
     ),
     ("truncated", changed(**CUT, run__input={"options_column": "own"}), "tokens or the limit in column 'own': raise"),
     ("truncated", changed(**CUT, quality_flags__repeated=7), "repeat themselves, so set decoding.stop_repetition"),

@@ -1,0 +1,186 @@
+"""Rows of a finished run that are done again, with what else the command line says."""
+
+import json
+import signal
+from functools import partial
+
+import pytest
+
+from tests.job.conftest import (
+    CONFIG,
+    TEXT,
+    dying_command,
+    end_of,
+    in_process,
+    on,
+    rows,
+    specextend,
+    write_corpus,
+)
+
+NAMES = [*"abcdef"]
+CUT = "finish_reason = 'length'"
+
+
+@pytest.fixture
+def ask(tmp_path, kept_kernels, local_ray):
+    """Run the job over six documents, of which the third has no text, into one folder."""
+    texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, doc=NAMES)
+    own = ("input.id_column=doc", "job.max_error_fraction=0.5", "decoding.stop=[Cut, provid]")
+
+    def run(*settings, flags=(), code=0):
+        given = on(corpus, tmp_path / "out", *own, *settings)
+        return in_process("summarize.py", "--config", CONFIG, *given, *flags).exits(code)
+
+    return run
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "out"
+
+
+def exported(output, *arguments):
+    """The newest answers by id, and what the export said."""
+    to = output.parent / "all.jsonl"
+    said = specextend("export", output, "--to", to, "--replace", *arguments).exits(0).stdout
+    return {row["doc_id"]: row for row in map(json.loads, to.read_text().splitlines())}, said
+
+
+def files_of(output):
+    return {path: path.read_bytes() for path in (output / "summaries").iterdir()}
+
+
+def test_texts_that_were_cut_are_done_again_with_more_tokens_and_the_newest_answer_counts(ask, output):
+    """Both are kept. The same command again has nothing to do, and the next one looks at the newest answers."""
+    ask("decoding.max_new_tokens=8")
+    before = {row["doc_id"]: row for row in rows(output / "summaries")}
+    kept = files_of(output)
+    cut = [name for name, row in before.items() if row["finish_reason"] == "length"]
+    assert 0 < len(cut) < len(before)
+    more = ("decoding.max_new_tokens=24", "job.workers=1")
+    said = ask(*more, flags=("--redo", CUT)).stderr
+    assert f"this run is about {len(cut)} of 6 rows: {6 - len(cut)} not to be done again" in said
+    assert files_of(output) == kept
+    again = {row["doc_id"]: row for row in rows(output / "redone" / "again" / "summaries")}
+    assert [*again] == cut
+    for name, row in again.items():
+        assert row["max_new_tokens"] == 24
+        assert row["summary"].startswith(before[name]["summary"])
+        assert len(row["summary"]) > len(before[name]["summary"])
+    found, said = exported(output)
+    assert {name: row["summary"] for name, row in found.items()} == {
+        name: (again.get(name) or row)["summary"] for name, row in before.items()
+    }
+    assert "5 of 6 documents" in said
+    assert "decoding.max_new_tokens: 8 there, 24 here" in said
+    assert f"\nredone/again: complete: {len(cut)} of {len(cut)} rows done" in specextend("status", output).stdout
+    assert "complete already" in ask(*more, flags=("--redo", CUT)).stderr
+    said = ask(*more, flags=("--redo", f"{CUT} AND doc_id != 'a'"), code=5).stderr
+    assert "input.redo: " in said
+    still = [name for name, row in again.items() if row["finish_reason"] == "length"]
+    ask("decoding.max_new_tokens=30", "decoding.seed=3", flags=("--redo", CUT, "--redo-as", "longer"))
+    longer = rows(output / "redone" / "longer" / "summaries") if still else []
+    assert [row["doc_id"] for row in longer] == still
+    found, _ = exported(output)
+    assert {row["doc_id"]: row["max_new_tokens"] for row in longer}.items() <= {
+        name: row["max_new_tokens"] for name, row in found.items()
+    }.items()
+    for arguments in (
+        ["--follow", "--to", output.parent / "live"],
+        ["--format", "openai", "--to", output.parent / "x"],
+    ):
+        assert "do not know rows that were done again" in specextend("export", output, *arguments).exits(2).stderr
+
+
+def test_rows_of_a_rule_or_an_error_are_chosen_too_and_a_failure_hides_no_answer(ask, output):
+    """By anything that results say: flags, columns of the input, the class of an error."""
+    rules = "output.rules={short: num_output_tokens < 5}"
+    ask("decoding.max_new_tokens=8", rules)
+    flagged = [row["doc_id"] for row in rows(output / "summaries") if "rule:short" in row["quality_flags"]]
+    assert flagged
+    condition = "list_contains(quality_flags, 'rule:short') OR error_class = 'EmptyText'"
+    short = ("prompt.max_prompt_tokens=40", "prompt.length_policy=error", "job.max_error_fraction=1")
+    said = ask(rules, *short, flags=("--redo", condition)).stderr
+    assert f"this run is about {len(flagged) + 1} of 6 rows" in said
+    again = output / "redone" / "again"
+    redone = {row["doc_id"]: row["error_class"] for row in rows(again / "errors")}
+    assert redone["c"] == "EmptyText"
+    assert "PromptTooLong" in redone.values()
+    found, said = exported(output)
+    assert len(found) == 5, "each has its older answer"
+    assert "with an older answer, because a newer attempt failed" in said
+    nothing = ask(rules, flags=("--redo", "error_class = 'WorkerDied'", "--redo-as", "none")).stderr
+    assert "this run is about 0 of 6 rows" in nothing
+
+
+def test_answers_of_several_tasks_are_done_again_together(ask, output, tmp_path):
+    file = tmp_path / "tasks.yaml"
+    file.write_text(
+        "tasks:\n- {name: one, prompt: {instruction: '{{ document }} One?'}, output: {column: one}}\n"
+        "- {name: two, prompt: {instruction: '{{ document }} Two?'}, output: {column: two}}\n"
+    )
+    tasks = ("--config", file)
+    ask(flags=tasks)
+    before = {row["doc_id"]: row for row in rows(output / "summaries")}
+    said = ask(
+        "decoding.temperature=1", "decoding.seed=5", flags=(*tasks, "--redo", "tasks[2].finish_reason IS NOT NULL")
+    ).stderr
+    assert "5 of 6 rows" in said
+    found, _ = exported(output)
+    assert {*found} == {*before}
+    assert any(found[name]["two"] != row["two"] for name, row in before.items())
+
+
+REFUSED = [
+    ((), ("--redo", "fnish_reason = 'x'"), "have no column 'fnish_reason'; did you mean finish_reason?"),
+    ((), ("--redo", "count(summary) > 1"), "count() is not allowed"),
+    ((), ("--redo", "summary > 1 + [2]"), "does not fit its columns"),
+    ((), ("--redo", CUT, "--redo-as", "../x"), "name '../x' with letters"),
+    (("output.column=other",), ("--redo", CUT), "let output.column, output.schema and tasks be what they were"),
+    (("input.redo=a > 1",), (), "input.redo and input.redo_in need each other"),
+]
+
+
+def test_what_cannot_be_done_again_is_refused_in_one_line(ask, output):
+    ask("decoding.max_new_tokens=2")
+    for settings, flags, said in REFUSED:
+        assert said in ask(*settings, flags=flags, code=2).line()
+    assert not (output / "redone").exists()
+
+
+def test_rows_of_a_run_that_has_not_ended_or_whose_input_has_changed_are_not_done_again(ask, output, tmp_path):
+    """Rows would be missing, or another document would get the id of the first."""
+    assert "holds no run" in ask(flags=("--redo", CUT), code=2).stderr
+    ask("decoding.max_new_tokens=2")
+    path = output / "errors" / "part-00000.parquet"
+    kept = path.read_bytes()
+    path.unlink()
+    assert "holds no run that has ended" in ask(flags=("--redo", CUT), code=2).stderr
+    path.write_bytes(kept)
+    write_corpus(tmp_path / "in" / "a.parquet", [TEXT] * 6, doc=NAMES)
+    assert "a.parquet has changed since" in ask(flags=("--redo", CUT), code=2).stderr
+
+
+def test_one_that_was_killed_goes_on_with_its_rows_and_until_then_the_older_answers_count(ask, output, start, tmp_path):
+    """The rows are chosen once: what has become of them meanwhile changes nothing."""
+    ask("decoding.max_new_tokens=8")
+    own = (
+        "input.id_column=doc",
+        "job.max_error_fraction=0.5",
+        "decoding.stop=[Cut, provid]",
+        "job.commit_every_s=0.01",
+    )
+    given = [*on(tmp_path / "in", output, *own, "decoding.max_new_tokens=24"), "--redo", CUT]
+
+    end_of(start(*given, command=partial(dying_command, "SIGKILL", 1)), -signal.SIGKILL)
+    assert "redone/again: stopped, run again to resume" in specextend("status", output).stdout
+    found, said = exported(output)
+    assert "redone/again has not ended, and these are the answers before it" in said
+    assert {row["max_new_tokens"] for row in found.values()} == {8}
+    parts = {*(output / "redone" / "again" / "_run" / "parts").iterdir()}
+    ask("decoding.max_new_tokens=24", flags=("--redo", CUT))
+    assert parts < {*(output / "redone" / "again" / "_run" / "parts").iterdir()}
+    found, _ = exported(output)
+    assert {row["max_new_tokens"] for row in found.values() if row["finish_reason"] == "length"} == {24}
