@@ -1,4 +1,4 @@
-"""What stands between a layer's matrix products as four Triton kernels, for GPUs: each reads and
+"""What stands between a layer's matrix products as Triton kernels, for GPUs: each reads and
 writes its rows once.
 
 Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a
@@ -23,8 +23,12 @@ HEADS = 8
 """Heads of a token that a program rotates."""
 TINIEST = tl.constexpr(1e-12)
 """What stands for the largest element of a row of zeros."""
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""What the largest element of a row is rounded to."""
+LEAST_ROWS = 32
+"""Rows of a product of int8; cuBLAS takes no fewer than 17."""
 GATED = 1024
-"""Elements of a row that a program gates."""
+"""Elements of a row that a program gates or scales."""
 
 
 def norm_warps(hidden_size: int) -> int:
@@ -146,16 +150,35 @@ def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(x, rounded, scales, size, BLOCK: tl.constexpr):
-    """Round one row of `size` elements to fp8, its largest to 448. The grid is [R]."""
+def quantize_rows(x, rounded, scales, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Round one row of `size` elements to fp8, its largest to 448, or to int8, to 127. The grid is
+    [R].
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < size
     values = tl.load(x + row * size + column, mask=exists, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0), TINIEST) / 448
+    scale = tl.maximum(tl.max(tl.abs(values), 0), TINIEST) / LARGEST
     tl.store(scales + row, scale)
-    values = (values / scale).to(rounded.dtype.element_ty)
-    tl.store(rounded + row * size + column, values, mask=exists)
+    values = values / scale
+    if LARGEST == 127:  # to an integer, before it is cut to one
+        values = values + 12582912.0 - 12582912.0
+    tl.store(rounded + row * size + column, values.to(rounded.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def scale_rows(
+    sums, row_scales, scales, bias, out, size, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Multiply sums of integers by the scales of their row and output. The grid is [R, blocks]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < size
+    values = tl.load(sums + row * size + column, mask=exists, other=0).to(tl.float32)
+    values *= tl.load(row_scales + row) * tl.load(scales + column, mask=exists, other=0.0)
+    if HAS_BIAS:
+        values += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, values.to(out.dtype.element_ty), mask=exists)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -210,30 +233,37 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, x: Tensor) -> Tensor:
-    """Do what `torch_kernels.multiply` does. Before a product in fp8 torchao alone reads and writes
-    the input several times, which would take half as long as the product.
+    """Do what `torch_kernels.multiply` does. Around a product in 8 bits torch alone reads and
+    writes its rows several times, which would take half as long as the product.
     """
     weight: Any = linear.weight
-    if getattr(getattr(weight, "qdata", None), "dtype", None) != torch.float8_e4m3fn:
+    values = getattr(weight, "qdata", weight)
+    if values.dtype not in LARGEST or x.dtype == torch.float32:
         product: Tensor = linear(x)
         return product
     assert x.is_contiguous()
     size = x.shape[1]
-    rounded = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(len(x), 1, dtype=torch.float32)
+    num_rows = max(len(x), LEAST_ROWS)
+    rounded = x.new_empty(num_rows, size, dtype=values.dtype)
+    scales = x.new_empty(num_rows, 1, dtype=torch.float32)
     quantize_rows[(len(x),)](
-        x, rounded, scales, size, BLOCK=triton.next_power_of_2(size), num_warps=norm_warps(size)
-    )
+        x, rounded, scales, size, LARGEST=LARGEST[values.dtype],
+        BLOCK=triton.next_power_of_2(size), num_warps=norm_warps(size),
+    )  # fmt: skip
     bias: Any = linear.bias
-    return torch._scaled_mm(
-        rounded,
-        weight.qdata.t(),
-        scales,
-        weight.scale.t(),
-        bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
+    if values.dtype != torch.int8:
+        return torch._scaled_mm(
+            rounded[: len(x)], values.t(), scales[: len(x)], weight.scale.t(), bias,
+            out_dtype=x.dtype, use_fast_accum=True,
+        )  # fmt: skip
+    sums = torch._int_mm(rounded, values.t())
+    out = x.new_empty(len(x), len(values))
+    scale: Any = linear.scale
+    scale_rows[len(x), triton.cdiv(len(values), GATED)](
+        sums, scales, scale, scale if bias is None else bias, out, len(values),
+        BLOCK=GATED, HAS_BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 TRITON = LayerKernels(add_norm, rotate_heads, gate, multiply)

@@ -59,10 +59,12 @@ def find_fault(subject: Subject, kernels: Kernels, field: str) -> str:
                     kernels.attend(device), calls_of(subject, field), shape, dtype
                 )
             else:
-                rounds = subject.quantize == "fp8"
                 sizes = 1, subject.num_nodes + 1, subject.chunk
                 layer = kernels.of_layers(device)
-                each = (wrong_layer(layer, size, shape, dtype, rounds=rounds) for size in sizes)
+                each = (
+                    wrong_layer(layer, size, shape, dtype, scheme=subject.quantize)
+                    for size in sizes
+                )
                 wrong = next(filter(None, each), "")
             if wrong:
                 return wrong

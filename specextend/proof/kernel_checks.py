@@ -22,6 +22,8 @@ from specextend.attention.plain import MAX_QUERIES, HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.torch_kernels import PLANNED, TORCH
 from specextend.decoding.device import synchronise
+from specextend.decoding.layers import RoundedLinear, linear
+from specextend.decoding.quantized import Scheme
 from specextend.decoding.tree import tree_mask
 from specextend.proof.subject import Kernels, LayerShape, Subject
 
@@ -120,20 +122,22 @@ def wrong_layer(
     shape: LayerShape,
     dtype: torch.dtype,
     *,
-    rounds: bool = False,
+    scheme: Scheme | None = None,
 ) -> str:
     """Run the kernels between a layer's products on random rows; return what is wrong, or an empty
     text.
 
     Args:
-        rounds: Whether the products round their inputs to fp8.
+        scheme: Of weights; products with `fp8` and `int8` round their inputs.
     """
     results = partial(_layer_results, num_rows, shape, dtype)
     exact = dict(results(TORCH, torch.float32))
     for name, result in results(kernels, dtype):
         if wrong := what_differs(name, result, exact[name]):
             return f"{wrong} at R = {num_rows}"
-    return _wrong_rounding(kernels, num_rows, shape) if rounds else ""
+    if scheme == "int8":
+        return _wrong_integers(kernels, num_rows, shape)
+    return _wrong_rounding(kernels, num_rows, shape) if scheme == "fp8" else ""
 
 
 def _layer_results(
@@ -178,11 +182,19 @@ def _wrong_rounding(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> 
     x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
     weight = torch.randn(shape.hidden_size, shape.intermediate_size).to(fp8)
     scale = torch.randn(shape.hidden_size, 1).exp()
-    linear: Any = SimpleNamespace(weight=SimpleNamespace(qdata=weight, scale=scale), bias=None)
+    layer: Any = SimpleNamespace(weight=SimpleNamespace(qdata=weight, scale=scale), bias=None)
     per_row = x.float().abs().amax(1, keepdim=True) / _LARGEST_FP8
     rounded = (x.float() / per_row).to(fp8).float() * per_row
     exact = rounded @ (weight.float() * scale).T
-    return what_differs("the product in fp8", kernels.multiply(linear, x), exact)
+    return what_differs("the product in fp8", kernels.multiply(layer, x), exact)
+
+
+def _wrong_integers(kernels: LayerKernels, num_rows: int, shape: LayerShape) -> str:
+    """Multiply in int8; say what is wrong with the product, or return an empty text."""
+    weight = torch.randn(shape.hidden_size, shape.intermediate_size).bfloat16()
+    rounded = RoundedLinear(linear(weight), shape.intermediate_size)
+    x = torch.randn(num_rows, shape.intermediate_size).bfloat16()
+    return what_differs("the product in int8", kernels.multiply(rounded, x), rounded(x).float())
 
 
 @torch.inference_mode()

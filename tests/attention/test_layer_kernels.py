@@ -19,6 +19,7 @@ from specextend.attention.layer_kernels import (
     norm_warps,
     quantize_rows,
     rotate_rows,
+    scale_rows,
 )
 from tests.attention.compiling import assert_fits, compile_kernel
 
@@ -71,8 +72,16 @@ def test_they_compile_and_fit(head_dim, norms, size, capability, element, tmp_pa
     assert_fits(gated, capability, tmp_path)
 
 
-def test_rounding_to_fp8_compiles_and_fits(tmp_path):
-    """The input of a down projection is the widest row; only sm_89 and later have the type."""
-    types = {"x": "*bf16", "rounded": "*fp8e4nv", "scales": "*fp32"}
-    compiled = compile_kernel(quantize_rows, types, {"BLOCK": 16384}, 90, num_warps=norm_warps(14336))
-    assert_fits(compiled, 90, tmp_path)
+@pytest.mark.parametrize("rounded, largest, capability", [("*fp8e4nv", 448, 90), ("*i8", 127, 80)])
+def test_rounding_to_8_bits_compiles_and_fits(rounded, largest, capability, tmp_path):
+    """The input of a down projection is the widest row; only sm_89 and later have fp8."""
+    types = {"x": "*bf16", "rounded": rounded, "scales": "*fp32"}
+    constants = {"BLOCK": 16384, "LARGEST": largest}
+    compiled = compile_kernel(quantize_rows, types, constants, capability, num_warps=norm_warps(14336))
+    assert_fits(compiled, capability, tmp_path)
+
+
+def test_scaling_sums_of_integers_compiles_and_fits(tmp_path):
+    """It reads twice what it writes, and nothing more."""
+    types = {"sums": "*i32", "row_scales": "*fp32", "scales": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    assert_fits(compile_kernel(scale_rows, types, {"BLOCK": GATED, "HAS_BIAS": True}, 80), 80, tmp_path)

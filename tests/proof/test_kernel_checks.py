@@ -100,8 +100,15 @@ def test_a_wrong_rounding_to_fp8_is_found(scale_of):
         return (rounded @ (weight.qdata.float() * weight.scale).T).bfloat16()
 
     kernels = replace(TORCH, multiply=multiply)
-    wrong = wrong_layer(kernels, 33, SHAPE, torch.bfloat16, rounds=True)
+    wrong = wrong_layer(kernels, 33, SHAPE, torch.bfloat16, scheme="fp8")
     assert wrong == "" if scale_of == "row" else "the product in fp8 differs" in wrong
+
+
+def test_a_wrong_product_of_integers_is_found():
+    """A scale that is lost in a row that is not the longest changes it by no more than its neighbours' scales."""
+    kernels = replace(TORCH, multiply=lambda linear, x: linear(x) * torch.linspace(0.9, 1, len(x)).unsqueeze(1))
+    assert not wrong_layer(TORCH, 33, SHAPE, torch.bfloat16, scheme="int8")
+    assert "the product in int8 differs" in wrong_layer(kernels, 33, SHAPE, torch.bfloat16, scheme="int8")
 
 
 def stale(name, function):
