@@ -9,8 +9,8 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Self
 
 from specextend.stats import DecodingStats
 
@@ -75,12 +75,14 @@ class SamplingParams:
     """Go on after an end-of-sequence token, as benchmarks of a fixed output length need it."""
     stop_repetition: bool = False
     """End the output once its tokens repeat themselves in a loop."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1
-    changes nothing.
+    changes nothing. None: what the model asks.
     """
-    no_repeat_ngram_size: int = 0
-    """Choose no token that completes a run of so many tokens that occurred before; 0 allows all."""
+    no_repeat_ngram_size: int | None = None
+    """Choose no token that completes a run of so many tokens that occurred before; 0 allows all.
+    None: what the model asks.
+    """
 
     @property
     def leaves_out(self) -> bool:
@@ -88,11 +90,6 @@ class SamplingParams:
         others.
         """
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-    @property
-    def penalises(self) -> bool:
-        """Return True if the logits depend on tokens that occurred."""
-        return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -103,12 +100,35 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
             raise ValueError("stop must not hold an empty string")
-        if not 0 < self.repetition_penalty < math.inf:
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
-        if self.no_repeat_ngram_size < 0:
+        if self.no_repeat_ngram_size is not None and self.no_repeat_ngram_size < 0:
             raise ValueError(
                 f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asks:
+    """What a model's `generation_config.json` asks of its outputs, besides where they end."""
+
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are never chosen."""
+    passed_over: tuple[str, ...] = ()
+    """Keys that are not served."""
+
+    def of(self, sampling: SamplingParams) -> Self:
+        """Return what holds for a request: its own penalties or else the model's."""
+        names = ("repetition_penalty", "no_repeat_ngram_size")
+        own = {name: getattr(sampling, name) for name in names}
+        return replace(self, **{name: value for name, value in own.items() if value is not None})
+
+    @property
+    def penalises(self) -> bool:
+        """Return True if logits are changed."""
+        return replace(self, passed_over=()) != Asks()
 
 
 class Choice(NamedTuple):

@@ -116,6 +116,7 @@ def load_engine(config: Configs) -> Engine:
         cache=config.active_cache,
         adaptive=adaptive,
         graphs=graphs,
+        asks=facts.asks,
     )
 
 
@@ -323,7 +324,7 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts) -> int:
     layer = _WIDTH * facts.hidden_size * chunk * size
     sampling = config.decoding.sampling(0)
     # penalised logits, and probabilities to sort
-    step = _logits_bytes(config, facts, 1 + sampling.penalises + sampling.leaves_out)
+    step = _logits_bytes(config, facts, 1 + facts.asks.of(sampling).penalises + sampling.leaves_out)
     if config.job.device == "cpu":
         return max(layer, step)
     # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of

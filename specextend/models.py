@@ -25,7 +25,14 @@ from specextend.checkpoints import (
     read_packing,
     read_weights,
 )
-from specextend.core import Values, first_line, one_line, without_collections
+from specextend.core import (
+    Asks,
+    SamplingParams,
+    Values,
+    first_line,
+    one_line,
+    without_collections,
+)
 from specextend.decoding.device import what_is_missing
 from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
@@ -136,6 +143,8 @@ class ModelFacts:
     """Tokens that end an output, by the place that names them; those that are not in the vocabulary
     among them.
     """
+    asks: Asks
+    """What outputs are besides, if the configuration does not say otherwise."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -175,6 +184,7 @@ def read_facts(model: str) -> ModelFacts:
             for name in ("config.json", "generation_config.json")
             if (ids := _read_ends(folder / name))
         },
+        asks=_read_asks(folder / "generation_config.json", config.vocab_size),
     )
 
 
@@ -264,6 +274,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
+    model_of_text = tokenizer.backend_tokenizer.model
+    if getattr(model_of_text, "dropout", None):  # for training: a text is other tokens each time
+        model_of_text.dropout = None
     return tokenizer
 
 
@@ -467,6 +480,55 @@ def _read_ends(path: Path) -> tuple[int, ...]:
             f"{path} has the eos_token_id {eos!r}, which must be a number or a list of them"
         )
     return tuple(token_id for token_id in ids if token_id is not None)
+
+
+_DECIDED = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+    *("use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *(
+        "assistant_early_exit",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "is_assistant",
+    ),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("return_dict_in_generate", "renormalize_logits", "target_lookbehind", "assistant_lookbehind"),
+    *("transformers_version", "_from_model_config", "chat_format", "max_window_size"),
+)
+"""Keys of `generation_config.json` that name ends, that the configuration decides, or that change
+no token.
+"""
+_NOTHING = {
+    **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+}
+"""Values that change nothing, besides none, 0 and an empty list."""
+
+
+def _read_asks(path: Path, vocab_size: int) -> Asks:
+    """Read what a model's generation config asks besides ends. Raises ModelError."""
+    values = read_json(path) if path.is_file() else {}
+    penalty = values.pop("repetition_penalty", None)
+    size = values.pop("no_repeat_ngram_size", None)
+    suppressed = values.pop("suppress_tokens", None) or []
+    try:
+        SamplingParams(repetition_penalty=penalty, no_repeat_ngram_size=size)
+        if not {type(token_id) for token_id in suppressed} <= {int}:
+            raise ValueError(f"suppress_tokens must be a list of tokens, got {suppressed!r}")
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be followed: {first_line(error)}") from None
+    return Asks(
+        repetition_penalty=1.0 if penalty is None else penalty,
+        no_repeat_ngram_size=size or 0,
+        suppress_tokens=tuple(each for each in suppressed if 0 <= each < vocab_size),
+        passed_over=tuple(
+            name
+            for name, value in sorted(values.items())
+            if name not in _DECIDED and value and (value is True or value != _NOTHING.get(name))
+        ),
+    )
 
 
 # The default pair's target: PyPI has it in a wheel, as a GGUF file, so that no model hub is needed

@@ -101,6 +101,18 @@ def describe_features(draft: DraftOptions | None, num_target_layers: int) -> Ite
     )
 
 
+def describe_asks(facts: ModelFacts) -> Iterator[str]:
+    """Yield a line on what the target's generation config asks, and what of it is not done."""
+    asks = facts.asks
+    done = [f"repetition_penalty {asks.repetition_penalty}"] * (asks.repetition_penalty != 1)
+    done += [f"no_repeat_ngram_size {asks.no_repeat_ngram_size}"] * (asks.no_repeat_ngram_size > 0)
+    done += [f"suppress_tokens ({len(asks.suppress_tokens)})"] * bool(asks.suppress_tokens)
+    said = [f"{', '.join(done)}: done, where decoding.* says nothing else"] * bool(done)
+    said += [f"{', '.join(asks.passed_over)}: not done"] * bool(asks.passed_over)
+    if said:
+        yield f"{facts.name} asks in its generation_config.json for {'; '.join(said)}"
+
+
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
     """Identify `target`, `tokenizer`, `adapter` and `draft` by the SHA-256 of their files, or
     by the commit of a Hub id.

@@ -87,7 +87,7 @@ def _worker(config: RunConfig) -> Values:
     from specextend.cluster.checks import check_machine
     from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
     from specextend.models import load_tokenizer
-    from specextend.pairing import check_pair
+    from specextend.pairing import check_pair, describe_asks
 
     os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
     facts = check_pair(config.target, config.active_draft)
@@ -115,6 +115,7 @@ def _worker(config: RunConfig) -> Values:
         "memory_gib": sizes,
         "batch_size": sized.decoding.batch_size,
         "ends": ends,
+        "asks": [*describe_asks(facts)],
         "problem": problem,
     }
 
@@ -153,6 +154,7 @@ def _describe(found: Values) -> str:
     ]
     if worker := found.get("worker"):
         lines.append(f"ends of sequence: {', '.join(worker['ends']) or 'none found'}")
+        lines += worker["asks"]
         lines += describe_memory(worker | {"cache": None})
         lines.append(
             f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine"

@@ -50,11 +50,11 @@ from specextend.document_requests import Task, check_requests, tasks_of
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
-from specextend.pairing import check_pair, describe_features, pair_hashes
+from specextend.pairing import check_pair, describe_asks, describe_features, pair_hashes
 
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
-Hub.
+Hub; what the target `asks` of its outputs.
 """
 
 
@@ -113,6 +113,9 @@ def prepare(
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
+        asks = [*describe_asks(facts)]
+        if asks:
+            models["target"]["asks"] = asks[0]
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model)
         known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(
@@ -137,8 +140,7 @@ def prepare(
         manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
-    features = describe_features(draft, facts.num_layers)
-    notes = (*notes, *features, *_that_read_again(tasks))
+    notes = (*notes, *asks, *describe_features(draft, facts.num_layers), *_that_read_again(tasks))
     return Prepared(config, output, source, facts, tasks, manifest, models, notes, retry_errors)
 
 

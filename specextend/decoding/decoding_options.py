@@ -44,11 +44,11 @@ class DecodingOptions:
     stop_repetition: bool = False
     """End an output that is a loop: a span of up to 64 tokens, at least four times in a row, over
     at least 64 tokens. The loop stays in the text, and `finish_reason` is `repetition`."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divide the positive logits of tokens that occurred by this and multiply the negative ones,
     as transformers does; 1 changes nothing. The end of sequence, which chat templates contain,
-    counts too."""
-    no_repeat_ngram_size: int = 0
+    counts too. Unset: what the model's `generation_config.json` asks, as for the next key."""
+    no_repeat_ngram_size: int | None = None
     """Choose no token that would complete a run of so many tokens that occurred before, as in
     transformers; 0 allows all. The prompt counts too, so no long name of the document can be
     quoted."""

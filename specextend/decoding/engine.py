@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
-from specextend.core import Completion, Request
+from specextend.core import Asks, Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.choices import ChoiceScorer
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
@@ -74,9 +74,10 @@ class Engine:
         cache: CacheOptions,
         adaptive: Adaptive | None = None,
         graphs: Graphs | None = None,
+        asks: Asks | None = None,
     ):
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and
-        output together.
+        output together. `asks` holds for requests that say nothing else.
 
         `adaptive` cuts trees and pauses speculation; without it all sequences speculate in every
         step, with whole trees. `graphs` are those of the drafter.
@@ -89,7 +90,7 @@ class Engine:
         self.target = target
         self.drafter = drafter or Drafter()
         self.max_tokens = max_tokens
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._asks = eos_token_ids, asks or Asks()
         self._cache_options = cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
@@ -277,7 +278,7 @@ class Engine:
         is_wanted = self._payoff.drafts if request.drafts is None else request.drafts
         drafts = self._memory.num_nodes > 0 and is_wanted and not request.choices
         policy = CachePolicy(self._cache_options)
-        penalties = penalties_of(request, self.target.device)
+        penalties = penalties_of(request, self.target.device, self._asks)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if not drafts:
             sequence.speculation.active = False

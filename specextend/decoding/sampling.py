@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specextend.core import Request, SamplingParams, counted
+from specextend.core import Asks, Request, SamplingParams, counted
 from specextend.decoding.device import upload
 
 Places = tuple[list[int], list[int]]
@@ -267,13 +267,13 @@ class Penalties:
     request.
     """
 
-    def __init__(self, request: Request, device: torch.device):
-        """Take a request that has penalties, and the device of the logits."""
-        sampling = request.sampling
-        self._penalty = sampling.repetition_penalty
-        self._ngrams = (
-            NgramIndex(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
-        )
+    def __init__(self, request: Request, device: torch.device, asks: Asks):
+        """Take a request, the device of the logits, and the penalties of its own and of the
+        model.
+        """
+        self._penalty = asks.repetition_penalty
+        self._ngrams = NgramIndex(asks.no_repeat_ngram_size) if asks.no_repeat_ngram_size else None
+        self._suppressed = torch.tensor(asks.suppress_tokens, dtype=torch.int64, device=device)
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)
         self.extend(request.prompt_token_ids)
 
@@ -290,7 +290,7 @@ class Penalties:
         last token counted.
 
         First each token that occurred is penalised once, then what would repeat an n-gram becomes
-        -inf.
+        -inf, and what is never chosen.
         """
         scores = logits.to(torch.float32, copy=True)
         if self._penalty != 1:
@@ -306,15 +306,18 @@ class Penalties:
             scores[_as_index(self._ngrams.repeating(token_ids, parents), scores.device)] = float(
                 "-inf"
             )
-        return scores
+        return scores.index_fill_(1, self._suppressed, float("-inf"))
 
     def _penalised(self, scores: Tensor) -> Tensor:
         return torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
 
 
-def penalties_of(request: Request, device: torch.device) -> Penalties | None:
-    """Return the penalties of a request; None if it has none, so that it costs nothing."""
-    return Penalties(request, device) if request.sampling.penalises else None
+def penalties_of(request: Request, device: torch.device, asks: Asks) -> Penalties | None:
+    """Return the penalties of a request, or else what its model asks; None if there are none, so
+    that it costs nothing.
+    """
+    asks = asks.of(request.sampling)
+    return Penalties(request, device, asks) if asks.penalises else None
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
