@@ -40,6 +40,7 @@ MEASURES = {
     "end-to-end": Measure(
         "end to end, tokens/s", lambda rows: rows["num_output_tokens"] / rows["total_s"]
     ),
+    "draft-reading": Measure("seconds that the draft reads", lambda rows: rows["draft_prefill_s"]),
     "throughput": Measure(
         "documents an hour", lambda rows: 3600 * rows["num_documents"] / rows["wall_s"]
     ),

@@ -297,6 +297,8 @@ def _load_model(
 ) -> ModelNetwork:
     model = load_causal_lm(draft.model, config.target.dtype, str(target.device))
     cached = CachedModel(model, target.attend, num_rows, target.kernels)
+    if target.runs_in_one_call:
+        cached.join_layers()
     facts = read_facts(draft.model)
     # Both count the same tokens from 0. For those that the draft lacks it reads the end of a text.
     sizes = facts.vocab_size, target.config.vocab_size
