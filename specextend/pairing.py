@@ -180,8 +180,9 @@ def load_drafter(
     else:
         network = _load_model(config, draft, target, rows[1])
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
-    # a draft sees few tokens, except with policy `full`
-    tree_attention = how_trees_attend(config, reads_much=visible is None)
+    # a draft sees few tokens, except with policy `full`; one call attends apart in any case
+    in_one_call = draft.kind == "model" and target.runs_in_one_call
+    tree_attention = how_trees_attend(config, reads_much=visible is None and not in_one_call)
     # with trees of one size counts repeat
     clock = perf_counter if config.tree.nodes == "auto" else stands_still
     drafter = CausalDrafter(
