@@ -345,7 +345,7 @@ def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
     _add_shape(writer, config)
     _add_rope(writer, config.rope_parameters, config.max_position_embeddings)
     _add_vocabulary(writer, config.vocab_size, eos_token_ids)
-    for name, tensor in _tensors(model):
+    for name, tensor in gguf_tensors(model):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
         else:
@@ -405,7 +405,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int, eos_token_ids: Sequence[
         add(token_id)
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under GGUF's names."""
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]

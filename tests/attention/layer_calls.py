@@ -4,27 +4,13 @@ from types import SimpleNamespace
 
 import torch
 
-from specextend.attention.plain import HeadNorms
 from specextend.proof.subject import LayerShape
 
-EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
 
 
 def draw(*shape, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def rotate_call(num_rows, heads, head_dim, *, norms, dtype, device="cpu"):
-    """The arguments of `rotate_heads`, and the cache [2, K, S, D] that two of them are: rows in no order, with gaps."""
-    num_all = heads[0] + 2 * heads[1]
-    angles = draw(num_rows, head_dim, dtype=torch.float32) * 3
-    weights = [1 + draw(head_dim + n, dtype=dtype)[n:] for n in (0, 1)]
-    cache = torch.full((2, heads[1], 3 * num_rows, head_dim), 7.0, dtype=dtype, device=device)
-    rows = torch.randperm(3 * num_rows, generator=torch.Generator().manual_seed(0))[:num_rows]
-    tensors = draw(num_rows, num_all, head_dim, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
-    head_norms = HeadNorms(*(weight.to(device) for weight in weights), EPS) if norms else None
-    return [*(x.to(device) for x in tensors), head_norms, *cache, rows.to(device)], cache
 
 
 def layer_shape(size, heads, head_dim, norms):

@@ -1,10 +1,7 @@
 """The Triton kernels of a layer: compiled they fit the chips; `test_interpreted.py` holds them to their twins."""
 
 import pytest
-import torch
 
-from specextend.attention.torch_kernels import add_norm, gate, rotate_heads
-from tests.attention.layer_calls import EPS, draw, rotate_call
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -22,23 +19,6 @@ from specextend.attention.layer_kernels import (
     scale_rows,
 )
 from tests.attention.compiling import assert_fits, compile_kernel
-
-
-def test_the_twins_are_what_transformers_computes():
-    """The kernels are held to them, so they are held to torch's own norm and SiLU, and to RoPE by its definition."""
-    x, delta, weight = (draw(3, 32 + n, dtype=torch.float32)[:, :32] for n in range(3))
-    total, normed = add_norm(x, delta, weight[0], EPS)
-    torch.testing.assert_close(total, x + delta)
-    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x + delta, (32,), weight[0], EPS))
-    torch.testing.assert_close(gate(x), torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
-    call, cache = rotate_call(2, (4, 2), 8, norms=False, dtype=torch.float32)
-    query = rotate_heads(*call)
-    qkv, cos, sin, *_, rows = call
-    pairs = torch.complex(qkv[..., :4], qkv[..., 4:])  # element i turns with i + D / 2, each by an angle of its own
-    low = pairs.real * cos[:, None, :4] + pairs.imag * sin[:, None, :4]  # the first half of a sine is negative
-    torch.testing.assert_close(query[..., :4], low[:, :4])
-    torch.testing.assert_close(cache[0][:, rows, :4], low[:, 4:6].transpose(0, 1))
-    torch.testing.assert_close(cache[1][:, rows], qkv[:, 6:].transpose(0, 1))
 
 
 def compile_rotation(element, head_dim, norms, capability):

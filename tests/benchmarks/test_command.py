@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.command import main
-from benchmarks.documents import choose_documents
 from benchmarks.peers import PEERS, Output
 
 ROOT = Path(__file__).parents[2]
@@ -72,18 +71,6 @@ def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, m
     assert main([str(path), "--draw", str(tmp_path / "drawing.svg")]) == 0
     assert capsys.readouterr().out.startswith(measured)
     assert (tmp_path / "drawing.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_documents_are_the_first_of_each_length_whole():
-    """A document that would be cut to fit its context is another document, and no variant may get it."""
-    benchmark = Benchmark.load("benchmarks/compare.yaml", ["config=configs/tiny-random.yaml", "buckets=[2048, 1024]"])
-    groups = choose_documents(benchmark, [*benchmark.configs().values()])
-    assert [group.bucket for group in groups] == ["1K"] * 5 + ["2K"] * 5
-    assert all(512 < len(group.prompts[0]) <= 1024 for group in groups[:5])
-    changes = {"set": {"prompt.max_prompt_tokens": 900}, "buckets": (1024,), "per_bucket": 1}
-    limited = benchmark.model_copy(update=changes)
-    [group] = choose_documents(limited, [*limited.configs().values()])
-    assert len(group.prompts[0]) < 900, "that of a document that fits, not of one that was cut"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda path: path.stem)

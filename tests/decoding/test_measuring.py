@@ -1,9 +1,5 @@
 """Measuring at the start: what is measured, how it is kept, and that nothing of it can stop a run."""
 
-import os
-import subprocess
-import sys
-import time
 from collections import defaultdict
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.device import CPU, GPU, Graphs
-from specextend.decoding.measurements import choose_sizes, load_step_costs, measure, measure_undisturbed
+from specextend.decoding.measurements import choose_sizes, load_step_costs, measure
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 CHOICES = TreeOptions(nodes="auto"), "dense", 1, Graphs()
@@ -87,27 +83,6 @@ def test_a_file_that_is_damaged_or_of_other_code_is_measured_again(text, folder,
     mark_cache(engine.target)
     load_step_costs(engine.target, *CHOICES)
     assert not is_marked(engine.target)
-
-
-def test_a_measurement_that_shares_its_core_is_disturbed():
-    """Counts of preemptions do not tell: Ray's threads wake 400 times a second, and take 2% of the time."""
-    cores = os.sched_getaffinity(0)
-    core = min(os.sched_getaffinity(0))
-    busy = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
-
-    def spin():
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-
-    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
-        try:
-            other.stdout.readline()
-            os.sched_setaffinity(0, [core])
-            assert not measure_undisturbed(spin)[1]
-        finally:
-            os.sched_setaffinity(0, cores)
-            other.kill()
 
 
 def test_what_a_busy_machine_measured_is_used_and_forgotten(folder, monkeypatch, engine):

@@ -1,24 +1,17 @@
 """When to speculate and how much, in plain numbers: no model, no clock."""
 
-from math import log
-from types import SimpleNamespace
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.speculation import (
     KNOWN_STEPS,
     PROBATION_STEPS,
-    Adaptive,
     Experience,
     Speculation,
-    StepCosts,
     best_size,
     who_speculates,
 )
-from specextend.decoding.tree import DraftTrees, TreeNode
 
 DRAFT = 0.1
 LOAD = 1.3
@@ -129,19 +122,3 @@ STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
 def test_a_tree_has_the_size_that_brings_most_tokens_per_second(probabilities, seconds, expected):
     """Probabilities of paths, falling, root left out."""
     assert best_size([probabilities], [*seconds], seconds.__getitem__) == expected
-
-
-def test_sizes_that_a_start_measured_beside_other_work_are_found_to_be_cheap():
-    """Rows looked dear, so larger trees were never verified, and nothing showed that they cost what small ones do."""
-    adaptive = Adaptive(StepCosts({1: (1.0, 0.0), 2: (1.7, 0.0), 4: (3.0, 0.0), 8: (5.0, 0.0)}), 7)
-    sequence = SimpleNamespace(speculation=adaptive.begin(LENGTH, []), length=LENGTH, drafts=True)
-    sequence.is_doubted, sequence.request = False, sequence  # which drafts in any case
-    chain = [TreeNode(node - 1, node, node, node * log(0.8)) for node in range(8)]
-    sizes = []
-    for _ in range(200):
-        trees = adaptive.prune(DraftTrees.pad([chain], torch.device("cpu")), [sequence], [LENGTH])
-        sizes.append(trees.num_nodes)
-        adaptive.observe([sequence], [LENGTH], trees, [min(3, sizes[-1] - 1)], 1.0)
-    assert max(sizes[:10]) < 8
-    assert 1 not in sizes
-    assert sorted(sizes[-20:])[10] == 8

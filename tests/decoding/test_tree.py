@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import grow_trees, tree_mask
+from specextend.decoding.tree import grow_trees
 from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
@@ -125,17 +125,3 @@ def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     table = lambda path: torch.tensor([0.5, *[0.5 / 999] * 999]).log()  # noqa: E731
     _, draft = grow([table], options)
     assert draft.num_calls == num_levels - 1
-
-
-@given(st.lists(st.lists(st.integers(0, 10**6), min_size=7, max_size=7), min_size=1, max_size=3))
-def test_a_node_sees_itself_and_its_ancestors_alone(draws):
-    """The public code's mask leaks (1,586 ones instead of 400 by level 8); ours is built from parents alone."""
-    batch = [[-1, *(draw % (node + 1) for node, draw in enumerate(row))] for row in draws]
-    mask = tree_mask(torch.tensor(batch), 8)
-    for parents, seen in zip(batch, mask.tolist(), strict=True):
-        for node in range(len(parents)):
-            path = {node}
-            at = node
-            while (at := parents[at]) >= 0:
-                path.add(at)
-            assert {other for other, visible in enumerate(seen[node]) if visible} == path

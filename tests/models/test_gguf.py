@@ -9,26 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers import gguf_tensors
 from specextend.cli.command import call
 from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
 from specextend.models import check_model, load_causal_lm, load_tokenizer, rope_frequencies
-
-
-def interleaved(weight, num_heads):
-    """GGUF keeps each head's rotated halves interleaved."""
-    rows = weight.shape[0] // num_heads // 2
-    return weight.reshape(num_heads, 2, rows, -1).transpose(1, 2).reshape(weight.shape)
-
-
-def tensors_of(model):
-    """A transformers Llama's weights under GGUF's names."""
-    config = model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for theirs, weight in model.state_dict().items():
-        kind = theirs.split(".")[-2]
-        yield names.get_name(theirs, (".weight",)), interleaved(weight, heads[kind]) if kind in heads else weight
 
 
 def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
@@ -54,9 +39,9 @@ def write_gguf(path, model, tokenizer, add=lambda writer: None, leave_out=""):
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, weight in tensors_of(model):
+    for name, weight in gguf_tensors(model):
         if name != leave_out:
-            writer.add_tensor(name, weight.numpy())
+            writer.add_tensor(name, weight.contiguous().numpy())
     add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
