@@ -36,19 +36,6 @@ def alone(pair):
     return token_ids
 
 
-@pytest.mark.parametrize("draft, num_read", [("ngram", 1), ("good", 1), ("merged-eagle", 0), ("eagle3", 0)])
-def test_the_last_layer_computes_what_somebody_reads(draft, num_read, pair):
-    """Its attention and its MLP were computed for each token of a prompt: 3% of reading it, with 32 layers.
-
-    The head in EAGLE-3's format reads this target's last layer, others read earlier ones.
-    """
-    engine = tiny_engine(pair, draft)
-    rows = []
-    engine.target.model.model.layers[-1].down_proj.register_forward_hook(lambda *call: rows.append(len(call[2])))
-    list(engine.generate([request("a", DOCUMENT, 1)]))
-    assert rows == ([num_read] * 2 if num_read else [1024, len(DOCUMENT) - 1024])
-
-
 @pytest.mark.parametrize("draft, backend, batch", each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
 def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
     changes = {"attention__backend": backend, "decoding__max_batch_size": batch, "cache__policy": "full"}

@@ -82,14 +82,6 @@ def test_running_documents_wait_for_one_chunk_at_most(share, in_turns, alone):
     assert all(seen[n - 1][0] for n in chunks)
 
 
-def test_without_a_share_prompts_are_read_whole(in_turns, alone):
-    engine = in_turns("good", 2, share=0)
-    kinds = []
-    before_forwards(engine, lambda forward: kinds.append(forward.is_step))
-    assert run(engine, GREEDY) == alone
-    assert kinds.index(True) == 1 + -(-len(DOCUMENT) // CHUNK)
-
-
 @pytest.mark.parametrize("how", ["cancelled", "failed", "lacks memory", "neighbour lacks memory"])
 def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
     """Its neighbours run on meanwhile; its rows and its place are free afterwards."""
