@@ -57,9 +57,9 @@ _WIDTH = 16
 """Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times
 as wide.
 """
-_GRAPHS_OF_A_BATCH = 9
-"""Captured functions of a batch of one size: a draft, an absorption, and verifications of trees of
-several sizes.
+_GRAPHS_OF_A_BATCH = 11
+"""Captured functions of a batch of one size: three drafts, an absorption, and verifications of
+trees of several sizes.
 """
 _MEAN_LOGITS = 0.2
 """Logits of a step, on average over the sizes of batches and trees, as a share of the largest
@@ -102,7 +102,8 @@ def load_engine(config: Configs) -> Engine:
             target, config.tree, tree_attention, config.decoding.batch_size, graphs
         )
         if costs is not None:
-            adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+            captured = [tree.most_nodes for tree in config.tree.captured if graphs.enabled]
+            adaptive = Adaptive(costs, config.tree.most_nodes, captured)
     release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model),

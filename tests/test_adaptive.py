@@ -1,5 +1,6 @@
 """Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -18,6 +19,7 @@ NEW = 50
 SAMPLING = {"temperature": 0.8, "top_p": 0.9}
 NUM_NODES = 8
 SIZES = (1, 2, 4, 9)
+CAPTURED = (8, 4, 2)
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +39,21 @@ class ScriptedCosts(StepCosts):
     def verify_s(self, num_rows, lengths):
         return self._verify(num_rows)
 
-    def draft_s(self, num_sequences):
+    def draft_s(self, num_sequences, width=0):
         return self._draft()
 
     def observe_verify(self, num_rows, lengths, seconds):
         assert seconds > 0
 
-    def observe_draft(self, phase, num_sequences, seconds):
+    def observe_draft(self, phase, num_sequences, seconds, width=0):
         assert seconds > 0
 
 
 class PausesAtRandom(Adaptive):
     """Takes the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
 
-    def __init__(self, costs, num_nodes, seed, *, reads_late=False):
-        super().__init__(costs, num_nodes, reads_late=reads_late)
+    def __init__(self, costs, num_nodes, seed, captured=()):
+        super().__init__(costs, num_nodes, captured)
         self._random = Random(seed)
 
     def decide(self, sequences):
@@ -136,11 +138,33 @@ def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, referenc
     """With graphs the host does not wait for a draft, so sizes follow its certainty one step late; tokens as ever."""
     monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", 1)
     costs = ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1)
-    adaptive = PausesAtRandom(costs, NUM_NODES, seed=0, reads_late=True)
+    adaptive = PausesAtRandom(costs, NUM_NODES, seed=0, captured=CAPTURED)
     engine = captured_engine(pair, "eagle", device.Graphs(record), adaptive, decoding__max_batch_size=3)
     _, total = checked(engine, references)
     assert min(total.num_plain_steps, total.num_spec_steps) > 10
     assert total.num_spec_steps < total.num_draft_tokens < 0.8 * NUM_NODES * total.num_spec_steps
+
+
+def test_captured_drafts_are_no_wider_than_the_trees_that_pay(pair, references, monkeypatch):
+    """Each had as many nodes as the largest tree: 496 rows a level for 16 sequences whose trees of seven paid."""
+    monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", 1)
+    drafted = Counter()
+
+    def capture(name, function):
+        replay, outputs = record(name, function)
+
+        def counted():
+            if name == "draft":
+                drafted[outputs[0].shape[1] - 1] += 1
+            replay()
+
+        return counted, outputs
+
+    costs = ScriptedCosts({1: 1.0, 2: 1.02, 4: 2.0, 9: 2.2}.__getitem__, lambda: 0.02)
+    adaptive = Adaptive(costs, NUM_NODES, CAPTURED)
+    engine = captured_engine(pair, "same", device.Graphs(capture), adaptive, cache__policy="full")
+    checked(engine, references)
+    assert drafted[4] > 3 * drafted[8], "one size more than the trees of two rows that pay"
 
 
 def verify_s(num_rows):
@@ -195,7 +219,7 @@ def test_captured_steps_do_what_the_device_makes_pay(draft_s, least, most, pair,
     monkeypatch.setattr("specextend.decoding.engine.TIMED_EVERY", 4)  # outputs are short
     monkeypatch.setattr(speculation, "TURN", 1000)  # no plain turn
     costs = StepCosts({size: (verify_s(size), 0.0) for size in (*SIZES, 27)})
-    adaptive = Adaptive(costs, NUM_NODES, reads_late=True)
+    adaptive = Adaptive(costs, NUM_NODES, CAPTURED)
     graphs = device.Graphs(simulated.capture, 0)
     changes = {"decoding__max_batch_size": 1, "cache__policy": "full"}
     engine = captured_engine(pair, "same", graphs, adaptive, **changes)

@@ -130,7 +130,10 @@ def test_the_kernel_of_steps_takes_every_call_of_a_shipped_configuration(name):
     kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
     tree = config.tree
     num_nodes = tree.most_nodes
-    calls = [(num_nodes, level * num_nodes) for level in range(1, tree.depth)]  # of drafts
+    drafts = [(each.most_nodes, each.depth) for each in tree.captured]
+    assert len(drafts) == 3
+    assert drafts[0] == (num_nodes, tree.depth)
+    calls = [(nodes, level * nodes) for nodes, depth in drafts for level in range(1, depth)]
     calls += [(1, None), (1 + num_nodes, 1 + num_nodes), (1 + config.num_tree_levels, None)]
     for num_queries, num_masked in calls:
         q = torch.empty(2, num_queries, 8, 64, device="meta", dtype=torch.bfloat16)

@@ -4,7 +4,7 @@ they are made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
 from specextend.core import SamplingParams
@@ -129,7 +129,7 @@ class TreeOptions:
     threshold: float = 0.05
     """Stop growing a tree when a level adds less than this to the expected number of accepted
     tokens. If `nodes` is `auto`, an EAGLE head or small LM only begins with it. Not used where
-    steps are replayed: there every tree has its full depth."""
+    steps are replayed: there trees have one of three shapes."""
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)
@@ -141,6 +141,14 @@ class TreeOptions:
     def most_nodes(self) -> int:
         """Return the largest number of draft tokens of one step, whatever `nodes` is."""
         return self.max_nodes if isinstance(self.nodes, str) else self.nodes
+
+    @property
+    def captured(self) -> list[TreeOptions]:
+        """Return the trees that captured drafts choose from, the largest first: each has half the
+        nodes of the one before, and fewer levels.
+        """
+        halved = [(self.most_nodes >> k, self.depth - k * self.depth // 4) for k in range(3)]
+        return [replace(self, nodes=nodes, depth=depth) for nodes, depth in halved if nodes]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -34,12 +35,12 @@ Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outpu
 """Records what a named function does: returns its replay, and the outputs that every replay
 writes.
 """
-Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]]
-"""The name of a function, and the shapes and types of its inputs."""
+Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...], tuple[int, ...]]
+"""The name of a function, the shapes and types of its inputs, and its own shape."""
 CALLS_BEFORE_CAPTURE = 8
 MOST_GRAPHS = 128
-"""Captured functions that are kept: for each size of a batch a draft, an absorption, and one for
-each size of trees.
+"""Captured functions that are kept: for each size of a batch a few drafts, an absorption, and one
+for each size of trees.
 """
 GRAPH_BYTES = 8 << 20
 """What one of them takes of a GPU beside the tensors in it, roughly."""
@@ -157,6 +158,10 @@ def device_bytes(device: torch.device) -> int | None:
     It makes no context: a GPU in the mode `exclusive process` would refuse every other process one.
     """
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+AMPERE = (8, 0)
+"""The oldest compute capability whose attention kernels take 16 bits."""
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -326,13 +331,19 @@ class Graphs:
         """
         return 1 if self._capture is None else self._num_eager_calls + 1
 
-    def run(self, name: str, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
+    def run(
+        self,
+        name: str,
+        function: Callable[..., Outputs],
+        *inputs: Tensor,
+        shape: tuple[int, ...] = (),
+    ) -> Outputs:
         """Return `function(*inputs)`.
 
         What it returns is valid until the next call of this name. Functions of one name differ in
-        their inputs alone.
+        their inputs and `shape` alone; what they compute grows with its product.
         """
-        key = name, tuple((each.shape, each.dtype) for each in inputs)
+        key = name, tuple((each.shape, each.dtype) for each in inputs), shape
         if self._capture is not None and key not in self._graphs:
             self._num_calls[key] += 1
             if self._num_calls[key] > self._num_eager_calls:
@@ -393,8 +404,9 @@ class Graphs:
 
 
 def _num_elements(key: Key) -> int:
-    """Return the size of a function's inputs."""
-    return sum(shape.numel() for shape, _ in key[1])
+    """Return the size of a function's inputs, times its own."""
+    _, inputs, shape = key
+    return sum(each.numel() for each, _ in inputs) * prod(shape)
 
 
 def _compiler() -> str | None:

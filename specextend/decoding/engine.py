@@ -495,7 +495,9 @@ class Engine:
         self._wait_if_timed()
         now = self._watch.charge("draft_s", drafting)
         if self._timed_for is not None:
-            self._timed_for.costs.observe_draft("propose", len(drafting), now - begin)
+            self._timed_for.costs.observe_draft(
+                "propose", len(drafting), now - begin, self._timed_for.width
+            )
         return trees
 
     def _glance(self, pausing: list[Sequence], running: list[Sequence]) -> DraftTrees | None:

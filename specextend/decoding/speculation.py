@@ -138,8 +138,11 @@ class StepCosts:
         self._pace = _Average(_QUICKLY, 1.0, 1)  # the lines count as the first measurement
         # (sequences, size), beside the pace
         self._corrections: dict[tuple[int, int], _Average] = {}
-        # at pace 1
-        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
+        # (sequences, width), at pace 1
+        self._drafting: dict[DraftPhase, dict[tuple[int, int], _Average]] = {
+            "propose": {},
+            "absorb": {},
+        }
         # seconds at pace 1 in which drafts read what they are to see, and the steps that had it
         self._reading = _Average(_SLOWLY)
         self._reading_s = 0.0
@@ -171,15 +174,17 @@ class StepCosts:
         _, of_prefix = self.lines[self.size_for(num_rows)]
         return of_all * beyond + of_prefix * sum(lengths)
 
-    def draft_s(self, num_sequences: int) -> float:
-        """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if
-        there is none.
+    def draft_s(self, num_sequences: int, width: int = 0) -> float:
+        """Return the time of drafting captured trees of `width` nodes (0: others) for
+        `num_sequences`, by the nearest that was seen so far; 0 if there is none.
 
         It includes a step's share of the time in which the draft read the document.
         """
 
-        def distance(number: int) -> tuple[int, int]:
-            return abs(number - num_sequences), number
+        def distance(seen: tuple[int, int]) -> tuple[int, int, int]:
+            number, nodes = seen
+            num_rows = abs(number * nodes - num_sequences * width)
+            return num_rows, abs(number - num_sequences), number
 
         phases = sum(
             seen[min(seen, key=distance)].value for seen in self._drafting.values() if seen
@@ -195,11 +200,12 @@ class StepCosts:
         self._pace.add(ratio / correction.value)
         correction.add(ratio / self._pace.value)
 
-    def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
-        """Record the time of drafting for `num_sequences` at once."""
-        self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(
-            seconds / self._pace.value
-        )
+    def observe_draft(
+        self, phase: DraftPhase, num_sequences: int, seconds: float, width: int = 0
+    ) -> None:
+        """Record the time of drafting for `num_sequences` at once; `width` as in `draft_s`."""
+        seen = self._drafting[phase].setdefault((num_sequences, width), _Average(_SLOWLY))
+        seen.add(seconds / self._pace.value)
 
     def reading_s(self) -> float:
         """Return the time in which the draft reads the chunks that are new to it; 0 if it reads
@@ -579,16 +585,17 @@ class Adaptive:
     what it is.
     """
 
-    def __init__(self, costs: StepCosts, num_nodes: int, *, reads_late: bool = False):
+    def __init__(self, costs: StepCosts, num_nodes: int, captured: Sequence[int] = ()):
         """Take the measured costs, and the largest number of nodes of a tree, not counting the
         root.
 
-        `reads_late`: trees are sized by what the sequences' trees promised one step before, so that
-        the host need not wait for a draft.
+        `captured`: nodes of the trees that captured drafts choose from, the largest first. They are
+        cut by what the sequences' trees promised one step before, so that the host need not wait
+        for a draft.
         """
         self.costs = costs
         self.payoff = Payoff()
-        self._reads_late = reads_late
+        self._captured = captured
         self._promises: tuple[list[Running], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
         # steps since the last decision, if all pause and none is to try again
@@ -605,9 +612,21 @@ class Adaptive:
 
         A level of a draft takes longer the more nodes it has.
         """
-        if self._reads_late:  # captured trees have one size
-            return self._sizes[-1] - 1
-        return self._sizes[min(self._sizes.index(self._size) + 1, len(self._sizes) - 1)] - 1
+        return self._next_size(self._size) - 1
+
+    @property
+    def width(self) -> int:
+        """Return the nodes of the captured trees that are drafted; 0 if drafts are not captured."""
+        return self._width(self._size)
+
+    def _next_size(self, size: int) -> int:
+        return self._sizes[min(self._sizes.index(size) + 1, len(self._sizes) - 1)]
+
+    def _width(self, size: int) -> int:
+        """Return the width of captured drafts while trees are cut to `size` rows."""
+        return min(
+            (each for each in self._captured if each >= self._next_size(size) - 1), default=0
+        )
 
     def refresh_every(self, lengths: list[int]) -> int:
         """Return the steps between two retrievals of sequences, of which reading takes
@@ -646,12 +665,16 @@ class Adaptive:
         again, the size is never 1, because a plain step would give no evidence.
         """
         promises = trees.log_probs[:, 1:].exp()
-        self._promises = drafting, download(promises) if self._reads_late else promises
-        if not self._reads_late:
+        self._promises = drafting, download(promises) if self._captured else promises
+        if not self._captured:
             self._read_promises()
         states = [sequence.speculation for sequence in drafting]
         num_drafting = sum(state.active for state in states)
-        draft_s = self.costs.draft_s(num_drafting) if num_drafting else 0.0
+
+        def seconds(rows: int) -> float:
+            draft_s = self.costs.draft_s(num_drafting, self._width(rows)) if num_drafting else 0.0
+            return draft_s + self.costs.verify_s(rows, lengths)
+
         if not all(state.promised for state in states if state.active):
             return trees
         size = best_size(
@@ -660,7 +683,7 @@ class Adaptive:
                 for each in states
             ],
             self._sizes[1:] if any(state.on_trial for state in states) else self._sizes,
-            lambda rows: draft_s + self.costs.verify_s(rows, lengths),
+            seconds,
         )
         self._size = size if num_drafting else self._size
         return prune(trees, self._or_the_next(size))
@@ -704,7 +727,7 @@ class Adaptive:
         states = [sequence.speculation for sequence in sequences]
         num_drafting = sum(state.active for state in states)
         self.costs.count_drafted(num_drafting)
-        seconds = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting)
+        seconds = self.costs.verify_s(num_rows, lengths) + self._draft_s(num_drafting)
         was_plain = self.payoff.is_plain
         if not any(each.is_doubted or each.request.drafts is not None for each in sequences):
             is_whole = all(each.drafts for each in sequences)
@@ -751,9 +774,11 @@ class Adaptive:
     def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
         """Choose among sequences of these lengths."""
         in_credit = self._experience.in_credit
-        return who_speculates(
-            states, self._verify_s(lengths), self.costs.draft_s, in_credit=in_credit
-        )
+        return who_speculates(states, self._verify_s(lengths), self._draft_s, in_credit=in_credit)
+
+    def _draft_s(self, num_sequences: int) -> float:
+        """Return the time of drafting for so many sequences."""
+        return self.costs.draft_s(num_sequences, self.width)
 
     def _verify_s(self, lengths: list[int]) -> Callable[[float], float]:
         """Return the time of a verification by its rows; a size between two measured ones is

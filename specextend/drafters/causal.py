@@ -162,7 +162,8 @@ class CausalDrafter(Drafter):
         """Take the network, and the number of slots.
 
         `num_visible_rows` is the largest number that `select` is called with, None for all. With
-        `graphs` every level of a tree runs at full width, so that nothing is asked of the device.
+        `graphs` every level of a tree runs at full width, so that nothing is asked of the device,
+        and a tree has one of the shapes `tree.captured`.
         A tree ends at the level that does not pay, by a clock that stands still at
         `tree.threshold`.
         """
@@ -250,19 +251,25 @@ class CausalDrafter(Drafter):
         self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int], num_nodes: int | None = None) -> DraftTrees:
-        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured trees have as
-        many as configured.
+        """Grow a tree of up to `num_nodes` nodes behind each slot's root; captured ones have the
+        smallest shape that holds as many.
         """
         if not self._graphs.enabled:
             self._gain.begin()
             if self.network.at_once is None:
-                trees = self._grow(slots, self._locate(slots), num_nodes)
+                trees = self._grow(slots, self._locate(slots), self._options, num_nodes)
             else:
                 trees = self._grow_at_once(slots, num_nodes or self._options.most_nodes)
             self._gain.end(self._num_levels)
             return trees
+        tree = self._options
+        for smaller in tree.captured:
+            tree = smaller if smaller.most_nodes >= (num_nodes or tree.most_nodes) else tree
         outputs = self._graphs.run(
-            "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
+            "draft",
+            lambda table: self._grow(slots, table, tree).tensors,
+            self._locate(slots),
+            shape=(tree.most_nodes, tree.depth),
         )
         return DraftTrees.of(outputs, [outputs[0].shape[1]] * len(slots))
 
@@ -366,7 +373,11 @@ class CausalDrafter(Drafter):
         return texts[:, :-1].unfold(1, HISTORY, 1).flip(2)
 
     def _grow(
-        self, slots: Sequence[int], table: Tensor, num_nodes: int | None = None
+        self,
+        slots: Sequence[int],
+        table: Tensor,
+        tree: TreeOptions,
+        num_nodes: int | None = None,
     ) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
         places = _SlotPlaces(*table.split(1, 1))
@@ -394,7 +405,7 @@ class CausalDrafter(Drafter):
             token_ids,
             self.network.logits(hidden),
             expand,
-            self._options,
+            tree,
             least_gain=None if self._graphs.enabled else self._gain.least,
             num_nodes=num_nodes,
             vocabulary=self.network.vocabulary,

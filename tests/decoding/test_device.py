@@ -2,6 +2,7 @@
 
 import platform
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakSet
 
 import pytest
@@ -83,6 +84,24 @@ def test_captured_steps_take_the_memory_of_the_largest_in_whatever_order_they_co
             [doubled] = graphs.run("verify", lambda rows: (2 * rows,), torch.ones(batch, 32))
             assert doubled.eq(2).all()
     assert pools.most == 32 * max(batches)
+
+
+@pytest.mark.parametrize("shapes", [[(31, 8), (15, 6), (7, 4)], [(7, 4), (15, 6), (31, 8)], [(15, 6), (31, 8), (7, 4)]])
+def test_captured_drafts_of_several_shapes_take_the_memory_of_the_largest(shapes):
+    """A narrow one of a large batch may come before a wide one of a small batch, and after it."""
+    pools = Pools()
+    graphs = Graphs(pools, num_eager_calls=0)
+    for batch in (4, 16, 8, 16):
+        for nodes, depth in shapes:
+            table = torch.ones(batch, 5)
+            [drafted] = graphs.run("draft", partial(rows_of, nodes * depth), table, shape=(nodes, depth))
+            assert drafted.shape == (batch, nodes * depth)
+    assert pools.most == 16 * 31 * 8
+
+
+def rows_of(width, table):
+    """As many numbers as a draft has rows."""
+    return (table[:, :1].expand(-1, width),)
 
 
 def test_a_capture_that_cannot_be_ended_leaves_the_thread_on_its_stream(monkeypatch):
