@@ -33,7 +33,7 @@ from specextend.core import (
     one_line,
     without_collections,
 )
-from specextend.decoding.device import what_is_missing
+from specextend.decoding.device import AMPERE, compute_capability, what_is_missing
 from specextend.decoding.model import head_size
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
 from specextend.folders import cache_folder, temporary_folder
@@ -289,8 +289,8 @@ def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def target_device(options: TargetOptions, kind: str) -> torch.device:
-    """Return the device of the target. Raises ValueError if it is not there, or cannot multiply
-    with its weights.
+    """Return the device of the target. Raises ValueError if it is not there, or cannot compute with
+    its weights.
 
     kind: `cpu` or `cuda`.
     """
@@ -299,6 +299,13 @@ def target_device(options: TargetOptions, kind: str) -> torch.device:
         why = "".join(f"; {each}" for each in what_is_missing())
         raise ModelError(
             f"job.gpus_per_worker asks for a GPU, but torch {torch.__version__} sees none here{why}"
+        )
+    capability = compute_capability(device)
+    if capability is not None and capability < AMPERE and options.dtype != "float32":
+        raise ModelError(
+            f"this GPU has compute capability {'.'.join(map(str, capability))}, and torch's "
+            f"attention to {options.dtype} needs 8.0 or higher: set target.dtype float32, or take "
+            "a newer GPU"
         )
     check_device(options.quantize, DTYPES[options.dtype], device)
     return device

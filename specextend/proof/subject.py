@@ -15,6 +15,7 @@ from torch import Tensor
 from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plain import MAX_QUERIES, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
+from specextend.decoding.device import AMPERE
 from specextend.decoding.quantized import Scheme
 
 
@@ -65,7 +66,6 @@ def _named(name: str, load: Callable[[str, torch.device], Any], device: torch.de
     return resolve_name(name) if ":" in name else load(name, device)
 
 
-_AMPERE = (8, 0)
 _HOPPER = (9, 0)
 
 
@@ -95,7 +95,7 @@ def candidates_for(capability: tuple[int, int] | None) -> tuple[Candidate, ...]:
     """Return the candidates of a compute capability, in the order of their proof; captured steps
     come last, since they run all others.
     """
-    if capability is None or capability < _AMPERE:
+    if capability is None or capability < AMPERE:
         return ()
     return (TREES, LAYERS, FLASH if capability < _HOPPER else CUDNN, GRAPHS)
 

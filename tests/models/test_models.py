@@ -12,7 +12,7 @@ from specextend.cli.command import call
 from specextend.cli.machine import check
 from specextend.cli.run import plan
 from specextend.model_files import ModelError, identify
-from specextend.models import TargetOptions, check_model, load_causal_lm, read_facts
+from specextend.models import TargetOptions, check_model, load_causal_lm, read_facts, target_device
 from specextend.pairing import check_pair
 from tests.models.conftest import edit_json
 from tests.refused import refused
@@ -292,3 +292,15 @@ def test_what_was_checked_is_what_is_loaded(write_model):
         path.unlink()
     save_file(whole, folder / "anything.safetensors", {"format": "pt"})
     assert holds(folder, whole)
+
+
+def test_a_gpu_whose_attention_takes_no_16_bits_is_refused_before_weights_are_loaded(monkeypatch):
+    """A T4 or V100 failed in the first prompt, in words of torch that name no setting."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    said = refused(target_device, TargetOptions(model="m", dtype="float16"), "cuda", kind=ModelError)
+    assert "capability 7.5" in said
+    assert "set target.dtype float32" in said
+    assert target_device(TargetOptions(model="m", dtype="float32"), "cuda").type == "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert target_device(TargetOptions(model="m", dtype="bfloat16"), "cuda").type == "cuda"
