@@ -128,6 +128,7 @@ class HeadShape:
         usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)
         ids = self.layer_ids
         left = tuple(each - 1 for each in ids)
+        other = [*(left if self.reading == "outputs" else ids)]
         if chosen:
             return chosen, "draft.feature_layers names them"
         if not ids:
@@ -138,7 +139,7 @@ class HeadShape:
             (num_target_layers in ids, "inputs", f"{num_target_layers} is no output"),
             (ids == usual, "outputs", "these are usual"),
             (left == usual, "inputs", "these are usual"),
-            (True, self.reading, "a guess, which draft.feature_layers overrides"),
+            (True, self.reading, f"a guess; the other is draft.feature_layers {other}"),
         )
         _, reading, why = next(each for each in readings if each[0])
         named = ", ".join(map(str, ids))

@@ -79,7 +79,7 @@ def test_each_format_is_known_by_its_files(variant, write, target):
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAT = {"eagle_config": None}
-GUESS = "a guess, which draft.feature_layers overrides"
+GUESS = "a guess; the other is draft.feature_layers"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ GUESS = "a guess, which draft.feature_layers overrides"
         ({"eagle_config": {IDS: [2, 16, 29]}}, (1, 15, 28), "by their inputs (these are usual)"),
         (FLAT | {IDS: [1, 15, 28]}, (1, 15, 28), "by their outputs (these are usual)"),
         ({"eagle_config": {IDS: [20, 26, 32]}}, (19, 25, 31), "by their inputs (32 is no output)"),
-        ({"eagle_config": {IDS: [2, 15, 28]}}, (2, 15, 28), f"by their outputs ({GUESS})"),
-        (FLAT | {IDS: [2, 15, 28]}, (1, 14, 27), f"by their inputs ({GUESS})"),
+        ({"eagle_config": {IDS: [2, 15, 28]}}, (2, 15, 28), f"by their outputs ({GUESS} [1, 14, 27])"),
+        (FLAT | {IDS: [2, 15, 28]}, (1, 14, 27), f"by their inputs ({GUESS} [2, 15, 28])"),
         ({"speculators_model_type": "eagle3", IDS: [1, 15, 28]}, (0, 14, 27), "inputs (as speculators does)"),
     ],
 )
