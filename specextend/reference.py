@@ -30,6 +30,7 @@ def generate(
     max_depth: int = 3,
     chunk_size: int = 32,
     top_k_chunks: int = 4,
+    recent: int = 32,
     refresh_every: int = 4,
 ) -> tuple[list[int], list[int]]:
     """Return the target's own greedy tokens, and how many of each step's the draft had foreseen.
@@ -41,8 +42,8 @@ def generate(
     text += [int(logits_of(target, text, {})[()].argmax())]
     while len(text) < len(prompt) + max_new_tokens:
         if len(accepted) % refresh_every == 0:
-            visible = retrieve(target, text, chunk_size, top_k_chunks)
-            end = len(text)
+            end = len(text) - 1
+            visible = retrieve(target, text[:end], chunk_size, top_k_chunks, recent)
         seen = [text[i] for i in visible] + text[end:]
         tree = grow(draft, seen, num_nodes, max_depth)
         path, bonus = accept(tree, logits_of(target, text, tree))
@@ -51,16 +52,19 @@ def generate(
     return text[len(prompt) :][:max_new_tokens], accepted
 
 
-def retrieve(target: Any, text: list[int], chunk_size: int, top_k_chunks: int) -> list[int]:
+def retrieve(
+    target: Any, text: list[int], chunk_size: int, top_k_chunks: int, recent: int
+) -> list[int]:
     """Return the positions that the draft may see: the chunks that the target's last layer attends
     to most (3.2).
 
-    It is the attention of the last token, its mean over heads, added up by chunk. The last chunk is
-    always seen.
+    It is the attention of the last token, its mean over heads, added up by chunk. The text is what
+    the target has read: all but the last token that it chose. The first chunk is always seen, and
+    those of the `recent` last tokens.
     """
     attention = target(torch.tensor([text]), output_attentions=True).attentions[-1]
     mass = torch.stack([each.sum() for each in attention[0, :, -1].mean(0).split(chunk_size)])
-    mass[-1] = torch.inf
+    mass[0] = mass[max(0, len(text) - recent) // chunk_size :] = torch.inf
     chosen = mass.topk(min(top_k_chunks, len(mass))).indices.tolist()
     return [i for i in range(len(text)) if i // chunk_size in chosen]
 
