@@ -22,8 +22,9 @@ EXIT_OVER_LIMIT = 3
 
 @click.command()
 @OUTPUT
+@JSON
 @in_one_line
-def report(output: str) -> int:
+def report(output: str, json: str | None) -> int:
     """Print the report of a run.
 
     It is written into the run's folder, too, as report.json and report.html, if you may write
@@ -40,7 +41,7 @@ def report(output: str) -> int:
             printable(f"note: report.json and report.html cannot be written into {output}: {why}"),
             err=True,
         )
-    show(reports.render(found), end="")
+    show_found(reports.render(found), json, found)
     return 0
 
 

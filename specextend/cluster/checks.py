@@ -51,6 +51,7 @@ from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision, split_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, describe_asks, describe_features, pair_hashes
+from specextend.report.gold import check_gold
 
 Models = dict[str, dict[str, str | None]]
 """`target` and `draft`: the `model` that was asked for, and the `commit` that this names on the
@@ -109,7 +110,9 @@ def prepare(
         for each in each_task:
             check_rules(each.output, source.passthrough_fields)
         config = config.model_copy(update={"input": source.options})
-        check_task_columns(config.input.passthrough, text_columns(config.model_dump(mode="json")))
+        columns = text_columns(config.model_dump(mode="json"))
+        check_task_columns(config.input.passthrough, columns)
+        check_gold(config.input.gold, source.passthrough_fields, columns)
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)

@@ -115,6 +115,9 @@ class InputOptions:
     `year=2026` make a column, too."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
+    gold: dict[str, str] = field(default_factory=dict)
+    """Columns with the right answers, by the field of the answer: `{kind: kind_by_hand}`. They are
+    passed through, and reports say how good the answers are."""
     instruction_column: str | None = None
     """A string column that takes the place of `prompt.instruction` where it is neither null nor
     blank. It is no template, but may have one `{{ document }}`.
@@ -157,6 +160,8 @@ class InputOptions:
             raise ValueError(
                 f"input.passthrough names {', '.join(sorted(repeated))} more than once"
             )
+        passed = dict.fromkeys((*self.passthrough, *self.gold.values()))
+        object.__setattr__(self, "passthrough", tuple(passed))
 
     def _check_selection(self) -> None:
         if self.filter is not None:

@@ -284,6 +284,11 @@ def rouge(summary: str, reference: str) -> tuple[float, float, float]:
     return one, two, _f_measure(LCSseq.similarity(words, others), len(words) + len(others))
 
 
+def token_f1(text: str, reference: str) -> float:
+    """Return the harmonic mean of precision and recall of a text's words."""
+    return _shared(split_words(text), split_words(reference), 1)
+
+
 def _shared(words: Sequence[str], others: Sequence[str], length: int) -> float:
     """Return the F-measure of the runs of words that both texts have, each counted as often as in
     the one that has it less often.

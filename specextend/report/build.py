@@ -28,6 +28,7 @@ from specextend.report.figures import (
     document_figures,
     limit_figures,
 )
+from specextend.report.gold import gold_figures
 from specextend.report.page import to_html
 from specextend.report.result_rows import read_rows
 from specextend.report.wall_clock import clock_sections
@@ -111,6 +112,7 @@ def build_report(
         "limits": limit_figures(figures, records),
         "kernels": tried_kernels(records),
         **documents,
+        "gold": gold_figures(location, manifest),
         "drafting": _drafting(records),
         "not_prepared": _not_prepared(manifest) if manifest else {},
         "audit": read_audit(location),

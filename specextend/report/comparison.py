@@ -10,12 +10,14 @@ from specextend.data.database import Database
 from specextend.data.fingerprint import check_one_task, flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
+from specextend.report.gold import compare_gold
 from specextend.report.result_rows import read_rows
 from specextend.report.sections import (
     RUN,
     WALL_CLOCK,
     Figures,
     Section,
+    listed_ids,
     look_up,
     number,
     percent,
@@ -48,6 +50,13 @@ FIGURES: Figures = {
 """Figures of a report that are compared."""
 
 
+_GOLD = (
+    "field", "rows", "here", "there", "difference", "from", "to", "p",
+    "right only here", "right only there",
+)  # fmt: skip
+_ABOUT_GOLD = "Accuracy; the bootstrap's interval of 95% of the difference; McNemar's exact test."
+
+
 def compare(output: str, other: str) -> Values:
     """Compare two run folders: `{"figures", "texts", "configuration"}`, each value as [here,
     there].
@@ -59,6 +68,7 @@ def compare(output: str, other: str) -> Values:
     here, there = (
         _settings(folder, report) for folder, report in zip(folders, reports, strict=True)
     )
+    runs = [(folder, read_manifest(folder)) for folder in folders]
     names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
     return {
         "outputs": [output, other],
@@ -66,6 +76,7 @@ def compare(output: str, other: str) -> Values:
             name: [look_up(report, path) for report in reports] for name, path in FIGURES.items()
         },
         "texts": _compare_texts(*folders),
+        "gold": compare_gold(*runs),
         "configuration": {name: [here.get(name), there.get(name)] for name in names},
     }
 
@@ -117,13 +128,30 @@ def render_comparison(comparison: Values) -> str:
         (name, *map(_setting, values)) for name, values in comparison["configuration"].items()
     ]
     sides = ("here", "there")
+    gold = [
+        (
+            field,
+            number(of["rows"]),
+            *map(percent, (*of["accuracy"], of["difference"], *of["interval"])),
+            f"{of['p']:.2g}",
+            *(number(len(of[f"right_only_{side}"])) for side in ("here", "there")),
+        )
+        for field, of in comparison["gold"].items()
+    ]
     sections = [
+        Section("Against the right answers", _GOLD, gold, about=_ABOUT_GOLD),
         Section("Figures", ("", *sides, "here / there"), figures),
         Section("What differs in how they were made", ("key", *sides), settings, sides),
     ]
     where = [f"{side}: {output}" for side, output in zip(sides, comparison["outputs"], strict=True)]
     tables = [section for section in sections if section.rows]
-    return to_text([*tables, *where, *_text_lines(comparison["texts"])])
+    changed = [
+        f"{field}: right only {side}: {listed_ids(of[f'right_only_{side}'][:NUM_EXAMPLES])}"
+        for field, of in comparison["gold"].items()
+        for side in sides
+        if of[f"right_only_{side}"]
+    ]
+    return to_text([*tables, *where, *changed, *_text_lines(comparison["texts"])])
 
 
 def _setting(value: Any) -> str:

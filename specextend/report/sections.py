@@ -4,7 +4,7 @@ print.
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -323,6 +323,7 @@ def sections(report: ReadOnly) -> list[Section]:
     of_work = [
         _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
         _flags(report),
+        *_gold(report),
         _evidence(report),
         _choices(report),
         _listed("The texts measured", MEASURED, measures),
@@ -404,6 +405,48 @@ def _flags(report: ReadOnly) -> Section:
     return Section(
         "Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about
     )
+
+
+_GOLD = ("field", "rows", "accuracy", "from", "to", "kappa", "F1")
+_LABELS = ("field", "label", "right answer", "answer", "precision", "recall")
+
+
+def _gold(report: ReadOnly) -> Iterator[Section]:
+    fields: Mapping[str, Any] = report.get("gold") or {}
+    rows = [
+        (
+            field,
+            number(of["rows"]),
+            *map(percent, (of["accuracy"], *of["interval"])),
+            *(number(of[name]) for name in ("kappa", "f1")),
+        )
+        for field, of in fields.items()
+    ]
+    about = (
+        "Answers that equal input.gold, case aside, with Wilson's interval of 95%; Cohen's kappa "
+        "of labels, F1 of the words of texts."
+    )
+    yield Section("Against the right answers", _GOLD, rows, about=about)
+    labels = [
+        (
+            field,
+            label,
+            *map(number, (of["gold"], of["answers"])),
+            *map(percent, (of["precision"], of["recall"])),
+        )
+        for field, each in fields.items()
+        for label, of in each["labels"].items()
+    ]
+    yield Section("Labels against the right answers", _LABELS, labels, ("label",))
+    confused = [
+        (field, gold, answer, number(count))
+        for field, each in fields.items()
+        for gold, answer, count in each["confusion"]
+        if gold != answer
+    ]
+    texts = ("right answer", "answer")
+    header = ("field", *texts, "rows")
+    yield Section("Labels taken for others", header, confused[:_MOST_VALUES], texts)
 
 
 def _evidence(report: ReadOnly) -> Section:
