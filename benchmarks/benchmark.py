@@ -23,6 +23,9 @@ PeerName = Literal[
     "llama.cpp-ngram",
     "openvino",
     "openvino-lookup",
+    "openvino-int8",
+    "openvino-int8-keys",
+    "openvino-int8-lookup",
 ]
 ProbeKind = Literal["passkey", "needles", "quote"]
 

@@ -4,7 +4,7 @@ its standard input.
 Beside torch in one process both are slower: each has a pool of threads of its own.
 
     python benchmarks/openvino_server.py '{"path": "target-openvino", "precision": "bf16",
-    "threads": 2, "eos": [2]}'
+    "keys": "bf16", "threads": 2, "eos": [2]}'
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Answer = dict[str, Any]
 def load(
     path: str,
     precision: str,
+    keys: str,
     threads: int,
     eos: Sequence[int],
     num_sequences: int = 1,
@@ -29,8 +30,8 @@ def load(
     """Load an exported model; return what decodes prompts greedily, and says the tokens and seconds
     of each.
 
-    num_sequences: prompts that are decoded together. lookup: options of prompt lookup; none without
-    it.
+    keys: precision of keys and values. num_sequences: prompts that are decoded together. lookup:
+    options of prompt lookup; none without it.
     """
     import numpy as np
     import openvino
@@ -43,7 +44,7 @@ def load(
     scheduler.max_num_seqs = num_sequences
     options = {
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
+        "KV_CACHE_PRECISION": keys,
         "INFERENCE_NUM_THREADS": threads,
     }
     if lookup:

@@ -253,7 +253,7 @@ class OpenVINO:
     has, and as many sequences as `decoding.max_batch_size` says.
 
     It reads the folder that `optimum-cli export openvino` wrote beside the target's, with
-    `-openvino` behind its name.
+    `-openvino` or `-openvino-int8` after its name.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -270,8 +270,20 @@ class OpenVINO:
         self._read()
 
     @classmethod
-    def load(cls, config: RunConfig, lookup: Mapping[str, int] | None = None) -> OpenVINO:
-        """Load the configuration's target. Raises ValueError if that is impossible."""
+    def load(
+        cls,
+        config: RunConfig,
+        lookup: Mapping[str, int] | None = None,
+        weights: str = "",
+        keys: str | None = None,
+    ) -> OpenVINO:
+        """Load the configuration's target. Raises ValueError if that is impossible.
+
+        Args:
+            lookup: Options of prompt lookup.
+            weights: Ending of the exported folder.
+            keys: Precision of keys and values; None: that of activations.
+        """
         target = config.target
         if importlib.util.find_spec("openvino_genai") is None:
             raise ValueError(
@@ -279,7 +291,7 @@ class OpenVINO:
             )
         if config.job.gpus_per_worker:
             raise ValueError("OpenVINO is measured on the CPU only: set job.gpus_per_worker to 0")
-        folder = Path(f"{on_this_machine(target.model)}-openvino")
+        folder = Path(f"{on_this_machine(target.model)}-openvino{weights}")
         if not folder.is_dir():
             raise ValueError(
                 f"there is no {folder}; benchmarks/README.md says how to export the target to it"
@@ -294,6 +306,7 @@ class OpenVINO:
             eos=[*check_pair(target, None).eos_token_ids],
             num_sequences=config.decoding.batch_size,
             lookup=lookup or {},
+            keys=keys or precision,
         )
 
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Output]:
@@ -329,6 +342,9 @@ PEERS: dict[str, Callable[[RunConfig], Peer]] = {
     "llama.cpp-ngram": partial(LlamaCpp.load, drafts=NGRAMS),
     "openvino": OpenVINO.load,
     "openvino-lookup": partial(OpenVINO.load, lookup=OPENVINO_LOOKUP),
+    "openvino-int8": partial(OpenVINO.load, weights="-int8"),
+    "openvino-int8-keys": partial(OpenVINO.load, weights="-int8", keys="u8"),
+    "openvino-int8-lookup": partial(OpenVINO.load, weights="-int8", lookup=OPENVINO_LOOKUP),
 }
 """Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be
 served.

@@ -82,6 +82,15 @@ def test_a_product_in_fp8_is_right_on_cuda():
     assert_near(kernels.multiply(linear, x).float(), expected, 1e-2)
 
 
+def test_a_product_in_int8_is_right_on_cuda():
+    """With more rows than cuBLAS takes at least, and with fewer."""
+    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
+    with torch.device("cuda"):
+        for num_rows in (1, 16, 33, 1000):
+            shape = layer_shape(576, (9, 3), 64, False)
+            assert not wrong_layer(kernels.TRITON, num_rows, shape, torch.bfloat16, scheme="int8")
+
+
 def test_noise_is_the_same_on_every_device():
     """A seed must give the same summary on a laptop and on a cluster, up to the rounding of logits."""
     positions = torch.tensor([0, 1, 5000])
