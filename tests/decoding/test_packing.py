@@ -1,11 +1,14 @@
 """Linear layers whose weights are laid out for the compiled kernel give the same products."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from specextend.decoding import layers as packing
 from specextend.decoding.layers import RoundedLinear, pack
+from specextend.decoding.quantized import check_quantizable
 from tests.attention.calls import product_of_bytes
 
 
@@ -47,3 +50,11 @@ def test_in_fp32_the_inputs_of_a_layer_in_8_bits_are_not_rounded():
     x = torch.randn(3, 64)
     torch.testing.assert_close(rounded(x), x @ (rounded.weight * rounded.scale).T)
     assert (rounded(x) - linear(x)).norm() < 0.01 * linear(x).norm()
+
+
+@pytest.mark.parametrize("rows, columns", [(36, 64), (64, 36)])
+def test_a_product_that_no_gpu_takes_in_8_bits_is_refused(rows, columns):
+    """Its library takes multiples of 8, and says so only when a worker has loaded everything."""
+    model = SimpleNamespace(model=SimpleNamespace(layers=nn.ModuleList([layer(rows, columns)])))
+    with pytest.raises(ValueError, match=r"int8 takes products in multiples of 8, .*; leave it unset"):
+        check_quantizable(model, "int8")
