@@ -421,7 +421,7 @@ def _read(config: OneConfig, above: tuple[Path, ...] = ()) -> Iterator[tuple[Val
 OF_TASKS = {
     "prompt": {"instruction", "examples", "system", "length_policy"},
     "parts": {"tokens", "instruction", "merge_instruction"},
-    "output": {"column", "schema", "sources", "figures", "rules"},
+    "output": {"column", "schema", "sources", "figures", "confidence", "rules"},
     "decoding": {
         *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_repetition"),
         *("repetition_penalty", "no_repeat_ngram_size"),

@@ -161,11 +161,17 @@ class Request:
     """True to draft in any case, False for plain steps, None to draft while that pays."""
     keeps_leads: bool = False
     """True for `Completion.leads`, if it does not draft."""
+    keeps_log_probs: bool = False
+    """True for `Completion.log_probs`, if the output is not made of choices."""
     schema: str = ""
     """JSON Schema of the object that the output must be; empty for any text."""
     choices: tuple[Choice, ...] = ()
     """If given, the output is one text of each, the likeliest behind those before it; nothing else
     is asked of it.
+    """
+    closed: tuple[Choice, ...] = ()
+    """Fields of the schema whose values are scored once the output is done; their texts are the
+    values alone.
     """
 
     def __post_init__(self) -> None:
@@ -194,7 +200,9 @@ class Completion:
     choice.
     """
     scored: tuple[Scored, ...] = ()
-    """All values of a request's choices, choice by choice."""
+    """All values of a request's choices and closed fields, one after the other."""
+    log_probs: tuple[float, ...] = ()
+    """Of each token, by the target's own logits: before temperature, penalties and grammar."""
 
 
 def mended(value: Any, *, decodes: bool = False) -> Any:
@@ -238,6 +246,26 @@ def read_json(text: str, **options: Any) -> Any:
     """
     value = json.loads(text, **options)
     return mended(value) if "\\u" in text else value
+
+
+def json_values(text: str, begin: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each value in the object or list that begins at `begin`, empty in a list,
+    and where its JSON begins and ends. Raises ValueError if the text breaks off.
+    """
+
+    def behind_gap(place: int) -> int:
+        return len(text) - len(text[place:].lstrip(" \t\r\n,:"))
+
+    decode = json.JSONDecoder().raw_decode
+    place = behind_gap(begin + 1)
+    while not text.startswith(("]", "}"), place):
+        name = ""
+        if text[begin] == "{":
+            name, place = decode(text, place)
+        start = behind_gap(place)
+        _, end = decode(text, start)
+        yield name, start, end
+        place = behind_gap(end)
 
 
 def unique_fields(fields: list[tuple[str, Any]]) -> Values:

@@ -24,8 +24,15 @@ from numpy.typing import NDArray
 
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, Values, first_line
-from specextend.data.answers import choices_of, has_rules, merge_answers, whole_answer
+from specextend.data.answers import (
+    choices_of,
+    closed_fields,
+    has_rules,
+    merge_answers,
+    whole_answer,
+)
 from specextend.data.commits import Earlier
+from specextend.data.confidence import confidence_of
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -64,6 +71,10 @@ class Summary:
     reasoning: str | None = None
     """What the model wrote while it thought, if it is of a kind that does; it is no part of the
     text.
+    """
+    confidence: list[Values] | None = None
+    """Entries of the column `confidence`, if it is wanted; none for parts that are merged by
+    rules.
     """
     tasks: tuple[Answered, ...] = ()
     """Those of all tasks if there are several; all else is of the first one that was decoded, with
@@ -113,7 +124,8 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text, outcome.token_ids)
     whole = _whole(config, replace(outcome, text=answer))
-    return Summary(whole, prompt, reasoning=reasoning)
+    confidence = _confidence(config, prompts, outcome, answer)
+    return Summary(whole, prompt, reasoning=reasoning, confidence=confidence)
 
 
 @dataclass(frozen=True)
@@ -312,6 +324,7 @@ def _of_one(config: RunConfig, row: Row, summary: Summary) -> Values:
         "num_requests": summary.num_requests,
         "reasoning": summary.reasoning,
         "max_new_tokens": max_new_tokens_of(config, row),
+        "confidence": summary.confidence,
         "words": None if config.output.schema else answer_words(summary.completion.text, row.text),
     }
     broken = broken_rules(config.output, made, row.passed)
@@ -377,6 +390,7 @@ class _InParts:
     stats: DecodingStats = field(default_factory=DecodingStats)
     num_requests: int = 0
     reasoning: str | None = None
+    confidence: list[Values] | None = None
 
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
@@ -409,8 +423,9 @@ class _InParts:
         if schema and by_rules:
             merged = merge_answers(schema, [answer.text for answer in answers])
             whole = replace(whole, text=merged, scored=())
+            self.confidence = None
         prompt = Prompt(prompts[-1].token_ids, 0, "parts")
-        return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning)
+        return Summary(whole, prompt, part_rows, self.num_requests, self.reasoning, self.confidence)
 
     def _answers(
         self, prompts: Sequence[Prompt], steps: Sequence[str], *, is_last: bool
@@ -433,7 +448,10 @@ class _InParts:
             self.stats.add(outcome.stats)
             text, self.reasoning = self.prompts.told_apart(outcome.text, outcome.token_ids)
             answer = replace(outcome, text=text)
-            answers.append(_whole(self.config, answer, f"{step}: ") if is_last else answer)
+            if is_last:
+                answer = _whole(self.config, answer, f"{step}: ")
+                self.confidence = _confidence(self.config, self.prompts, outcome, text)
+            answers.append(answer)
         return answers
 
 
@@ -455,6 +473,8 @@ def document_request(
     """Make a request with the options of the run and the document's seed; the last one of a
     document has its schema.
     """
+    schema = (config.output.json_schema or "") if is_last else ""
+    is_confidence_wanted = config.output.confidence and is_last
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
@@ -463,8 +483,10 @@ def document_request(
             config.decoding.sampling(document_seed(config.decoding.seed, row.doc_id)),
             **row.sampling,
         ),
-        schema=(config.output.json_schema or "") if is_last else "",
-        choices=choices_of(config.output.json_schema) if is_last else (),
+        schema=schema,
+        choices=choices_of(schema) if schema else (),
+        keeps_log_probs=is_confidence_wanted,
+        closed=closed_fields(schema) if schema and is_confidence_wanted else (),
     )
 
 
@@ -492,6 +514,14 @@ def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion
         "decode",
         summary=answer.text,
     )
+
+
+def _confidence(
+    config: RunConfig, prompts: Prompts, outcome: Completion, answer: str
+) -> list[Values] | None:
+    if not config.output.confidence:
+        return None
+    return confidence_of(outcome, answer, config.output.schema is not None, prompts.decode)
 
 
 def as_document_error(error: Exception) -> DocumentError:

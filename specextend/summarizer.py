@@ -20,6 +20,7 @@ from specextend.config import Configs, RunConfig
 from specextend.core import Completion, DocumentKey, ReadOnly, Request, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.check import check_columns, check_names
+from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
 from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
 from specextend.data.parquet import plain_rows
 from specextend.data.prompts import Prompts
@@ -315,7 +316,11 @@ def result_table(
     results: of `finished_row`, or the facts of a failure, one for each row of the batch. output:
     names `summary` and the fields.
     """
-    table = rows_table(results, BATCH_SCHEMA)
+    whole = rows_table(results, pa.schema([*BATCH_SCHEMA, ("confidence", CONFIDENCE)]))
+    table = whole.select(BATCH_SCHEMA.names)
+    if output.confidence:
+        found = confidence_column(output.json_schema, whole["confidence"])
+        table = table.append_column(confidence_field(output.json_schema), found)
     answers = answer_columns(output.json_schema, table["summary"])
     named = table.rename_columns({"summary": output.column})
     fields = [

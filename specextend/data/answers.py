@@ -135,9 +135,24 @@ def choices_of(schema: str | None) -> tuple[Choice, ...]:
         begin = "{" if number == 1 else " "
         end = "}" if number == len(fields) else ","
         texts = tuple(f"{begin}{_text(name)}: {_text(value)}{end}" for value in values)
-        shown = tuple(value if isinstance(value, str) else _text(value) for value in values)
-        choices.append(Choice(name, shown, texts))
+        choices.append(Choice(name, _shown(values), texts))
     return tuple(choices) if any(len(choice.values) > 1 for choice in choices) else ()
+
+
+@lru_cache(maxsize=8)
+def closed_fields(schema: str) -> tuple[Choice, ...]:
+    """Return the fields of a schema whose values are known, with the JSON of each value."""
+    whole = json.loads(schema)
+    fields = {name: _values(field, whole) for name, field in _properties(whole).items()}
+    return tuple(
+        Choice(name, _shown(values), tuple(map(_text, values)))
+        for name, values in fields.items()
+        if values
+    )
+
+
+def _shown(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(value if isinstance(value, str) else _text(value) for value in values)
 
 
 def _values(field: Any, whole: ReadOnly) -> list[Any]:

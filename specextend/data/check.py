@@ -187,9 +187,11 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError if two columns of the results would have one name."""
     fields = [field.name for field in answer_fields(output.json_schema)]
     passthrough = options.passthrough
-    taken = {*COMMIT_SCHEMA.names} - {"summary", "tasks", "words"}
+    columns = TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
+    ours = {field.name for field in summary_fields(columns)}
+    internal = {"summary", "tasks", "words", "confidence"} - ours
+    taken = {*COMMIT_SCHEMA.names} - internal - {"summary"}
     in_lower_case = {name.lower() for name in (*taken, output.column)}
-    ours = {field.name for field in summary_fields(TextColumns(output.column, output.json_schema))}
     clashes = {
         "output.schema and output.column both name {}; rename the field": {output.column}
         & {*fields},

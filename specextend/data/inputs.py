@@ -220,6 +220,10 @@ class OutputOptions:
     figures: bool = False
     """Find in its document each number, sum of money, percentage, date and year that was written
     (column `figures`, flag `figure_not_found`)."""
+    confidence: bool = False
+    """Say how sure the target was (column `confidence`): of each field, or of a text and of its
+    least certain sentence; and score fields of known values that stand beside others
+    (`choices`)."""
     rules: dict[str, str] = field(default_factory=dict)
     """Conditions of SQL by name, such as `{short: "length(summary) < 900"}`, over the answer's
     columns, `quality_flags` and `input.passthrough`. A text that does not meet one has the flag

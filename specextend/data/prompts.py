@@ -300,16 +300,19 @@ class Prompts:
                 self._tokenizer.convert_tokens_to_ids(marker) if marker in self._names else None
             )
             if token_id in token_ids:
-                before = self._tokenizer.decode(
-                    token_ids[: token_ids.index(token_id)],
-                    skip_special_tokens=True,
-                    clean_up_tokenization_spaces=False,
-                )
+                before = self.decode(token_ids[: token_ids.index(token_id)])
                 marked = marked[: len(before)] + marker + marked[len(before) :]
         thought, ends, answer = marked.partition(end)
         if not (ends or self.begins_thinking or marked.lstrip().startswith(begin)):
             return text, None
         return answer.lstrip(), thought.strip().removeprefix(begin).strip()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the first tokens of an output, as the engine writes it."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def with_instruction(self, instruction: str) -> Prompts:
         """Return prompts with another instruction, for the same tokenizer and limit."""

@@ -463,7 +463,7 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
     has; in their order short passages come before long ones. The four are null if none is near
     enough. left_out: characters that were not read.
     """
-    sentences = dict.fromkeys(text[begin:end] for begin, end in _passages(text, 0, len(text)))
+    sentences = dict.fromkeys(text[begin:end] for begin, end in sentences_of(text))
     runs_of = {sentence: runs for sentence in sentences if (runs := _runs_of_letters(sentence))}
     wanted = {run for runs in runs_of.values() for run in runs}
     read = ((0, left_out.start), (left_out.stop, len(document)))
@@ -489,6 +489,11 @@ def find_sources(text: str, document: str, left_out: range = range(0)) -> list[V
                 }
             )
     return found
+
+
+def sentences_of(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where the sentences of a text begin and end."""
+    return _passages(text, 0, len(text))
 
 
 def _best_passages(

@@ -8,8 +8,8 @@ from specextend.core import ReadOnly, did_you_mean
 from specextend.data.database import filter_columns, matches
 from specextend.data.inputs import OutputOptions
 from specextend.data.schema import (
+    COMMIT_SCHEMA,
     OF_DOCUMENT,
-    SUMMARY_SCHEMA,
     TextColumns,
     rows_table,
     summary_columns,
@@ -45,7 +45,7 @@ def broken_rules(output: OutputOptions, made: ReadOnly, passed: pa.Table | None)
     """
     if not output.rules:
         return []
-    own = summary_columns(rows_table([made], SUMMARY_SCHEMA), _columns(output))
+    own = summary_columns(rows_table([made], COMMIT_SCHEMA), _columns(output))
     table = pa.table(own, schema=pa.schema(_fields(output)))
     if passed is not None:
         table = pa.table(
@@ -65,7 +65,7 @@ def _holds(condition: str, table: pa.Table) -> bool:
 
 
 def _columns(output: OutputOptions) -> TextColumns:
-    return TextColumns(output.column, output.json_schema)
+    return TextColumns(output.column, output.json_schema, has_confidence=output.confidence)
 
 
 def _fields(output: OutputOptions) -> list[pa.Field]:

@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from specextend.core import Completion, ReadOnly, Values, mended
 from specextend.data.answers import answer_columns, answer_fields
+from specextend.data.confidence import CONFIDENCE, confidence_column, confidence_field
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
@@ -116,6 +117,7 @@ TASKS = pa.list_(
             *_columns("string", "name", "text"),
             *FAILURE,
             *(each for each in SUMMARY_SCHEMA if each.name not in {*OF_DOCUMENT, "summary"}),
+            ("confidence", CONFIDENCE),
         ]
     )
 )
@@ -144,6 +146,7 @@ COMMIT_SCHEMA = pa.schema(
         *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
         ("tasks", COMMITTED_TASKS),
         ("words", WORDS),
+        ("confidence", CONFIDENCE),
     ]
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns, and what `generic`
@@ -216,6 +219,8 @@ class TextColumns(NamedTuple):
     """Their JSON Schema."""
     others: tuple[tuple[str, str, str | None], ...] = ()
     """Names of further tasks, with the same."""
+    has_confidence: bool = False
+    """True if the column `confidence` is among them."""
 
 
 _USUAL = TextColumns()
@@ -227,7 +232,8 @@ def text_columns(config: ReadOnly) -> TextColumns:
     text = of_first.get("column", "summary")
     named = [(name, own["output"]) for name, own in config.get("tasks", {}).items()]
     others = [(name, own["column"], own["schema"]) for name, own in named if own["column"] != text]
-    return TextColumns(text, of_first.get("schema"), tuple(others))
+    has_confidence = of_first.get("confidence", False)
+    return TextColumns(text, of_first.get("schema"), tuple(others), has_confidence)
 
 
 def error_schema(passthrough: Iterable[pa.Field], columns: TextColumns = _USUAL) -> pa.Schema:
@@ -249,7 +255,10 @@ def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
     """Return our columns of `summaries/`, and those of the answers. They are `output.column` and
     `output.schema`.
     """
-    fields = [*_named(SUMMARY_SCHEMA, columns.text), *answer_fields(columns.answers)]
+    fields = [*_named(SUMMARY_SCHEMA, columns.text)]
+    if columns.has_confidence:
+        fields.append(confidence_field(columns.answers))
+    fields += answer_fields(columns.answers)
     for _, text, answers in columns.others:
         fields += [pa.field(text, pa.string()), *answer_fields(answers)]
     return [*fields, pa.field("tasks", TASKS)] if columns.others else fields
@@ -257,10 +266,10 @@ def summary_fields(columns: TextColumns = _USUAL) -> list[pa.Field]:
 
 def summary_columns(rows: pa.Table, columns: TextColumns) -> list[pa.ChunkedArray | pa.Array]:
     """Return the values of `summary_fields` in rows with the columns of COMMIT_SCHEMA."""
-    found = [
-        *(rows[name] for name in SUMMARY_SCHEMA.names),
-        *answer_columns(columns.answers, rows["summary"]),
-    ]
+    found = [rows[name] for name in SUMMARY_SCHEMA.names]
+    if columns.has_confidence:
+        found.append(confidence_column(columns.answers, rows["confidence"]))
+    found += answer_columns(columns.answers, rows["summary"])
     if not columns.others:
         return found
     texts = [

@@ -1,5 +1,5 @@
 """Scored answers: an output is put together of choices, each made by the target's probabilities of
-all its values.
+all its values. In an output that was written, fields of known values are scored once it is done.
 
 The values of a choice are a tree behind the prompt and the choices before; one forward scores them,
 several if there are many. Nothing is drafted or sampled. The log probability of a value is the sum
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
-from specextend.core import FinishReason, Scored
+from specextend.core import FinishReason, Scored, json_values
 from specextend.decoding.device import upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import FARTHEST, NonFiniteLogits, where_finite
@@ -30,6 +30,8 @@ MOST_NODES = 96
 """Nodes of values in one forward. With forced tokens before them they are as many as every kernel
 takes.
 """
+_MOST_FORCED = 32
+"""Forced tokens in one forward."""
 Path = list[int]
 """Tokens of an output, from its first one on."""
 
@@ -52,7 +54,7 @@ class ChoiceScorer:
         path = Path()
         for choice in request.choices:
             texts = [text + each for each in choice.texts]
-            paths = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            paths = self._paths(texts)
             num_shared = _num_shared(paths)
             if max(map(len, paths)) > request.max_new_tokens:
                 return paths[0][: min(num_shared or 1, request.max_new_tokens)], "length"
@@ -66,6 +68,46 @@ class ChoiceScorer:
             lead = min((log_probs[best] - other for other in others), default=FARTHEST)
             sequence.leads += [lead] * (len(path) - len(sequence.leads))
         return path, "stop"
+
+    def score(self, sequence: Running) -> None:
+        """Score the values of the closed fields of an output that is done, behind what it says
+        before them. An output that broke off has none.
+
+        The last field comes first, because it is scored in the rows of what stands behind it.
+        """
+        request = sequence.request
+        text = sequence.stopper.text
+        try:
+            spans = {name: (begin, end) for name, begin, end in json_values(text)}
+        except ValueError:
+            return
+        for choice in reversed(request.closed):
+            if choice.field in spans:
+                begin, end = spans[choice.field]
+                paths = self._paths([text[:begin] + each + text[end] for each in choice.texts])
+                if max(map(len, paths)) > sequence.region.size - len(request.prompt_token_ids):
+                    continue  # a longer value does not fit into its rows
+                log_probs = self._behind_output(sequence, paths) if len(paths) > 1 else [0.0]
+                values = zip(choice.values, log_probs, strict=True)
+                sequence.scored[:0] = [Scored(choice.field, *each) for each in values]
+
+    def _behind_output(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
+        """Return what `_log_probs` does, where the rows are those of an output, which may have the
+        same text in other tokens.
+        """
+        begin = len(sequence.request.prompt_token_ids)
+        forced = paths[0][: _num_shared(paths)]
+        known = begin + _num_shared([forced, sequence.stopper.token_ids])
+        sequence.length = min(sequence.length, known)
+        while (rest := forced[sequence.length - begin :])[_MOST_FORCED:]:
+            nodes = [TreeNode(at - 1, each, at, 0.0) for at, each in enumerate(rest[:_MOST_FORCED])]
+            self._logits(sequence, DraftTrees.pad([nodes], self._target.device))
+            sequence.length += _MOST_FORCED
+        return self._log_probs(sequence, paths)
+
+    def _paths(self, texts: Sequence[str]) -> list[Path]:
+        paths: list[Path] = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
+        return paths
 
     def _log_probs(self, sequence: Running, paths: Sequence[Path]) -> list[float]:
         """Return the log probability of each path, given that it is one of them."""

@@ -31,7 +31,13 @@ from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import REFRESH_EVERY, CachePolicy, mean_mass, scored_layers
-from specextend.decoding.sampling import NOT_FINITE, NonFiniteLogits, penalties_of, where_finite
+from specextend.decoding.sampling import (
+    NOT_FINITE,
+    NonFiniteLogits,
+    log_probs_of,
+    penalties_of,
+    where_finite,
+)
 from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch, choose
 from specextend.decoding.speculation import Adaptive, Payoff
 from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
@@ -412,6 +418,8 @@ class Engine:
         if token_id == NOT_FINITE:
             sequence.is_broken = True
             return
+        if request.keeps_log_probs:
+            sequence.log_probs += log_probs_of(logits, [token_id])
         sequence.push([token_id], now)
         if sequence.drafts and not sequence.has_ended:
             self._timed_for = self._adaptive  # the host has waited for the token
@@ -442,6 +450,10 @@ class Engine:
         self._accept(running, trees, step, begin)
         self._count_step()
         self._look_again(running, step)
+        for sequence in running:
+            if sequence.request.closed and sequence.has_ended and not sequence.is_broken:
+                self._choices.score(sequence)
+                self._watch.charge("verify_s", [sequence])
         self._payoff.took(self._watch.mark - started_at)
 
     def _wait_if_timed(self) -> None:

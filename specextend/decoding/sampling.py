@@ -31,6 +31,7 @@ FARTHEST = 1000.0
 NOT_FINITE = -2
 """Stands in the place of a token where the logits that it would be chosen from are not finite."""
 _NOISE_ROWS = 8  # whose noise is made at once
+_NORMED_ROWS = 16  # that are summed at once
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
 
 
@@ -96,6 +97,20 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: Sequence[Sampling
         of_rows = _choose_alike(logits[rows], positions[rows], [sampling[b] for b in places])
         chosen.index_copy_(0, rows, of_rows)
     return chosen
+
+
+def log_probs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Return the log probability of a token by each row of logits [N, V], which are the target's
+    own.
+
+    Sums are taken in fp64, so the rounded result is the same beside any rows, by any number of
+    threads.
+    """
+    norms = torch.cat([rows.double().logsumexp(-1) for rows in logits.split(_NORMED_ROWS)])
+    chosen = upload(torch.tensor(token_ids), logits.device)
+    own = logits.gather(1, chosen.unsqueeze(1))[:, 0]
+    found: list[float] = (own.float() - norms.float()).tolist()
+    return found
 
 
 def _choose_alike(logits: Tensor, positions: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:

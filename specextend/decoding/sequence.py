@@ -140,6 +140,8 @@ class Sequence:
     stats: DecodingStats = field(default_factory=DecodingStats)
     leads: list[float] = field(default_factory=list)
     """Those of its completion."""
+    log_probs: list[float] = field(default_factory=list)
+    """Those of the tokens decided so far."""
     scored: list[Scored] = field(default_factory=list)
     """The values of choices made so far."""
 
@@ -147,7 +149,7 @@ class Sequence:
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
         return self.request.sampling.temperature == 0 and not (
-            self.is_adjusted or self.request.keeps_leads
+            self.is_adjusted or self.request.keeps_leads or self.request.keeps_log_probs
         )
 
     @property
@@ -281,6 +283,7 @@ class Sequence:
             self.stats,
             tuple(self.leads),
             tuple(self.scored),
+            tuple(self.log_probs[: len(stopper.token_ids)]),
         )
 
 

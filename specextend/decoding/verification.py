@@ -4,10 +4,11 @@ Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` feat
 `V` vocabulary, `W` nodes of a path, `H` query heads, `D` head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
-from specextend.decoding.sampling import NOT_FINITE, where_finite
+from specextend.decoding.sampling import NOT_FINITE, log_probs_of, where_finite
 from specextend.decoding.sequence import Nodes, Sequence, choose
 from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
@@ -98,7 +99,25 @@ class Verifier:
         rows = decided.tolist()  # waits for the device
         new = [[token_id for token_id in row if token_id >= 0] for row in rows]
         finite = [NOT_FINITE not in row for row in rows]
+        kept = [b for b, each in enumerate(sequences) if each.request.keeps_log_probs and new[b]]
+        if kept:
+            self._note_log_probs({b: sequences[b] for b in kept}, logits, paths, new)
         return Verified(paths, decided, new, finite, along, tuple(queries))
+
+    @staticmethod
+    def _note_log_probs(
+        kept: Mapping[int, Sequence], logits: Tensor, paths: Tensor, new: Items[list[int]]
+    ) -> None:
+        """Note the log probabilities of new tokens of sequences at places of the batch, by the rows
+        of logits [B, N, V] along the accepted paths [B, W].
+        """
+        nodes = paths.tolist()
+        places = [(b, node) for b in kept for node in nodes[b][: len(new[b])]]
+        of_batch, of_nodes = upload(torch.tensor(places).T.contiguous(), logits.device)
+        token_ids = [token_id for b in kept for token_id in new[b]]
+        found = iter(log_probs_of(logits[of_batch, of_nodes], token_ids))
+        for b, sequence in kept.items():
+            sequence.log_probs += islice(found, len(new[b]))
 
     def _decide(
         self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor

@@ -65,6 +65,35 @@ def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
     assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
 
 
+def test_confidence_is_a_column_only_where_it_is_asked_for(sections):
+    """It has a number for each field, and scores the labels that stand beside what is written."""
+    table = pa.table({"text": ["The committee met.", None], "doc_id": ["a", "b"]})
+    plain = Summarizer(sections)(table)
+    asked = Summarizer(RunConfig.load(sections, ["output.confidence=true"]))(table)
+    assert "confidence" not in plain.column_names
+    [done, failed] = asked.to_pylist()
+    assert failed["confidence"] is None
+    assert done["answer"] == plain["answer"][0].as_py()
+    assert [*done["confidence"]] == [*TYPES]
+    for name in TYPES:
+        is_said = done[name] != []
+        assert (done["confidence"][name] is not None) == is_said
+        assert not is_said or done["confidence"][name] < 0
+    assert plain["choices"][0].as_py() is None
+    values = {"kind": ["audit", "budget"], "closed": ["true", "false"]}
+    assert [each["value"] for each in done["choices"]] == [value for each in values.values() for value in each]
+    for field in values:
+        assert sum(exp(each["log_prob"]) for each in done["choices"] if each["field"] == field) == pytest.approx(1)
+
+
+def test_confidence_of_a_text_names_its_least_certain_sentence():
+    config = RunConfig.load(CONFIG, ["output.path=unused", "output.confidence=true", "decoding.max_new_tokens=40"])
+    row = Summarizer(config)("The committee met.")
+    found = row["confidence"]
+    assert found["least"] <= found["whole"] < 0
+    assert found["least_sentence"] in row["summary"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("most, code", [(200, 0), (80, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
@@ -76,6 +105,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
         f"output.schema={SCHEMA[:-1]}, said: {said}}}",
         "output.sources=true",
         "output.figures=true",
+        "output.confidence=true",
         "output.column=answer",
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
@@ -96,6 +126,7 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path, most, code):
         assert states == [(str(page), "no") for page in row["pages"]]
         assert ("figure_not_found" in row["quality_flags"]) == bool(row["pages"])
         num_missing += len(row["pages"])
+        assert all((value is None) == (row[name] == []) for name, value in row["confidence"].items())
         [found] = row["evidence"]
         assert (found["field"], found["value"]) == ("said", row["said"])
         begin = found["begin"]

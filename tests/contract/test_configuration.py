@@ -23,7 +23,7 @@ LEAST = {
 KEYS = {
     "input": "path text_column id_column on_bad_id passthrough "
     "reference_column gold instruction_column options_column filter sample except_done_in redo_in redo limit",
-    "output": "path column schema sources figures rules",
+    "output": "path column schema sources figures confidence rules",
     "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
     "parts": "tokens",
     "target": "model adapter dtype quantize",

@@ -1,6 +1,7 @@
 """The default pair on real reports: in fp32 greedy output is transformers', in bf16 the bytes of plain decoding."""
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -71,10 +72,14 @@ def references(prompts):
     return cache(lambda length, max_new_tokens: generate(load(), prompts[length], max_new_tokens))
 
 
-def complete(prompts, lengths, max_new_tokens, *changes, **sampling):
+def complete(prompts, lengths, max_new_tokens, *changes, keeps_log_probs=False, **sampling):
     engine = load_engine(config_of(*changes))
     requests = [request(str(length), prompts[length], max_new_tokens, **sampling) for length in lengths]
-    return list(engine.generate(requests))
+    return list(engine.generate([replace(each, keeps_log_probs=keeps_log_probs) for each in requests]))
+
+
+def log_probs_of(completions):
+    return {each.request_id: each.log_probs for each in completions}
 
 
 def by_mode(mode):
@@ -135,7 +140,8 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, schem
     sampling = {"temperature": temperature, "seed": 5}
     weights = ("target.dtype=bfloat16", *([f"target.quantize={scheme}"] if scheme else []))
     plainly = "decoding.mode=autoregressive", "decoding.max_batch_size=1"
-    plain = complete(prompts, lengths, new, *weights, *plainly, **sampling)
+    keeps = nodes == 12  # without them a greedy step leaves its logits on the device
+    plain = complete(prompts, lengths, new, *weights, *plainly, keeps_log_probs=keeps, **sampling)
     torch.set_num_threads(threads)
     found = complete(
         prompts,
@@ -146,7 +152,10 @@ def test_in_bf16_the_tokens_are_those_of_plain_decoding(case, temperature, schem
         f"tree.nodes={nodes}",
         f"decoding.max_batch_size={batch}",
         by_mode(policy),
+        keeps_log_probs=keeps,
         **sampling,
     )
     assert sum(each.stats.num_accepted_tokens for each in found) > 0
     assert tokens_of(found) == tokens_of(plain)
+    assert log_probs_of(found) == log_probs_of(plain)
+    assert all(len(each.log_probs) == len(each.token_ids) * keeps for each in found)
