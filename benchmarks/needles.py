@@ -336,7 +336,7 @@ class Replayer:
         self._drafter: Drafter = self._engine.drafter
         sees_all = config.active_draft.kind == "ngram"
         self._options = replace(config.cache, policy="full") if sees_all else config.cache
-        self._layers = scored_layers(self._options, self._engine.target.config.num_hidden_layers)
+        self._layers = scored_layers(self._options, self._engine.target.layers)
 
     @torch.inference_mode()
     def run(self, probe: Probe) -> dict[str, Any]:
@@ -375,7 +375,7 @@ class Replayer:
             queries=[
                 torch.cat([each[2][layer] for each in deciding])[skipped:] for layer in self._layers
             ],
-            keys=[target.cache.keys[layer, :, rows] for layer in self._layers],
+            keys=[target.cache.layers[layer][0, :, rows] for layer in self._layers],
         )
 
     def _forward(

@@ -80,7 +80,7 @@ def load_engine(config: Configs) -> Engine:
     # first: a GPU that is not there makes all else moot
     device = target_device(config.target, config.job.device)
     facts = check_pair(config.target, config.active_draft)
-    scored_layers(config.cache, facts.num_layers)
+    scored_layers(config.cache, facts.layers)
     config = with_batch_size(config, facts, usable_bytes(config))
     check_memory(config, facts)
     num_rows = target_rows(config, facts)
@@ -135,12 +135,16 @@ def choose_kernels(config: RunConfig, facts: ModelFacts) -> Proof:
     """Return the kernels of the target: on a GPU with `attention.backend: auto` those of its card
     that are proven, else the named.
 
-    A CPU has nothing to choose.
+    A CPU has nothing to choose, and kernels are proven for fused layers only.
     """
     backend = config.attention.backend
     device = torch.device(config.job.device)
-    if backend != "auto" or device.type == "cpu":
-        graphs = backend == "triton" and can_capture(config)
+    draft = config.active_draft
+    is_fused = facts.is_fused and (
+        draft is None or draft.kind != "model" or read_facts(draft.model).is_fused
+    )
+    if backend != "auto" or device.type == "cpu" or not is_fused:
+        graphs = backend == "triton" and can_capture(config) and is_fused
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
     of_card = candidates_for(compute_capability(device))
     candidates = [each for each in of_card if each.field != "graphs" or can_capture(config)]
@@ -196,6 +200,8 @@ def try_kernels(config: RunConfig, *, timed: bool = False) -> tuple[Proof, list[
     if device.type != "cpu":
         lines = times_of(make_subject(config, facts), proof.kernels) if timed else ()
         return proof, [*lines]
+    if not facts.is_fused:
+        return proof, []
     config = with_batch_size(config, facts, None)
     model = random_model(
         read_json(find_folder(config.target.model, weights=False) / "config.json"),

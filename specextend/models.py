@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,16 @@ from specextend.core import (
     one_line,
     without_collections,
 )
-from specextend.decoding.device import AMPERE, compute_capability, what_is_missing
-from specextend.decoding.model import head_size
+from specextend.decoding.device import (
+    AMPERE,
+    compute_capability,
+    is_out_of_memory,
+    what_is_missing,
+)
+from specextend.decoding.layers import context_length, why_not_fused
+from specextend.decoding.model import layers_of
 from specextend.decoding.quantized import check_device, check_quantizable, saved_bytes
+from specextend.decoding.stock import AttentionLayer
 from specextend.folders import cache_folder, temporary_folder
 from specextend.model_files import (
     ADAPTER_CONFIG,
@@ -64,7 +72,9 @@ with without_collections():  # a seventh of its seconds
         LlamaConfig,
     )
     from transformers.configuration_utils import PreTrainedConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
@@ -77,15 +87,8 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 MOST_LAYERS = 1000
 """Far more than any model has; of a mistake transformers would build each one."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -127,10 +130,11 @@ class ModelFacts:
     """The facts about a model that its files contain, without its weights."""
 
     name: str
-    num_layers: int
+    is_fused: bool
+    """Whether its layers run as `FusedLayer`; all others run as transformers' own."""
+    layers: tuple[AttentionLayer, ...]
+    """The attention of each layer."""
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     hidden_size: int
     intermediate_size: int
     has_head_norms: bool
@@ -147,6 +151,21 @@ class ModelFacts:
     """What outputs are besides, if the configuration does not say otherwise."""
 
     @property
+    def num_layers(self) -> int:
+        """Return the number of its layers."""
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the most heads of keys and values that a layer has."""
+        return max(layer.num_kv_heads for layer in self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of the widest heads."""
+        return max(layer.head_dim for layer in self.layers)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that end an output; none if no place names one."""
         named = dict.fromkeys(token_id for ids in self.ends.values() for token_id in ids)
@@ -159,7 +178,7 @@ class ModelFacts:
     @property
     def kv_numbers_per_token(self) -> int:
         """Return how many keys and values one token has in the model's KV cache."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return sum(layer.numbers for layer in self.layers)
 
 
 def read_facts(model: str) -> ModelFacts:
@@ -167,15 +186,17 @@ def read_facts(model: str) -> ModelFacts:
     be served.
     """
     folder = find_folder(model, weights=False)
-    config = _read_config(folder, model)
+    whole = _read_config(folder, model)
+    config = whole.get_text_config()
+    with _reading(f"{model} has layers"):
+        layers = _layers_of(whole.to_json_string(), model)
     return ModelFacts(
         name=model,
-        num_layers=config.num_hidden_layers,
+        is_fused=not why_not_fused(whole),
+        layers=layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_size(config),
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", 0),
         has_head_norms=config.model_type == "qwen3",
         vocab_size=config.vocab_size,
         context_length=context_length(config),
@@ -227,6 +248,11 @@ def check_target(options: TargetOptions) -> ModelFacts:
     """
     facts = check_model(options.model, options.adapter)
     if options.quantize is not None:
+        if not facts.is_fused:
+            raise ModelError(
+                f"{options.model} runs on transformers' own layers, which target.quantize does not "
+                "take; remove it"
+            )
         check_quantizable(_without_weights(_config_of(options.model)), options.quantize)
     return facts
 
@@ -243,18 +269,31 @@ def load_causal_lm(
     weights = _weights_of(read_folder(folder, model), folder, model, adapter)
     _check_tensors(config, model, weights)
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with quiet():
-        # reads each tensor where it needs it; by a folder it would choose other files, and adapters
-        loaded: PreTrainedModel = architecture.from_pretrained(
-            None,
-            config=config,
-            state_dict=open_weights(weights),
-            dtype=DTYPES[dtype],
-            attn_implementation="sdpa",  # not a name that config.json gives
-        )
+    try:
+        with quiet():
+            # reads each tensor where it needs it; by a folder it would choose others, and adapters
+            loaded, notes = architecture.from_pretrained(
+                None,
+                config=config,
+                output_loading_info=True,
+                state_dict=open_weights(weights),
+                dtype=DTYPES[dtype],
+                attn_implementation="eager",  # not a name that config.json gives
+            )
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{model} has weights that do not make a {architecture.__name__}"
+        ) from error
+    if _has_other_names(loaded):
+        for kind, names in notes.items():
+            if names and kind.endswith("_keys"):
+                found = kind.replace("_keys", " tensors")
+                raise ModelError(f"{model} has {found}: {min(map(str, names))}")
     if (
         config.tie_word_embeddings
-        and loaded.lm_head.weight is not loaded.get_input_embeddings().weight
+        and loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
     ):
         raise ModelError(
             f"{model} has an LM head of its own: set tie_word_embeddings to false in its "
@@ -311,21 +350,6 @@ def target_device(options: TargetOptions, kind: str) -> torch.device:
     return device
 
 
-def context_length(config: PreTrainedConfig) -> int:
-    """Return how many tokens a model can hold.
-
-    `linear` and `yarn` stretch the length before scaling by their factor, whether
-    `max_position_embeddings` gives the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
-    YaRN); `llama3` always gives the length after.
-    """
-    rope = config.rope_parameters
-    longest = int(config.max_position_embeddings)
-    if rope["rope_type"] not in ("linear", "yarn"):
-        return longest
-    before = rope.get("original_max_position_embeddings") or longest
-    return max(longest, int(before * (rope.get("factor") or 1.0)))
-
-
 def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.Tensor, float]:
     """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines
     and cosines.
@@ -334,7 +358,7 @@ def rope_frequencies(values: Values, head_dim: int, model: str) -> tuple[torch.T
     """
     with _reading(f"{model} has a RoPE"):
         config = LlamaConfig(head_dim=head_dim, **values)
-        check_supported(config, model)
+        _check_fused(config, model)
         rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, rotary.attention_scaling
 
@@ -357,12 +381,18 @@ def _check_no_adapter(folder: Path, model: str, adapter: str | None) -> None:
         )
 
 
+def config_values(model: str) -> Values:
+    """Return the values of a model's config that describe its decoder. Raises ModelError."""
+    values: Values = _config_of(model).get_text_config().to_dict()
+    return values
+
+
 def _config_of(model: str) -> PreTrainedConfig:
     return _read_config(find_folder(model, weights=False), model)
 
 
 def _read_config(folder: Path, model: str) -> PreTrainedConfig:
-    """Read a model's config and check it, as `check_supported` does."""
+    """Read a model's config and check it, as `_check_raw_config` does."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER_CONFIG).is_file():
             raise ModelError(
@@ -374,10 +404,24 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, attn_implementation="eager"
         )
-        check_supported(config, model)
     for key in ("quantization_config", "compression_config"):  # the weights are unpacked by then
         vars(config).pop(key, None)
     return config
+
+
+def _check_fused(config: PreTrainedConfig, model: str) -> None:
+    """Raise ModelError for a config that only transformers' own layers could run."""
+    if why := why_not_fused(config):
+        raise ModelError(f"{model} {why}, which is not served here")
+
+
+@cache
+def _layers_of(config_json: str, model: str) -> tuple[AttentionLayer, ...]:
+    """Return the attention of each layer of a model's config, once in a process."""
+    values = json.loads(config_json)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config.name_or_path = model
+    return tuple(layers_of(_without_weights(config)))
 
 
 @contextmanager
@@ -397,15 +441,15 @@ def _check_raw_config(raw: Values, model: str) -> None:
     quantized weights.
     """
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if architecture is None:
         raise ModelError(
-            f"{model} is of type {model_type!r}; served are {', '.join(ARCHITECTURES)}"
+            f"{model} is of type {model_type!r}, which transformers {transformers.__version__} "
+            "has no causal LM for"
         )
-    named = raw.get("architectures") or [ARCHITECTURES[model_type]]
-    if named != [ARCHITECTURES[model_type]]:
-        raise ModelError(
-            f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}"
-        )
+    named = raw.get("architectures") or [architecture]
+    if named != [architecture]:
+        raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {architecture}")
     if "transformers_weights" in raw:
         raise ModelError(
             f"{model} names its weights in config.json (transformers_weights), which is not served"
@@ -423,43 +467,21 @@ def _check_raw_config(raw: Values, model: str) -> None:
     read_packing(raw, model)
 
 
-def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an activation, RoPE type or attention window not proven lossless."""
-    if config.hidden_act != "silu":
-        raise ModelError(f"{model} has the activation {config.hidden_act!r}; served is silu")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ROPE_TYPES:
-        raise ModelError(
-            f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"{model} rotates only a part of each head (partial_rotary_factor), which is not served"
-        )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others:
-        raise ModelError(
-            f"{model} has layers of type {', '.join(sorted(others))}; served is full_attention"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < context_length(config):
-        raise ModelError(
-            f"{model} attends through a sliding window of {window} tokens (context "
-            f"{context_length(config)}), which is not served"
-        )
-
-
 def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Weight]) -> None:
     """Raise ModelError unless the tensors found are those of the architecture, as `check_tensors`
     does.
 
     A tied LM head may be there or not, and buffers of the RoPE, which follow from config.json.
-    Names may be those of a bare decoder.
+    Names may be those of a bare decoder. Where transformers has other names and shapes than
+    checkpoints, as for experts, it is asked when it loads the weights.
     """
-    state: dict[str, torch.Tensor] = _without_weights(config).state_dict()
+    whole = _without_weights(config)
+    if _has_other_names(whole):
+        return
+    state: dict[str, torch.Tensor] = whole.state_dict()
     required = {name: tuple(tensor.shape) for name, tensor in state.items()}
     optional = {}
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and "lm_head.weight" in required:
         optional["lm_head.weight"] = required.pop("lm_head.weight")
     named = {}
     for name, weight in found.items():
@@ -467,6 +489,11 @@ def _check_tensors(config: PreTrainedConfig, model: str, found: Mapping[str, Wei
         if ".rotary_emb." not in f".{name}":
             named[name if is_whole else f"model.{name}"] = weight.info
     check_tensors(model, named, required, optional, {})
+
+
+def _has_other_names(model: PreTrainedModel) -> bool:
+    """Return True if transformers renames or joins the tensors of a model's checkpoints."""
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -636,7 +663,7 @@ def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
             vars(model).pop(name, None)
         split = _check_gguf(file, model)
         _check_raw_config(model.config.to_dict(), str(file))
-        check_supported(model.config, str(file))
+        _check_fused(model.config, str(file))
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False

@@ -48,16 +48,20 @@ from specextend.models import (
     rope_frequencies,
     tokens_sha256,
 )
+from specextend.proof.family import check_family
 
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     """Return the target's facts if both models can be served and have the same tokens.
 
-    Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError
-    in one line.
+    Reads configs, tokenizers and the headers of weight files, never the weights. A model that runs
+    on transformers' own layers is checked by a small one of its config. Raises ModelError in one
+    line.
     """
     fetch_if_missing(target.model)
     checked = check_target(target)
+    if not checked.is_fused:
+        check_family(target.model, with_trees=draft is not None)
     tokenizer = load_tokenizer(target.model)
     facts = _with_tokenizer(checked, tokenizer)
     if draft is not None and draft.kind == "eagle":
@@ -259,7 +263,10 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
-    num_rows = min(check_model(draft.model).vocab_size, facts.vocab_size)
+    checked = check_model(draft.model)
+    if not checked.is_fused:
+        check_family(draft.model, with_trees=True)
+    num_rows = min(checked.vocab_size, facts.vocab_size)
     theirs = load_tokenizer(draft.model)
     _check_equal(draft, facts, "bos_token_id", theirs.bos_token_id, ours.bos_token_id)
     _check_equal(draft, facts, "eos_token_id", theirs.eos_token_id, ours.eos_token_id)

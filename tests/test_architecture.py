@@ -48,8 +48,8 @@ OWNERS = {
     "ray": "specextend/cluster/",
     "pyarrow": "specextend/data/ specextend/documents/ specextend/report/ specextend/summarizer.py "
     "specextend/training/ benchmarks/ scripts/",
-    "transformers": "specextend/models.py specextend/data/prompts.py benchmarks/peers.py benchmarks/sources.py "
-    "benchmarks/gpu_pairs.py specextend/proof/ scripts/",
+    "transformers": "specextend/models.py specextend/decoding/stock.py specextend/data/prompts.py benchmarks/peers.py "
+    "benchmarks/sources.py benchmarks/gpu_pairs.py specextend/proof/ scripts/",
     "huggingface_hub": "specextend/model_files.py",
     "flash_attn": "specextend/attention/torch_kernels.py",
     "flash_attn_interface": "specextend/attention/torch_kernels.py",

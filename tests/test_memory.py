@@ -12,6 +12,7 @@ from specextend.attention.torch_kernels import attend_cuda
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
+from specextend.decoding.stock import AttentionLayer
 from specextend.loading import (
     GIB,
     check_memory,
@@ -94,7 +95,8 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pair):
     with torch.inference_mode(), Live() as live:
         target.forward(nodes, nodes, AttentionPlan([0], [3 * chunk], chunk))
     tiny = tiny_config(pair, "ngram", target__dtype="bfloat16", job__gpus_per_worker=1)
-    facts = replace(check_pair(tiny.target, None), hidden_size=2048, num_heads=16, head_dim=128, vocab_size=8)
+    wide = {"hidden_size": 2048, "num_heads": 16, "layers": (AttentionLayer(2, 128),) * 3}
+    facts = replace(check_pair(tiny.target, None), **wide, vocab_size=8)
     planned = memory_bytes(tiny, facts)["activations"]
     assert planned / 2 < live.most < planned
 

@@ -30,6 +30,7 @@ from specextend.loading import choose_kernels, load_cached_target, load_engine, 
 from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair, load_drafter
+from specextend.proof.family import small_model
 from tests.published_heads import WRITERS
 
 BACKENDS = ("reference", "sdpa", "compiled")
@@ -199,6 +200,15 @@ def write_pair(folder, family, seed=0, vocab_size=VOCABULARY, tokenizer=tiny_tok
     good.resize_token_embeddings(vocab_size - vocab_size // 6)
     drafts["cut"] = write(good, folder / "cut")
     return Pair(target, drafts | {"same": target})
+
+
+def write_family(folder, name, **values):
+    """A small random target of any family of transformers, and its `good` draft."""
+    config = AutoConfig.for_model(name, tie_word_embeddings=False, **values).get_text_config()
+    model = small_model(config.to_dict())
+    model.config.eos_token_id = model.generation_config.eos_token_id = EOS_TOKEN_ID
+    draft = write_model(perturbed(model, seed=1), folder / "good")
+    return Pair(write_model(model, folder / "target"), {"good": draft})
 
 
 def write_wide_target(folder):

@@ -37,6 +37,7 @@ NAVIGATION = """
 :caption: Using it
 docs/first-run
 docs/choosing-a-pair
+docs/families
 docs/input-output
 docs/planning-and-report
 docs/cluster

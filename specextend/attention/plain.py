@@ -25,15 +25,18 @@ tree.
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend in plain torch, computed in fp32."""
-    results = [_attend_slowly(q[b], k, v, span, b, scale) for b in range(q.shape[0])]
+    """Attend in plain torch, computed in fp32.
+
+    softcap: Limit of a score, which a hyperbolic tangent approaches; None: scores have no limit.
+    """
+    results = [_attend_slowly(q[b], k, v, span, b, scale, softcap) for b in range(q.shape[0])]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
 def _attend_slowly(
-    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     num_queries, num_heads, _ = q.shape
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
@@ -41,6 +44,8 @@ def _attend_slowly(
     keys = k[:, rows].float().repeat_interleave(group, dim=0)
     values = v[:, rows].float().repeat_interleave(group, dim=0)
     scores = torch.einsum("thd,hsd->hts", q.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if span.causal:
         own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
         scores += additive(own, keys.shape[1], scores.dtype)

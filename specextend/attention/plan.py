@@ -14,6 +14,7 @@ from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 TreeAttention = Literal["dense", "hybrid"]
 
@@ -145,6 +146,8 @@ class AttentionPlan:
     """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
     them raises.
     """
+    windows: dict[int, tuple[KeySpan, ...]] = field(default_factory=dict)
+    """Spans of layers with a sliding window, by its width; made once per forward."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
@@ -158,6 +161,53 @@ class AttentionPlan:
             return self.on_device[1]
         ends = torch.tensor([self.starts, self.lengths]).sum(0)
         return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
+
+    def spans_within(self, window: int) -> tuple[KeySpan, ...]:
+        """Return spans of the last `window` rows that each query sees, its own row included.
+
+        Visible rows have consecutive positions, so a number of rows is a distance in the text.
+        """
+        if max(self.lengths) <= window:
+            return self.spans
+        if window not in self.windows:
+            own = torch.ones(1, self.num_new, self.num_new, dtype=torch.bool).tril()
+            mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask
+            split = self._around_common if mask.shape[2] < window else self._in_one_mask
+            self.windows[window] = split(mask, window)
+        return self.windows[window]
+
+    def _around_common(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
+        """Split a wide window into the masked rows, the rows that all queries see, and its edge.
+
+        A query with n visible masked rows sees the edge but for its first n - 1 rows.
+        """
+        width = mask.shape[2]
+        tail = [min(width, length) for length in self.lengths]
+        before = [length - rows for length, rows in zip(self.lengths, tail, strict=True)]
+        common = [min(rows, window - width - 1) for rows in before]
+        edge = [min(rows - shared, width) for rows, shared in zip(before, common, strict=True)]
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        spans = []
+        for lengths, seen in ((tail, mask), (common, None), (edge, self._edge(mask))):
+            ends = [end - length for end, length in zip(ends, lengths, strict=True)]
+            spans.append(KeySpan(ends, lengths, seen))
+        return tuple(span for span in spans if any(span.lengths))
+
+    @staticmethod
+    def _edge(mask: Tensor) -> Tensor:
+        """Return which rows of a window's edge [B, T, M] the queries see."""
+        numbers = torch.arange(1, mask.shape[2] + 1, device=mask.device)
+        return numbers >= mask.sum(-1, keepdim=True)
+
+    def _in_one_mask(self, mask: Tensor, window: int) -> tuple[KeySpan, ...]:
+        """Mask all rows of a window that is no wider than the masked rows."""
+        width = mask.shape[2] + window - 1
+        lengths = [min(length, width) for length in self.lengths]
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+        seen = pad(mask, (window - 1, 0), value=True)
+        num_later = seen.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+        return (KeySpan(starts, lengths, seen & (num_later <= window)),)
 
     def _split(self) -> tuple[KeySpan, ...]:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one
@@ -175,15 +225,40 @@ class AttentionPlan:
 
 
 def attend_plan(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names. Returns [B, T,
-    H, D].
+    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names.
+
+    Args:
+        attend: The kernel.
+        q: Queries.
+        k: Keys of all rows.
+        v: Values of all rows.
+        plan: The forward's rows.
+        scale: Factor on the scores.
+        window: Rows that a query sees at most, its own included; None: all.
+        sinks: Scores [H] of a key without a value, which every query sees; None: there is none.
+
+    Returns:
+        The mean of the values [B, T, H, D].
     """
-    out, lse = attend(q, k, v, plan.spans[0], scale)
-    for span in plan.spans[1:]:
-        out = merge_states(out, lse, *attend(q, k, v, span, scale))
-    return out
+    spans = plan.spans if window is None else plan.spans_within(window)
+    out, lse = attend(q, k, v, spans[0], scale)
+    for number, span in enumerate(spans[1:], 2):
+        other, other_lse = attend(q, k, v, span, scale)
+        out = merge_states(out, lse, other, other_lse)
+        if number < len(spans) or sinks is not None:
+            lse = torch.logaddexp(lse, other_lse)
+    if sinks is None:
+        return out
+    return (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)).to(q.dtype)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def prepare(
         asks = [*describe_asks(facts)]
         if asks:
             models["target"]["asks"] = asks[0]
-        scored_layers(config.cache, facts.num_layers)
+        scored_layers(config.cache, facts.layers)
         tokenizer = load_tokenizer(config.target.model)
         known = (recorded or {"identity": {"config": {}}})["identity"]["config"].get(
             f"prompt.template_options.{CLOCK}"

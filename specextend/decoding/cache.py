@@ -80,19 +80,49 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[tuple[int, int]],
         num_rows: int,
-        num_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
-        self.stored = torch.empty(shape, dtype=dtype, device=device)
-        """[L, 2, K, R, D], keys and values of each layer."""
-        self.keys, self.values = self.stored.unbind(1)
-        """[L, K, R, D] each, of all layers, which may be written."""
-        self.rows = RowAllocator(shape[3])
+        """Allocate the rows of all layers.
+
+        Args:
+            shapes: Key heads and head size of each layer; (0, 0) for a layer without attention.
+            num_rows: Rows of each layer, which are aligned.
+            dtype: Type of keys and values.
+            device: Their device.
+        """
+        self.num_rows = aligned(num_rows)
+        self.parts = [
+            torch.empty(
+                (shapes.count(shape), 2, shape[0], self.num_rows, shape[1]),
+                dtype=dtype,
+                device=device,
+            )
+            for shape in dict.fromkeys(shapes)
+        ]
+        """Keys and values [L, 2, K, R, D] of all layers of the same shape."""
+        of_shape = dict(zip(dict.fromkeys(shapes), map(iter, self.parts), strict=True))
+        self.layers: list[Tensor] = [next(of_shape[shape]) for shape in shapes]
+        """Keys and values [2, K, R, D] of each layer."""
+        self.rows = RowAllocator(self.num_rows)
+
+    @property
+    def stored(self) -> Tensor:
+        """Return keys and values [L, 2, K, R, D] of a model whose layers have the same shape."""
+        [stored] = self.parts
+        return stored
+
+    @property
+    def keys(self) -> Tensor:
+        """Return the keys [L, K, R, D] of such a model, which may be written."""
+        return self.stored[:, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values [L, K, R, D] of such a model, which may be written."""
+        return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy `count` rows from `source` on to `target`; both are starts of regions, which may
@@ -106,9 +136,10 @@ class KVCache:
         firsts = range(0, count, ALIGNMENT)
         for first in firsts if target < source else reversed(firsts):
             end = min(first + ALIGNMENT, count)
-            self.stored[:, :, :, target + first : target + end] = self.stored[
-                :, :, :, source + first : source + end
-            ]
+            for part in self.parts:
+                part[..., target + first : target + end, :] = part[
+                    ..., source + first : source + end, :
+                ]
 
     def commit(self, rows: Tensor, paths: Tensor) -> None:
         """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind
@@ -119,7 +150,8 @@ class KVCache:
         """
         source = rows.gather(1, paths).flatten()
         target = rows[:, : paths.shape[1]].flatten()
-        self.stored.index_copy_(3, target, self.stored.index_select(3, source))
+        for part in self.parts:
+            part.index_copy_(3, target, part.index_select(3, source))
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
@@ -179,7 +211,7 @@ class VisibleCache(ABC):
         never so much room.
         """
         assert slot not in self.of, f"slot {slot} is in use"
-        if num_working_rows > self.working.stored.shape[3]:
+        if num_working_rows > self.working.num_rows:
             raise ValueError(
                 "the draft's cache has no room for so many new tokens; raise "
                 "decoding.max_new_tokens"
@@ -217,7 +249,8 @@ class DraftCache(VisibleCache):
         num_layers, _, num_heads, _, head_dim = working.stored.shape
         dtype = working.stored.dtype
         device = working.stored.device
-        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
+        shapes = [(num_heads, head_dim)] * num_layers
+        self._full = KVCache(shapes, num_full_rows, dtype, device)
         self._inv_freq = inv_freq.float().to(device)
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:

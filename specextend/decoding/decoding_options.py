@@ -173,16 +173,15 @@ class CacheOptions:
     refresh_every: int | Literal["auto"] = "auto"
     """Steps between two retrievals; the first one follows prefill. `auto` is 32; for a small LM,
     once its reading was measured, new chunks take 2% of the time."""
-    score_layers: tuple[int, ...] = (-1,)
+    score_layers: tuple[int, ...] = ()
     """Layers of the target whose attention scores the chunks, counted from 0, or from the last one
-    (-1). Scores of several layers are averaged."""
+    (-1). They must attend to the whole text. Scores of several layers are averaged. Empty: the last
+    such layer."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "top_k_chunks", "recent", "refresh_every"):
             if (value := getattr(self, name)) != "auto":
                 at_least(f"cache.{name}", value, 1)
-        if not self.score_layers:
-            raise ValueError("cache.score_layers must name at least one layer; -1 is the last one")
         # The end of the text may be aligned in any way: two tokens can touch two chunks.
         forced = -(-(self.recent - 1) // self.chunk_size) + 2
         if self.policy == "retrieval" and self.top_k_chunks < forced:

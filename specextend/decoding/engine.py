@@ -110,9 +110,7 @@ class Engine:
         self._memory = MemoryLadder(
             max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk
         )
-        self._scored_layers = (
-            scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
-        )
+        self._scored_layers = scored_layers(cache, target.layers) if drafter else ()
         self._num_levels = self.drafter.num_levels
         self._tree_attention = tree_attention
         self._verifier = Verifier(
@@ -648,7 +646,7 @@ class Engine:
         if not self._scored_layers:
             return torch.empty(0)
         rows = slice(sequence.region.start, sequence.region.start + sequence.length)
-        keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
+        keys = [self.target.cache.layers[layer][0, :, rows] for layer in self._scored_layers]
         return mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
 
     def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:

@@ -34,6 +34,11 @@ from specextend.decoding.device import multiplies_bf16, traits_of, warn_of_slow_
 
 PRODUCTS = ("qkv", "o_proj", "gate_up", "down_proj")
 """The linear layers of a layer."""
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models whose layers become `FusedLayer`. They differ in biases, and in norms of queries
+and keys.
+"""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GROUP = 64
 """Inputs that share a scale, of a row in 8 bits on a CPU and of a weight in 4 bits."""
 _LEAST_ROWS = 32
@@ -47,13 +52,47 @@ _ROUNDINGS = 8
 def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     """Replace the decoder layers of a causal LM and its norms in place, by `FusedLayer` and `norm`.
 
-    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries
-    and keys. Layers go to the model's device one after the other, and what `finish` makes of each
-    stays there.
+    For models of which `why_not_fused` says nothing. Layers go to the model's device one after the
+    other, and what `finish` makes of each stays there.
     """
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
     model.model.norm = norm(model.model.norm)
+
+
+def why_not_fused(config: Any) -> str:
+    """Return what in the config of a causal LM `FusedLayer` does not compute, or an empty text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in FUSED:
+        return f"is of type {config.model_type!r}"
+    if config.hidden_act != "silu":
+        return f"has the activation {config.hidden_act!r}"
+    if rope.get("rope_type") not in ROPE_TYPES:
+        return f"has RoPE type {rope.get('rope_type')!r}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "rotates only a part of each head (partial_rotary_factor)"
+    if others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
+        return f"has layers of type {', '.join(sorted(others))}"
+    if window is not None and window < context_length(config):
+        return f"attends through a sliding window of {window} tokens"
+    return ""
+
+
+def context_length(config: Any) -> int:
+    """Return how many tokens a model can hold.
+
+    `linear` and `yarn` stretch the length before scaling by their factor, whether
+    `max_position_embeddings` gives the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with
+    YaRN); `llama3` always gives the length after.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # some families have parameters by type of layer
+    longest = int(config.max_position_embeddings)
+    if rope.get("rope_type") not in ("linear", "yarn"):
+        return longest
+    before = rope.get("original_max_position_embeddings") or longest
+    return max(longest, int(before * (rope.get("factor") or 1.0)))
 
 
 def norm(stock: Any) -> Any:
@@ -258,8 +297,8 @@ def pack(module: nn.Module) -> None:
 
 def _is_plain_bf16(module: nn.Module) -> bool:
     """Return True for a linear layer in bf16 on a CPU whose weight is not quantized."""
-    if not isinstance(module, nn.Linear) or type(module.weight) is not nn.Parameter:
-        return False
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return False  # what is derived from it may compute something else
     return module.weight.dtype == torch.bfloat16 and traits_of(module.weight.device).packs_linears
 
 

@@ -235,7 +235,8 @@ def measure(
     num_free = target.cache.rows.num_free
     num_rows = num_free if max(sizes) > MOST_ALONE else max(lengths) + max(sizes)
     # fresh memory may hold NaN, and costs nothing until it is written
-    target.cache.stored[..., :num_rows, :] = 0
+    for part in target.cache.parts:
+        part[..., :num_rows, :] = 0
     for number, length in enumerate(lengths):
         # one length would say nothing of longer ones
         if number > 1 and time.perf_counter() - begin > BUDGET_S:

@@ -1,9 +1,10 @@
-"""A causal LM that runs in batches on our layers and our cache, for the target and for standalone
-drafts.
+"""A causal LM that runs in batches on our cache, for the target and for standalone drafts: Llama's
+family on our layers (`layers`), any other on transformers' own (`stock`).
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,39 +17,89 @@ from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
-from specextend.decoding.layers import CompiledLinear, Forward, fuse, joined_in_one_call, pack
+from specextend.decoding.layers import (
+    CompiledLinear,
+    Forward,
+    fuse,
+    joined_in_one_call,
+    pack,
+    why_not_fused,
+)
 from specextend.decoding.quantized import Scheme, quantized, saved_bytes
+from specextend.decoding.stock import AttentionLayer, StockDecoder, attention_layers
 from specextend.stats import ModelWork
 
+_CHOSEN_EXPERTS = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "num_experts_per_token",
+)
+"""Names that configs have for the experts that a token passes."""
 
-def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
+
+def count_work(
+    model: Any,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    quantize: Scheme | None = None,
+) -> ModelWork:
     """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`.
 
-    quantize: what is to become of the weights of its layers.
+    Args:
+        model: The causal LM.
+        layers: The attention of its layers.
+        dtype: Type of the weights.
+        quantize: What is to become of the weights of its layers.
     """
-    config = model.config
-    head = model.lm_head.weight.numel()
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight.numel()
     linears = sum(
         module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
     )
+    experts, share = expert_parameters(model)
+    idle = int(experts * (1 - share))
     # of an embedding of its own, a step reads one row
     unread = 0 if config.tie_word_embeddings else head
-    num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
-    head_dim = head_size(config)
+    num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread - idle
     return ModelWork(
         weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype),
-        kv_bytes_per_token=2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * head_dim
-        * dtype.itemsize,
-        layer_parameters=linears - head,
+        kv_bytes_per_token=sum(layer.numbers for layer in layers) * dtype.itemsize,
+        layer_parameters=linears - head + experts - idle,
         head_parameters=head,
         attention_flop_per_pair=4
-        * config.num_hidden_layers
         * config.num_attention_heads
-        * head_dim,
+        * sum(layer.head_dim for layer in layers),
     )
+
+
+def expert_parameters(model: Any) -> tuple[int, float]:
+    """Count the weights of a model's experts, whose tensors are [experts, outputs, inputs].
+
+    Returns:
+        Their number, and the share of them that one token passes.
+    """
+    experts = [
+        weight
+        for name, weight in model.named_parameters()
+        if ".experts." in name and weight.dim() == 3
+    ]
+    config = model.config.get_text_config()
+    chosen = [getattr(config, name) for name in _CHOSEN_EXPERTS if hasattr(config, name)]
+    if not experts or not chosen or type(chosen[0]) is not int:
+        return sum(weight.numel() for weight in experts), 1.0
+    return sum(weight.numel() for weight in experts), min(1.0, chosen[0] / len(experts[0]))
+
+
+def layers_of(model: Any) -> list[AttentionLayer]:
+    """Return the attention of each layer of a causal LM, whose weights may be on `meta`."""
+    config = model.config
+    if why_not_fused(config):
+        return attention_layers(model)
+    head_dim = head_size(config)
+    layer = AttentionLayer(config.num_key_value_heads, head_dim, None, head_dim**-0.5)
+    return [layer] * config.num_hidden_layers
 
 
 def head_size(config: Any) -> int:
@@ -67,24 +118,34 @@ class CachedModel:
         kernels: LayerKernels = TORCH,
         quantize: Scheme | None = None,
     ):
-        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between
-        their products.
+        """Take the model; the layers of Llama's family are replaced by `FusedLayer`.
 
-        quantize: what becomes of the weights of these layers, which may still lie on another device
-        than the others.
+        Args:
+            model: The causal LM.
+            attend: The kernel of attention.
+            num_rows: Rows of the cache.
+            kernels: The kernels between the products of fused layers.
+            quantize: What becomes of the weights of fused layers, which may still lie on another
+                device than the others.
         """
-        self.config: Any = model.config
+        self.config: Any = model.config.get_text_config()
         self.model = model
         self.attend = attend
         self.kernels = kernels
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.head_dim = head_size(self.config)
-        self.scale: float = self.head_dim**-0.5
-        self.work = count_work(model, self.dtype, quantize)
+        self.layers = layers_of(model)
+        """The attention of each layer."""
+        whole = [layer for layer in self.layers if layer.num_kv_heads and layer.window is None]
+        self.scale: float = (whole or self.layers)[-1].scale
+        """Factor on the scores of layers of full attention."""
+        self.work = count_work(model, self.layers, self.dtype, quantize)
         """What decoding with it takes."""
-        fuse(model, partial(quantized, scheme=quantize))
-        release_cached(self.device)  # the weights that were joined
+        self.is_fused = not why_not_fused(model.config)
+        """Whether its layers are ours."""
+        if self.is_fused:
+            fuse(model, partial(quantized, scheme=quantize))
+            release_cached(self.device)  # the weights that were joined
         pack(model)
         self.trials: tuple[Trial, ...] = ()
         """What came of the kernels that were tried."""
@@ -93,14 +154,9 @@ class CachedModel:
         """How linear layers are multiplied, see `layers` and `quantized`."""
         self._decoder: Any = None
         """What runs all layers in one call."""
-        self.cache = KVCache(
-            self.config.num_hidden_layers,
-            num_rows,
-            self.config.num_key_value_heads,
-            self.head_dim,
-            self.dtype,
-            self.device,
-        )
+        shapes = [layer.shape for layer in self.layers]
+        self.cache = KVCache(shapes, num_rows, self.dtype, self.device)
+        self._stock = None if self.is_fused else StockDecoder(model, attend, self.cache)
 
     @property
     def runs_in_one_call(self) -> bool:
@@ -126,12 +182,22 @@ class CachedModel:
         Without layers the features are the hidden states themselves, and with None there are no
         features (F = 0). Where the plan is for ends only, hidden may be [B, 1, C]. Nothing is kept.
         """
+        run = self._run_fused if self._stock is None else self._stock.run
+        hidden, outputs = run(token_ids, positions, plan, layers or ())
+        if layers == ():
+            return hidden, hidden
+        empty = hidden.new_empty(*token_ids.shape, 0)
+        return hidden, torch.cat([empty, *outputs], -1)
+
+    def _run_fused(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run our layers; return what `StockDecoder.run` does."""
         model = self.model.model
         embedded = model.embed_tokens(token_ids)
         cos, sin = model.rotary_emb(embedded, positions)
-        sin[..., : self.head_dim // 2].neg_()
+        sin[..., : sin.shape[-1] // 2].neg_()
         x, cos, sin = (each.flatten(0, 1) for each in (embedded, cos, sin))
-        wanted = layers or ()
         if self._decoder is not None and len(plan.spans) == 1:
             x, outputs = self._decoder.run(x, cos, sin, plan, self.cache.stored, wanted)
         else:
@@ -143,14 +209,14 @@ class CachedModel:
                 if index in wanted:
                     outputs.append(x)
         hidden = model.norm(x).unflatten(0, (len(token_ids), -1))
-        if layers == ():
-            return hidden, hidden
-        features = torch.cat([embedded[..., :0].flatten(0, 1), *outputs], -1)
-        return hidden, features.unflatten(0, token_ids.shape)
+        return hidden, [output.unflatten(0, token_ids.shape) for output in outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
-        return self.model.lm_head(hidden)
+        head: Callable[[Tensor], Tensor] = (
+            self.model.lm_head if self._stock is None else self._stock.logits
+        )
+        return head(hidden)
 
     def timing_key(self) -> dict[str, Any]:
         """Return what the time of a forward depends on, attention's kernels aside, as JSON
@@ -161,16 +227,23 @@ class CachedModel:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "dtype": str(self.dtype),
-            "layers": "torch" if self.kernels is TORCH else "kernels",
+            "layers": self._how_layers_run(),
             "linears": self.linears,
             "one_call": self._decoder is not None,
-            "head_dim": self.head_dim,
+            "head_dim": head_size(self.config),
             "model_type": self.config.model_type,
             **{name: value for name, value in self.config.to_dict().items() if type(value) is int},
         }
 
+    def _how_layers_run(self) -> str:
+        if not self.is_fused:
+            return "stock"
+        return "torch" if self.kernels is TORCH else "kernels"
+
     def join_layers(self) -> None:
         """Run all layers in one compiled call from now on, if that can be made here."""
+        if not self.is_fused:
+            return
         attends = compiled_is_right(self.dtype)
         why = "torch runs this model, type or processor"
         self._decoder = joined_in_one_call(self.model.model.layers, self.scale) if attends else None

@@ -14,29 +14,41 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specextend.decoding.decoding_options import CacheOptions
+from specextend.decoding.stock import AttentionLayer
 from specextend.stats import DecodingStats
 
 REFRESH_EVERY = 32
 """Steps between two retrievals if their cost was not measured."""
 
 
-def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
+def scored_layers(options: CacheOptions, layers: Sequence[AttentionLayer]) -> tuple[int, ...]:
     """Return the target's layers that score the chunks, ascending from 0; none unless the policy is
     `retrieval`.
 
     Raises:
-        ValueError: the options name a layer that a target of `num_layers` layers lacks, under
-        any policy.
+        ValueError: Under any policy, the options name a layer that the target lacks or that does
+        not see the whole text; or no layer does, under `retrieval`.
     """
+    count = len(layers)
+    whole = [n for n, layer in enumerate(layers) if layer.num_kv_heads and layer.window is None]
     for layer in options.score_layers:
-        if not -num_layers <= layer < num_layers:
+        if not -count <= layer < count:
             raise ValueError(
-                f"cache.score_layers names layer {layer}, but the target has {num_layers} (0 to "
-                f"{num_layers - 1}, or "
-                f"-{num_layers} to -1 from the last)"
+                f"cache.score_layers names layer {layer}, but the target has {count} (0 to "
+                f"{count - 1}, or -{count} to -1 from the last)"
             )
-    layers = {layer % num_layers for layer in options.score_layers}
-    return tuple(sorted(layers)) if options.policy == "retrieval" else ()
+        if layer % count not in whole:
+            raise ValueError(
+                f"cache.score_layers names layer {layer}, which does not attend to the whole text; "
+                f"{', '.join(map(str, whole)) or 'no layer'} of the target does"
+            )
+    if options.policy != "retrieval":
+        return ()
+    if not whole:
+        raise ValueError(
+            "no layer of the target attends to the whole text: set cache.policy to streaming"
+        )
+    return tuple(sorted({layer % count for layer in options.score_layers or whole[-1:]}))
 
 
 def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:

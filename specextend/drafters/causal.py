@@ -176,10 +176,11 @@ class CausalDrafter(Drafter):
         self._num_visible_rows = num_visible_rows
         self._graphs = graphs or Graphs()
         self._gain = LevelGain(clock, tree.threshold)
-        device = self._cache.working.stored.device
+        stored = self._cache.working.parts[0]
+        device = stored.device
         self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """[slots], the last decided token, from which the next tree starts"""
-        self._root_hidden = self._cache.working.stored.new_zeros(num_slots, network.hidden_size)
+        self._root_hidden = stored.new_zeros(num_slots, network.hidden_size)
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
         """[slots, 3], the last tokens: of the prompt, and of all if the network reads them; -1

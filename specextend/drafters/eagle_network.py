@@ -274,9 +274,8 @@ class EagleNetwork:
         self._inv_freq = rope[0].to(device)
         self._scale = head.head_dim**-0.5 * rope[1] ** 2
         num_full, num_working = num_rows
-        working = KVCache(
-            1, num_working, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device
-        )
+        shape = head.num_kv_heads + head.copy_heads, head.head_dim
+        working = KVCache([shape], num_working, dtype, device)
         inv_freq = torch.stack(
             [self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads
         )

@@ -150,7 +150,12 @@ class _Rounds:
             show,
         )
         start = DraftOptions(kind="eagle", model=options.start_from) if options.start_from else None
-        limit = config.max_tokens(check_pair(config.target, start).context_length)
+        facts = check_pair(config.target, start)
+        if not facts.is_fused:
+            raise ValueError(
+                f"{facts.name} runs on transformers' own layers, for which no head is trained"
+            )
+        limit = config.max_tokens(facts.context_length)
         tokenizer = load_tokenizer(config.target.model)
         try:
             prompts = Prompts(tokenizer, config.prompt, limit)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specextend.decoding.model import count_work
+from specextend.decoding.model import count_work, layers_of
 from specextend.models import DTYPES, TargetOptions, load_causal_lm, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
@@ -15,11 +15,16 @@ def without_weights(folder):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
+def work_of(options):
+    model = without_weights(options.model)
+    return count_work(model, layers_of(model), DTYPES[options.dtype])
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-tied-llama3", "qwen2-tied"])
 def test_the_work_of_a_model_is_counted_from_its_shapes(tmp_path, family):
     """A step reads every weight once, of an embedding with an output layer beside it only a row."""
     options = TargetOptions(model=write_model(tiny_model(FAMILIES[family], 0), tmp_path), dtype="bfloat16")
-    work = count_work(without_weights(options.model), DTYPES[options.dtype])
+    work = work_of(options)
     model = load_causal_lm(options.model, options.dtype, "cpu")
     read = [weight for name, weight in model.named_parameters() if "embed" not in name or FAMILIES[family].tied]
     matrices = [weight for name, weight in model.named_parameters() if "layers" in name and weight.dim() == 2]
@@ -34,7 +39,7 @@ def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
     from torch.utils.flop_counter import FlopCounterMode
 
     options = TargetOptions(model=write_model(tiny_model(FAMILIES["llama"], 0), tmp_path), dtype="float32")
-    work = count_work(without_weights(options.model), DTYPES[options.dtype])
+    work = work_of(options)
     model = load_causal_lm(options.model, options.dtype, "cpu")
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:

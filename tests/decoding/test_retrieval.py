@@ -17,6 +17,7 @@ from specextend.decoding.retrieval import (
     select_recent,
     visible_positions,
 )
+from specextend.decoding.stock import AttentionLayer
 from specextend.stats import DecodingStats
 from tests.covering import covering
 
@@ -122,17 +123,33 @@ def test_a_budget_that_forced_chunks_alone_can_exceed_is_refused(chunk_size, rec
         CacheOptions(top_k_chunks=least - 1, **values)
 
 
+WHOLE = AttentionLayer(2, 16)
+WINDOWED = AttentionLayer(2, 16, window=8)
+
+
 @pytest.mark.parametrize(
-    "named, layers", [((-1,), (29,)), ((0, 15, -1), (0, 15, 29)), ((29, -1), (29,)), ((-30,), (0,))]
+    "named, layers", [((-1,), (29,)), ((0, 15, -1), (0, 15, 29)), ((29, -1), (29,)), ((-30,), (0,)), ((), (29,))]
 )
 def test_layers_are_counted_from_either_end(named, layers):
     """A layer that is named twice has one voice; without retrieval none is kept."""
-    assert scored_layers(CacheOptions(score_layers=named), 30) == layers
-    assert scored_layers(CacheOptions(score_layers=named, policy="streaming"), 30) == ()
+    assert scored_layers(CacheOptions(score_layers=named), [WHOLE] * 30) == layers
+    assert scored_layers(CacheOptions(score_layers=named, policy="streaming"), [WHOLE] * 30) == ()
 
 
 @pytest.mark.parametrize("layer", [30, -31])
 def test_a_layer_that_the_target_lacks_is_refused(layer):
     """Python would count a list's end for it, or fail in the middle of the first document."""
     with pytest.raises(ValueError, match=rf"cache\.score_layers names layer {layer}, but the target has 30"):
-        scored_layers(CacheOptions(score_layers=(-1, layer)), 30)
+        scored_layers(CacheOptions(score_layers=(-1, layer)), [WHOLE] * 30)
+
+
+def test_only_layers_that_see_the_whole_text_score_it():
+    """A window gives each chunk before it a share of nothing, and the draft would see the end alone."""
+    layers = [WHOLE, WINDOWED, AttentionLayer()]
+    assert scored_layers(CacheOptions(), layers) == (0,)
+    for named in (1, -1):
+        with pytest.raises(ValueError, match=f"layer {named}, which does not attend to the whole text; 0 of"):
+            scored_layers(CacheOptions(score_layers=(named,)), layers)
+    with pytest.raises(ValueError, match=r"no layer of the target attends to the whole text: set cache\.policy"):
+        scored_layers(CacheOptions(), layers[1:])
+    assert scored_layers(CacheOptions(policy="streaming"), layers[1:]) == ()

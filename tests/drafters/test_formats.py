@@ -133,7 +133,7 @@ def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write,
         ({"model_type": "gemma3"}, "model_type: Input should be 'llama', 'mistral', 'qwen2' or 'qwen3', got 'gemma3'"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [2] * 6, "short_factor": [1] * 6}},
-            "has RoPE type 'longrope'; served are default, linear",
+            "has RoPE type 'longrope', which is not served here",
         ),
         ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
         ({"target_hidden_size": 32}, "(EAGLE-3) lacks the tensor embed_tokens.weight"),

@@ -111,33 +111,30 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(write_model, ca
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "has the activation 'gelu'; served is silu"),
+        ({"model_type": "nobodys"}, "is of type 'nobodys', which transformers"),
         (
             {"compression_config": {"quant_method": "hqq"}},
             "quantized weights (hqq), which cannot be unpacked exactly; served are fp8, compressed-tensors, mxfp4",
         ),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
-        ),
         ({"num_hidden_layers": 3_000_000}, "3,000,000 layers (num_hidden_layers), of which 1,000 are served"),
         ({"_attn_implementation": "someone/code"}, "names code to fetch (_attn_implementation: someone/code)"),
     ],
-    ids=["architecture", "activation", "quantized", "rope", "layers", "code"],
+    ids=["architecture", "quantized", "layers", "code"],
 )
 def test_what_is_not_served_is_refused_by_name(write_model, values, message):
-    """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""
+    """What nobody can load, and what would fetch code."""
     folder = write_model()
     edit_json(folder / "config.json", **values)
     assert message in refusal(folder)
 
 
-def test_sliding_layers_are_refused(write_model):
-    """Qwen2 and Qwen3 switch the window on by layer; Mistral's, as long as the context, is felt by no token."""
+def test_windows_are_read_by_layer(write_model):
+    """Qwen2 switches the window on by layer; Mistral's, as long as the context, is felt by no token."""
     values = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
-    assert "layers of type sliding_attention" in refusal(write_model(model_type="qwen2", **values))
-    assert read_facts(str(write_model(model_type="mistral", sliding_window=256))).context_length == 256
+    windowed = read_facts(str(write_model("windowed", model_type="qwen2", **values)))
+    assert (windowed.is_fused, [layer.window for layer in windowed.layers]) == (False, [None, 64])
+    whole = read_facts(str(write_model("whole", model_type="mistral", sliding_window=256)))
+    assert (whole.is_fused, whole.context_length) == (True, 256)
 
 
 @pytest.mark.parametrize(
@@ -304,3 +301,33 @@ def test_a_gpu_whose_attention_takes_no_16_bits_is_refused_before_weights_are_lo
     assert target_device(TargetOptions(model="m", dtype="float32"), "cuda").type == "cuda"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert target_device(TargetOptions(model="m", dtype="bfloat16"), "cuda").type == "cuda"
+
+
+def test_a_family_that_would_differ_is_refused_before_anything_starts(write_model, capsys, monkeypatch):
+    """Its recurrent layers know nothing of a tree, nor of what our cache holds: it would write nonsense, fluently."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    folder = write_model(model_type="lfm2", layer_types=["conv", "full_attention"])
+    assert call(check, ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"], "x") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{folder}: logits differ from the stock model by " in line
+    assert "autoregressive works" not in line
+
+
+def test_weights_of_fused_layers_alone_are_quantized(write_model):
+    """Transformers' own layers would keep theirs in 16 bits, without a word."""
+    folder = write_model(model_type="gemma2", head_dim=8)
+    with pytest.raises(ModelError, match=r"runs on transformers' own layers, which target\.quantize does not take"):
+        check_pair(TargetOptions(model=str(folder), quantize="int8"), None)
+
+
+def test_experts_of_a_checkpoint_are_joined_and_a_missing_one_is_named(write_model):
+    """Transformers joins them in one tensor, so a header has other names than the model."""
+    folder = write_model(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    assert check_model(str(folder)).is_fused is False
+    load(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has weights that do not make a Qwen3MoeForCausalLM"):
+        load(folder)

@@ -1,0 +1,85 @@
+"""Write `docs/families.md`: what the check of a start finds for each family of transformers.
+
+python -m scripts.families_page > docs/families.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specextend.core import first_line
+from specextend.decoding.layers import FUSED
+from specextend.proof.family import Differences, differences
+
+HEAD = """\
+# Families: which models run
+
+A model is served by what it computes, not by its name. Llama, Mistral, Qwen2 and Qwen3 without
+windows run on [layers of our own](architecture.md#one-decoding-step), which are the fastest. Any
+other causal LM of transformers runs on its own layers, with our attention and cache, if it passes a
+check.
+
+`check`, `plan` and every start make a small model of its `config.json` with random weights. In
+float32 this model must give the logits of transformers' own, in a prompt of two chunks, in plain
+decoding, in two trees and in a batch of two. If it does not, it is refused in one line that says
+what differs.
+
+Sliding windows, softcaps, sinks, experts, and keys and values of several sizes are served. Their
+cost: a softcap is computed in plain torch; the layers of such a model are neither captured nor
+fused; layers with a window read the rows in it alone, but keep a whole context's. Values are kept
+as wide as keys. `target.quantize` takes fused layers only.
+
+Layers with a recurrent state (Mamba, Qwen3-Next, Qwen3.5, LFM2), attention in chunks (Llama 4) and
+RoPE that depends on the length of the text (`dynamic`, `longrope`) are refused.
+
+The tables show what the check found for each family's default configuration. They come from
+`python -m scripts.families_page`, and a slow test compares them. A published model may have other
+options than its family's default: `specextend check` says what is true for yours.
+"""
+
+
+def page() -> str:
+    """Return the whole page as Markdown."""
+    warnings.simplefilter("ignore")
+    found = {name: _verdict(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    run = [name for name, verdict in found.items() if not verdict]
+    refused = {name: verdict for name, verdict in found.items() if verdict}
+    lines = [
+        HEAD,
+        f"## Those that run, with transformers {transformers.__version__}",
+        "",
+        "| family | layers |",
+        "|---|---|",
+        *(f"| `{name}` | {'ours' if name in FUSED else 'its own'} |" for name in run),
+        "",
+        "## Those that do not",
+        "",
+        "| family | why |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in refused.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(family: str) -> str:
+    """Return why a family does not run, or an empty text."""
+    try:
+        values = AutoConfig.for_model(family).get_text_config().to_dict()
+        found = differences(json.dumps(values, default=str))
+    except Exception as error:  # noqa: BLE001  a config may raise anything
+        found = first_line(error)
+    if not isinstance(found, Differences):
+        return f"does not run: {first_line(ValueError(found))}".replace("|", "\\|")[:160]
+    if not found.decodes:
+        return "differs from the stock model in plain decoding"
+    return "trees differ from the stock model" if found.wrong else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,273 @@
+"""The check of a model that runs on transformers' own layers: a small one of the same config, with
+random weights, must give the logits of the stock model, in plain decoding and in trees.
+
+No list of families is needed: what a family does besides attention, such as recurrent layers or
+chunks of attention, shows as a difference. Begin with `check_family`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.attention.torch_kernels import attend_by_head
+from specextend.core import Values, first_line
+from specextend.decoding.model import CachedModel
+from specextend.model_files import ModelError
+from specextend.models import config_values
+
+WINDOW = 12
+"""Tokens of a sliding window or of a chunk of attention, fewer than the text has."""
+_VOCABULARY = 256
+_HEADS = 4
+_MOST = (
+    (r"vocab_size", _VOCABULARY),
+    (r"num_.*key_value_heads|n_head_kv", 2),
+    (r".*intermediate_size|ffn_dim|n_inner|ffn_hidden_size", 128),
+    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
+    (r"num_experts_per_tok(en)?|top_k_experts|moe_k|moe_topk", 2),
+    (r"n_group|topk_group|first_k_dense_replace", 1),
+    (r"sliding_window|attention_chunk_size", WINDOW),
+    (r"(bos|eos)_token_id", 2),
+    (r"pad_token_id", 0),
+)
+"""Keys of configs, and the most that a small model has of each. Sizes of heads stay."""
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings that depend on how long the text is."""
+_PROMPTS = (40, 29)
+_READ_FIRST = 17
+_PARENTS = (-1, -1, 0, 0, 1, 2, 4)
+"""The node before each node of a tree; -1: the last token of the text."""
+_COMMITTED = (5, 6)
+"""The last node that each sequence commits."""
+_TOLERANCE = 1e-3
+"""Difference of a logit, as a share of their spread, that is no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """The largest differences of a logit from those of the stock model."""
+
+    plain: float
+    """In plain decoding."""
+    trees: float
+    """In trees of drafts."""
+    allowed: float
+
+    @property
+    def wrong(self) -> str:
+        """Return what is wrong, or an empty text."""
+        for name, found in (("logits", self.plain), ("trees", self.trees)):
+            if not (isfinite(found) and found <= self.allowed):
+                return f"{name} differ from the stock model by {found:.2g} in a logit"
+        return ""
+
+    @property
+    def decodes(self) -> bool:
+        """Return True if plain decoding is right."""
+        return self.plain <= self.allowed
+
+
+def check_family(model: str, *, with_trees: bool) -> None:
+    """Check a model that is not fused by a small model of its config.
+
+    Args:
+        model: A value of `target.model` or `draft.model`.
+        with_trees: Whether it reads trees of drafts.
+
+    Raises:
+        ModelError: A logit differs.
+    """
+    found = differences(json.dumps(config_values(model)))
+    if isinstance(found, str):
+        raise ModelError(f"{model} does not run with our attention and cache: {found}")
+    if not found.decodes or (found.wrong and with_trees):
+        way_out = "; decoding.mode: autoregressive works" if found.decodes else ""
+        raise ModelError(
+            f"{model}: {found.wrong}, by a small model of its config with random weights{way_out}"
+        )
+
+
+@cache
+def differences(config: str) -> Differences | str:
+    """Return how a small model of a config differs from the stock model, once in a process.
+
+    Args:
+        config: The values of a `config.json`, or of its `text_config`.
+
+    Returns:
+        The differences, or why it cannot be run.
+    """
+    try:
+        stock = small_model(json.loads(config))
+        return _compare(stock)
+    except Exception as error:  # noqa: BLE001  a family may raise anything
+        return first_line(error) or type(error).__name__
+
+
+def small_model(values: Values) -> Any:
+    """Make a small causal LM of a config, with random weights that make attention sharp."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(values)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    kind, small = config.model_type, shrunk(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **small), attn_implementation="eager", dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.dim() > 1:
+            weight.data = noise * 1.5 * weight.shape[-1] ** -0.5
+        else:
+            weight.data += noise * 0.1
+    return model.eval().requires_grad_(False)
+
+
+def shrunk(config: Any) -> Values:
+    """Return the values of a config for a small model that has each kind of its layers twice.
+
+    Sizes of heads stay, because much else must fit them.
+    """
+    values: Values = config.to_dict()
+    for name in ("model_type", "architectures", "quantization_config", "dtype"):
+        values.pop(name, None)
+    names = {name: config.attribute_map.get(name, name) for name in _NAMES}
+    num_layers = values[names["num_hidden_layers"]]
+    num_heads = values[names["num_attention_heads"]]
+    head_dim = values.get("head_dim") or config.hidden_size // num_heads
+    by_layer = {
+        name: each
+        for name, each in values.items()
+        if isinstance(each, list) and len(each) == num_layers
+    }
+    kept = _kept_layers(by_layer, num_layers)
+    values |= {name: [each[layer] for layer in kept] for name, each in by_layer.items()}
+    if of_some := values.get("per_layer_config"):
+        own = {int(layer): each for layer, each in of_some.items()}
+        values["per_layer_config"] = {
+            number: own[layer] for number, layer in enumerate(kept) if layer in own
+        }
+    for name, value in values.items():
+        values[name] = _at_most(name, value)
+    of_keys = config.attribute_map.get("num_key_value_heads", "num_key_value_heads")
+    if of_keys in values and getattr(config, "num_key_value_heads", None) in (None, num_heads):
+        values[of_keys] = _HEADS
+    if "head_dim" in values:
+        values["head_dim"] = head_dim
+    values[names["num_hidden_layers"]] = len(kept)
+    values[names["num_attention_heads"]] = _HEADS
+    values[names["hidden_size"]] = _HEADS * head_dim
+    if values.get("num_kv_shared_layers"):
+        values["num_kv_shared_layers"] = len(kept) // 2
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type") in _ROPES_BY_LENGTH:
+        values["max_position_embeddings"] = rope["original_max_position_embeddings"] = WINDOW
+    return values
+
+
+_NAMES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+
+
+def _kept_layers(by_layer: Mapping[str, list[Any]], num_layers: int) -> list[int]:
+    """Return the first and the last layer of each kind, ascending."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for layer in range(num_layers):
+        kind = repr([each[layer] for each in by_layer.values()])
+        first.setdefault(kind, layer)
+        last[kind] = layer
+    return sorted({*first.values(), *last.values()})
+
+
+def _at_most(name: str, value: Any) -> Any:
+    """Limit a value, or each of a list."""
+    if isinstance(value, list):
+        return [_at_most(name, each) for each in value]
+    most = next((most for pattern, most in _MOST if re.fullmatch(pattern, name)), None)
+    return value if most is None or type(value) is not int else min(value, most)
+
+
+@torch.inference_mode()
+def _compare(stock: Any) -> Differences:
+    """Read prompts in two chunks, a token, and two trees in a batch of two sequences."""
+    run = _Run(stock)
+    plain = [*run.prompts()]
+    trees = [*run.trees("hybrid"), *run.trees("dense")]
+    spread = float(torch.stack([exact.std() for _, exact in plain]).max())
+    worst_plain, worst_tree = (
+        max(float((found - exact).abs().max()) for found, exact in each) for each in (plain, trees)
+    )
+    return Differences(worst_plain, worst_tree, _TOLERANCE * max(1.0, spread))
+
+
+class _Run:
+    """Two sequences in our cache, and the stock model beside it."""
+
+    def __init__(self, stock: Any):
+        self._stock = stock
+        self._cached = CachedModel(deepcopy(stock), attend_by_head, 512)
+        self._num_tokens: int = stock.config.vocab_size
+        self._generator = torch.Generator().manual_seed(2)
+        self._starts = [0, 256]
+        self._texts = [self._draw(length) for length in _PROMPTS]
+
+    def prompts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read the prompts; yield logits [T, V] and those of the stock model."""
+        for start, text in zip(self._starts, self._texts, strict=True):
+            ends = [0, _READ_FIRST, len(text) - 1, len(text)]
+            found = []
+            for first, end in pairwise(ends):
+                plan = AttentionPlan([start], [end], end - first)
+                ids, positions = text[None, first:end], torch.arange(first, end)[None]
+                found.append(self._cached.logits(self._cached.forward(ids, positions, plan))[0])
+            yield torch.cat(found), self._exact(text)
+
+    def trees(self, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read a tree behind each text and commit a path of it; yield logits of paths."""
+        paths: list[list[int]] = []
+        for node, parent in enumerate(_PARENTS):
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+        seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+        for node, path in enumerate(paths):
+            seen[node, path] = True
+        depths = torch.tensor([len(path) - 1 for path in paths])
+        nodes = torch.stack([self._draw(len(paths)) for _ in self._texts])
+        lengths = torch.tensor([len(text) for text in self._texts])
+        plan = AttentionPlan(
+            self._starts,
+            (lengths + len(paths)).tolist(),
+            len(paths),
+            mask=seen.expand(len(nodes), -1, -1),
+            tree=kind,
+        )
+        hidden = self._cached.forward(nodes, lengths[:, None] + depths, plan)
+        logits = self._cached.logits(hidden)
+        for b, text in enumerate(self._texts):
+            for path in paths:
+                exact = self._exact(torch.cat([text, nodes[b, path]]))
+                yield logits[b, path], exact[len(text) :]
+        committed = [paths[node] for node in _COMMITTED]
+        self._cached.cache.commit(plan.new_rows(nodes.device), torch.tensor(committed))
+        self._texts = [
+            torch.cat([text, nodes[b, committed[b]]]) for b, text in enumerate(self._texts)
+        ]
+
+    def _draw(self, count: int) -> Tensor:
+        return torch.randint(3, self._num_tokens, (count,), generator=self._generator)
+
+    def _exact(self, text: Tensor) -> Tensor:
+        """Return the stock model's logits [T, V]."""
+        logits: Tensor = self._stock(input_ids=text[None], use_cache=False).logits[0]
+        return logits

@@ -1,0 +1,145 @@
+"""Models on transformers' own layers: windows, layers of several shapes, features, experts, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from specextend.attention.plain import attend_reference
+from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan
+from specextend.decoding.layers import compiled_kernel
+from specextend.decoding.model import CachedModel, count_work, layers_of
+from specextend.proof.family import differences, small_model
+
+PARENTS = (-1, -1, 0, 0, 1, 2, 4)
+
+
+def small(family, **values):
+    """A small random model of a family, with heads of 16 unless `values` say otherwise."""
+    config = AutoConfig.for_model(family, **({"head_dim": 16} | values))
+    return small_model(config.get_text_config().to_dict())
+
+
+def tree_mask():
+    """[N, N] who sees whom, and the depth of each node."""
+    mask = torch.eye(len(PARENTS), dtype=torch.bool)
+    for node, parent in enumerate(PARENTS):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask, mask.sum(-1) - 1
+
+
+def seen_by_distance(positions, rows, mask, window):
+    """[T, S] the rows of earlier positions, but for those that are `window` or more away."""
+    visible = torch.cat([torch.ones(len(mask), len(rows) - mask.shape[1], dtype=torch.bool), mask], 1)
+    return visible & (positions[:, None] - rows < window)
+
+
+@given(
+    window=st.integers(1, 40),
+    lengths=st.lists(st.integers(8, 60), min_size=1, max_size=3),
+    kind=st.sampled_from(["prompt", "dense", "hybrid", "plain"]),
+)
+def test_a_window_holds_the_positions_that_are_near(window, lengths, kind):
+    """In prompts, trees and plain steps of a batch; rows outside hold NaN, so that whoever reads one shows it."""
+    torch.manual_seed(0)
+    mask, depths = tree_mask()
+    if kind in ("prompt", "plain"):
+        num_new = 7 if kind == "prompt" else 1
+        mask, depths = torch.ones(num_new, num_new).tril().bool(), torch.arange(num_new)
+    num_new = len(mask)
+    starts = [100 * b for b in range(len(lengths))]
+    given_mask = mask.expand(len(lengths), -1, -1) if kind in ("dense", "hybrid") else None
+    tree = "hybrid" if kind == "hybrid" else "dense"
+    plan = AttentionPlan(starts, lengths, num_new, mask=given_mask, tree=tree)
+    q = torch.randn(len(lengths), num_new, 4, 16)
+    keys, values = torch.randn(2, 2, 300, 16)
+    expected = []
+    for b, length in enumerate(lengths):
+        rows = torch.cat([torch.arange(length - num_new), length - num_new + depths])
+        seen = seen_by_distance(rows[-num_new:], rows, mask, window)
+        span = KeySpan([starts[b]], [length], seen[None])
+        expected.append(attend_reference(q[b : b + 1], keys, values, span, 0.25)[0])
+        far = starts[b] + max(0, length - num_new - window + 1)
+        values[:, starts[b] : far] = torch.nan
+    found = attend_plan(attend_reference, q, keys, values, plan, 0.25, window)
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_a_sink_takes_weight_and_gives_nothing():
+    """It is one more score of the softmax, in both parts of a hybrid tree."""
+    torch.manual_seed(0)
+    mask, _ = tree_mask()
+    plan = AttentionPlan([0], [30], len(mask), mask=mask[None], tree="hybrid")
+    q, sinks = torch.randn(1, len(mask), 4, 16), torch.randn(4)
+    keys, values = torch.randn(2, 4, 30, 16)
+    scores = torch.einsum("thd,hsd->hts", q[0], keys) * 0.25
+    scores[:, :, 30 - len(mask) :].masked_fill_(~mask, float("-inf"))
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(mask), 1)], -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("hts,hsd->thd", weights, values)[None]
+    torch.testing.assert_close(attend_plan(attend_reference, q, keys, values, plan, 0.25, None, sinks), expected)
+
+
+def test_layers_of_several_shapes_have_their_own_rows():
+    """Gemma 4 has wider heads in its layers of full attention: none takes room for another's."""
+    model = small("gemma4_text", global_head_dim=32)
+    layers = layers_of(model)
+    assert {(layer.head_dim, layer.window) for layer in layers} == {(16, 12), (32, None)}
+    cached = CachedModel(model, attend_reference, 256)
+    assert sum(part.numel() for part in cached.cache.parts) == 256 * sum(layer.numbers for layer in layers)
+
+
+def test_features_are_the_outputs_of_layers():
+    """An EAGLE head reads them; transformers calls the output of layer n `hidden_states[n + 1]`."""
+    model = small("qwen3_moe")
+    ids = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(0))
+    stock = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    cached = CachedModel(model, attend_reference, 512)
+    plan = AttentionPlan([0, 256], [9, 9], 9)
+    with torch.inference_mode():
+        hidden, features = cached.forward_with_features(ids, torch.arange(9).expand(2, -1), plan, (0,))
+    torch.testing.assert_close(features, stock.hidden_states[1])
+    torch.testing.assert_close(cached.logits(hidden), stock.logits)
+
+
+def test_a_step_reads_the_experts_that_a_token_passes():
+    """All of them are in memory; two of four are read."""
+    model = small("qwen3_moe")
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    embedding = model.get_input_embeddings().weight.numel()
+    work = count_work(model, layers_of(model), torch.float32)
+    assert work.weight_bytes == 4 * (model.num_parameters() - embedding - experts // 2)
+
+
+@pytest.mark.parametrize(
+    "family, values, why",
+    [
+        ("llama4_text", {"head_dim": 16}, "logits differ from the stock model by "),
+        (
+            "lfm2",
+            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "logits differ from the stock model by ",
+        ),
+        ("doge", {"head_dim": 16}, "its attention has attention_mask, which is not served"),
+    ],
+)
+def test_what_our_attention_does_not_compute_is_found(family, values, why):
+    """Chunks of attention, recurrent layers, and a mask of the family's own."""
+    config = AutoConfig.for_model(family, **values).get_text_config()
+    found = differences(json.dumps(config.to_dict()))
+    assert why in (found if isinstance(found, str) else found.wrong)
+
+
+def test_linear_layers_in_bf16_are_those_of_our_compiled_products():
+    """A model's own forward calls them like any other, the head included."""
+    model = small("gemma3_text").bfloat16()
+    ids = torch.randint(3, 250, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        stock = model.float()(input_ids=ids, use_cache=False).logits
+        cached = CachedModel(model.bfloat16(), attend_reference, 256)
+        found = cached.logits(cached.forward(ids, torch.arange(30)[None], AttentionPlan([0], [30], 30)))
+    assert cached.linears == ("compiled" if compiled_kernel() else "torch")
+    assert (found - stock).abs().mean() < 0.05 * stock.std()
