@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from specextend.core import SamplingParams
+from specextend.core import Asks, SamplingParams
 from specextend.decoding.sampling import choose_tokens, gumbel_noise, noise_keys, penalties_of
 from tests.tiny_models import request
 
@@ -112,6 +112,6 @@ def test_a_penalty_is_that_of_transformers_on_either_side_of_zero():
     """What is chosen hardly ever shows it: logits below zero are far from the top."""
     logits = torch.linspace(-3, 3, 40)[None]
     seen = [0, 5, 20, 39]
-    penalties = penalties_of(request("a", seen, repetition_penalty=1.3), logits.device)
+    penalties = penalties_of(request("a", seen, repetition_penalty=1.3), logits.device, Asks())
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([seen]), logits.clone())
     assert torch.equal(penalties.apply(logits, seen[-1:], [-1]), expected)
