@@ -10,15 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from specextend.attention.plan import KeySpan
+from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.torch_kernels import attend_cuda
 from specextend.config import RunConfig
+from specextend.decoding.device import traits_of
+from specextend.decoding.model import CachedModel
 from specextend.loading import GIB, longest_request, memory_bytes, rows_per_sequence, target_rows, with_batch_size
-from specextend.models import num_parameters, read_facts
+from specextend.models import DTYPES, num_parameters, read_facts
+from tests.alive import Live
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GUIDE = (Path(__file__).parent.parent / "docs" / "choosing-a-pair.md").read_text(encoding="utf-8")
 QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_window": False}
+QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "head_dim": 128}
 LLAMA32 = {
     "model_type": "llama",
     "max_position_embeddings": 131072,
@@ -45,10 +51,12 @@ PUBLISHED = {
     "Qwen/Qwen2.5-7B-Instruct": (QWEN2, 28, 3584, 18944, 28, 4, 152064, False),
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
     "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
+    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
+    "Qwen/Qwen3-8B": (QWEN3, 36, 4096, 12288, 32, 8, 151936, False),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31, 32, 4096, 14336, 32, 8, 128256, False),
     "lmsys/vicuna-7b-v1.5-16k": (VICUNA, 32, 4096, 11008, 32, 32, 32000, False),
 }
-BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
+BILLIONS = {"Qwen3-8B": 8.19, "0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21, "8B": 8.03, "7b": 6.74}
 """Parameters, tied ones counted once, by the models' cards."""
 
 
@@ -70,7 +78,7 @@ def assert_says_what_a_token_takes(file, config, facts):
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
     """A wrong figure in the table above would make every other check here worthless."""
-    size = BILLIONS[re.search(r"-([\d.]+[Bb])\b", model).group(1)]
+    size = BILLIONS[re.search(r"Qwen3-8B|[\d.]+[Bb]\b", model).group(0)]
     assert num_parameters(published(tmp_path, model)) / 1e9 == pytest.approx(size, abs=0.006)
 
 
@@ -140,3 +148,40 @@ def test_the_kernel_of_steps_takes_every_call_of_a_shipped_configuration(name):
         mask = None if num_masked is None else q.new_empty(2, num_queries, num_masked, dtype=torch.bool)
         span = KeySpan([0, 2560], [1000, 2000], mask, causal=mask is None and num_queries > 1)
         assert kernel.serves(q, span), f"{num_queries} queries that see {num_masked} rows under a mask"
+
+
+@pytest.mark.parametrize("name", [name for name in GPU_CONFIGS if not name.startswith("longchat")])
+@torch.inference_mode()
+def test_forwards_of_a_shipped_configuration_take_no_more_than_planned(name, tmp_path):
+    """A chunk behind the longest prompt, and a step of the largest batch, in full shapes on a device without memory.
+
+    Layers take turns in the same memory, so two stand for all. LongChat has Vicuna's shapes.
+    """
+    file = CONFIGS / f"{name}.yaml"
+    target = published(tmp_path / "target", RunConfig.load(file).target.model)
+    config = RunConfig.load(file, [f"target.model={target}", "decoding.mode=autoregressive"])
+    facts = read_facts(target)
+    longest = longest_request(config, facts)
+    room = 22 if name.endswith("24gb") else 79
+    config = with_batch_size(config, facts, room * GIB, (min(8_000, longest), longest))
+    shapes = AutoConfig.from_pretrained(target, num_hidden_layers=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes, dtype=DTYPES[config.target.dtype])
+    cached = CachedModel(model.requires_grad_(False), attend_cuda, target_rows(config, facts))
+    chunk = traits_of(torch.device("cuda")).prefill_chunk
+    batch = config.decoding.batch_size
+    num_new = 1 + config.tree.most_nodes
+    mask = torch.ones(batch, num_new, num_new, dtype=torch.bool, device="meta")
+    lengths = [longest] + [(target_rows(config, facts) - longest) // max(1, batch - 1)] * (batch - 1)
+    held = 0
+    for plan in (AttentionPlan([0], [longest], chunk), AttentionPlan([0] * batch, lengths, num_new, mask)):
+        nodes = torch.zeros(len(plan.starts), plan.num_new, dtype=torch.int64, device="meta")
+        with Live() as live:
+            hidden = cached.forward(nodes, nodes, plan)
+            if plan.mask is not None:
+                logits = cached.logits(hidden)
+                probabilities = logits.float()
+        held += live.most
+    assert logits.shape == probabilities.shape == (batch, num_new, facts.vocab_size)
+    planned = memory_bytes(config, facts)["activations"]
+    assert planned / 4 < held < planned

@@ -72,6 +72,10 @@ def test_the_host_waits_for_what_a_step_decided_and_for_retrievals(kernels, grap
     if batch == 1:
         assert waits["verification.verify"] == num_steps
     assert waits["engine._prefill"] <= 2 * len(REQUESTS)
+    num_retrievals = sum(each.num_retrievals for each in stats)
+    assert 0 < waits["engine._retrieve"] <= num_retrievals, "once for all that are due"
+    if batch == 1:
+        assert waits["engine._retrieve"] == num_retrievals
 
 
 SAMPLED = [
