@@ -183,6 +183,21 @@ def speculators_eagle(model, hidden, vocab_size):
     return config, tensors
 
 
+def eagle31(model, hidden, vocab_size):
+    """EAGLE-3.1 in a flat file: a norm of each feature, and outputs that are fed back after the last norm."""
+    config, tensors = eagle3(model, hidden, vocab_size)
+    norms = {f"fc_norm.{number}.weight": norm(hidden) for number in range(3)}
+    return config | {"fc_norm": True, "norm_output": True}, tensors | norms
+
+
+def eagle3_nested(model, hidden, vocab_size):
+    """NVIDIA's: what distinguishes the head stands in `eagle_config`, beside what all of them have."""
+    config, tensors = eagle3(model, hidden, vocab_size)
+    usual = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "parallel_draft_step": 1}
+    config["eagle_config"] |= usual | {"norm_before_fc": True, "use_mtp_layernorm": False, "next_layer_regular": True}
+    return config, tensors | {"input_norm.weight": norm(3 * hidden)}
+
+
 def writer(seed, describe):
     """What writes a head of a format for a target model into a folder."""
 
@@ -197,6 +212,6 @@ def writer(seed, describe):
     return write
 
 
-FORMATS = (eagle1, eagle1_biased, eagle3, eagle3_narrow, speculators_eagle3, speculators_eagle)
+FORMATS = (eagle1, eagle1_biased, eagle3, eagle3_narrow, speculators_eagle3, speculators_eagle, eagle31, eagle3_nested)
 WRITERS = {each.__name__.replace("_", "-"): writer(seed, each) for seed, each in enumerate(FORMATS)}
 """Format or variant -> what writes it for a target model into a folder."""

@@ -73,6 +73,12 @@ class HeadShape:
     """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are
     fused.
     """
+    fc_norm: bool = False
+    """EAGLE-3.1: each of the hidden states has a norm of its own there."""
+    norm_output: bool = False
+    """EAGLE-3.1 and ours: the last norm is part of the output, and so of what the next level
+    reads.
+    """
     layer_norms: bool = False
     """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM
     head.
@@ -80,9 +86,7 @@ class HeadShape:
     fusion_bias: bool = False
     """EAGLE-1 of `speculators`: `fc` must have a bias."""
     is_ours: bool = False
-    """The last norm is part of the output, and so of what the next level reads; `copy_heads` are
-    there.
-    """
+    """Our own format: norms of embedding and features, and `copy_heads`."""
     copy_heads: int = 0
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
@@ -168,6 +172,8 @@ class HeadShape:
             "embed_tokens.weight": (self.fused and is_narrow, (self.vocab_size, hidden)),
         }
         shapes = {name: shape for name, (is_wanted, shape) in wanted.items() if is_wanted}
+        for number in range(self.num_layers_read if self.fc_norm else 0):
+            shapes[f"fc_norm.{number}.weight"] = (self.target_hidden_size,)
         shapes |= self._products()
         if self.draft_vocab_size != self.vocab_size:
             shapes["d2t" if self.fused else VOCABULARY] = (self.draft_vocab_size,)
@@ -230,6 +236,7 @@ class EagleNetwork:
         EAGLE-3     x = fc(concat(outputs of three target layers at i))
                     h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp
                     logits = lm_head(rmsnorm(h'))
+        EAGLE-3.1   fc_norm: rmsnorm of each output before fc; norm_output: h' = rmsnorm(h') at last
 
     h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077,
     2503.01840). Norms and biases that some of the formats add are applied if the checkpoint has
@@ -299,7 +306,7 @@ class EagleNetwork:
         self._norms = {
             name.removesuffix(".weight"): weight
             for name, weight in weights.items()
-            if name.endswith("norm.weight")
+            if name.endswith("norm.weight") or name.startswith("fc_norm.")
         }
         products = {name: _join(weights, joined) for name, joined in _JOINED.items()}
         if self.reads_history:
@@ -370,11 +377,11 @@ class EagleNetwork:
         normed = self._norm("layer.post_attention_layernorm", residual)
         gate, up = self._linears["gate_up"](normed).chunk(2, -1)
         output = residual + self._linears["down_proj"](silu(gate).mul_(up))
-        return self._norm("norm", output) if self._head.is_ours else output
+        return self._norm("norm", output) if self._head.norm_output else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
-        return self._lm_head(hidden if self._head.is_ours else self._norm("norm", hidden))
+        return self._lm_head(hidden if self._head.norm_output else self._norm("norm", hidden))
 
     def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
         """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C]."""
@@ -391,6 +398,9 @@ class EagleNetwork:
             fused = self._linears["fuse"](torch.cat([own, before], -1))
             return fused, self._norm("layer.input_layernorm", fused)
         if hidden.shape[-1] != self._head.hidden_size:
+            if self._head.fc_norm:
+                parts = enumerate(hidden.split(self._head.target_hidden_size, -1))
+                hidden = torch.cat([self._norm(f"fc_norm.{n}", part) for n, part in parts], -1)
             hidden = self._linears["fuse"](self._norm("input_norm", hidden))
         normed = self._norm("layer.hidden_norm", hidden)
         inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)

@@ -13,6 +13,7 @@ Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers,
 target's is used.
 """
 
+import math
 import shlex
 from pathlib import Path
 from typing import Literal, Self, TypeVar
@@ -65,7 +66,28 @@ _ROPE = (
     "max_position_embeddings",
     "partial_rotary_factor",
 )
-
+_FIXED: Values = {
+    **dict.fromkeys(("use_aux_hidden_state", "use_last_layernorm"), True),
+    "use_input_layernorm_in_first_layer": True,
+    **dict.fromkeys(("logit_scale", "logits_scaling", "parallel_draft_step"), 1),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1),
+}
+"""Keys that have a meaning for other heads, and the value of these."""
+_HARMLESS = (
+    *("architectures", "auto_map", "_name_or_path", "name_or_path", "dtype", "torch_dtype"),
+    *("transformers_version", "speculators_version", "speculators_config", "model_max_length"),
+    *("transformer_layer_architecture", "has_no_defaults_at_init", "embed_requires_grad"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("use_cache", "initializer_range", "tie_word_embeddings", "attention_dropout", "rope_type"),
+    *("attention_bias", "mlp_bias", "bias", "qkv_bias", "pretraining_tp", "use_qk_norm"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("next_layer_regular", "ttt_steps", "ttt_length", "target_model_type", "mask_token_id"),
+    *("chunk_size_feed_forward", "is_decoder", "return_dict", "torchscript", "id2label"),
+    *("label2id", "problem_type", "tokenizer_class", "max_length", "num_beams"),
+    *("num_beam_groups", "num_return_sequences", "temperature", "top_k", "top_p", "typical_p"),
+    *("length_penalty", "repetition_penalty", "do_sample", "_attn_implementation"),
+)
+"""Keys that change nothing, that other keys decide, or whose tensors show what they mean."""
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -132,6 +154,7 @@ class EagleConfig(BaseModel):
             format=self.format,
             fused=False,
             is_ours=True,
+            norm_output=True,
             target_hidden_size=self.hidden_size,
             layer_eps=self.layer_norm_eps,
             head_eps=self.head_norm_eps,
@@ -183,6 +206,7 @@ class TakenLayers(_Published):
     """The key `eagle_config`. Ids are mostly of outputs there (`HeadShape.explain_layers`)."""
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_fc: bool = False
 
 
 class PublishedConfig(_Published):
@@ -194,7 +218,11 @@ class PublishedConfig(_Published):
     draft_vocab_size: PositiveInt | None = None
     norm_before_residual: bool | None = None
     """Without a value True in files of `speculators`, False in others, as vLLM takes it."""
-    norm_before_fc: bool = False
+    norm_before_fc: bool | None = None
+    """Without a value as in `eagle_config`."""
+    fc_norm: bool = False
+    norm_output: bool = False
+    """As vLLM takes it: what the next level reads is normed, too."""
     layernorms: bool = False
     fusion_bias: bool = False
     eagle_config: TakenLayers = TakenLayers()
@@ -335,10 +363,11 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
     layer = _parse_config(LayerConfig, config.transformer_layer_config or raw, folder)
+    before_fc = config.norm_before_fc
     rope = (layer.model_extra or {}).items()
     entered = config.eagle_aux_hidden_state_layer_ids
     qwen3_size = 128 if layer.model_type == "qwen3" else None
-    return HeadShape(
+    head = HeadShape(
         folder=folder,
         format=name,
         fused=fused,
@@ -360,11 +389,46 @@ def _describe(folder: Path, raw: Values, sources: dict[str, TensorInfo]) -> Head
         norm_before_residual=config.speculators_model_type is not None
         if config.norm_before_residual is None
         else config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
+        norm_before_fc=config.eagle_config.norm_before_fc if before_fc is None else before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         layer_norms=config.layernorms,
         fusion_bias=config.fusion_bias,
         sources=sources,
     )
+    _check_keys(config, layer, head, folder)
+    return head
+
+
+def _check_keys(config: PublishedConfig, layer: LayerConfig, head: HeadShape, folder: Path) -> None:
+    """Raise ModelError for a key that may change what a head computes, and is not served.
+
+    None, False, 0 and empty values ask nothing, unless `_FIXED` has the key.
+    """
+    levels = (config.model_extra, layer.model_extra, config.eagle_config.model_extra)
+    extra: Values = {key: value for level in levels for key, value in (level or {}).items()}
+    known = {*PublishedConfig.model_fields, *LayerConfig.model_fields, *_ROPE, *_HARMLESS}
+    odd = {
+        key: value
+        for key, value in extra.items()
+        if (value != _FIXED[key] if key in _FIXED else value and key not in known)
+    }
+    window, types = extra.get("sliding_window"), extra.get("layer_types")
+    is_windowed = bool(window) and extra.get("use_sliding_window", True)
+    if types:
+        is_windowed = any(each != "full_attention" for each in types)
+    if is_windowed and not (window and window >= extra.get("max_position_embeddings", math.inf)):
+        odd["sliding_window"] = window
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):
+        if getattr(head, key) and not head.fused:
+            odd[key] = True
+    if head.fc_norm and head.norm_before_fc:
+        odd["fc_norm"] = "True beside norm_before_fc"
+    for key, value in odd.items():
+        raise ModelError(
+            f"EAGLE draft {folder}, config.json: {key} is {value!r}, which may change what the "
+            "head computes, and is not served"
+        )
 
 
 def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str, bool]:

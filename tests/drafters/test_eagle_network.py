@@ -51,6 +51,7 @@ class SlowHead:
         queries = "self_attn.q_proj.weight"
         self.prefix = next(name.removesuffix(queries) for name in self.w if name.endswith(queries))
         config = json.loads(Path(f"{folder}/config.json").read_text())
+        self.norm_output = config.get("norm_output", False)
         layer = config.get("transformer_layer_config", config)
         keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
         self.rope = LlamaRotaryEmbedding(
@@ -62,6 +63,9 @@ class SlowHead:
 
     def features(self, taken):
         """What takes the place of a previous output [n, C], from the target's features [n, F]."""
+        if "fc_norm.2.weight" in self.w:
+            each = enumerate(taken.chunk(3, -1))
+            taken = torch.cat([self.norm(f"fc_norm.{number}", part) for number, part in each], -1)
         if "input_norm.weight" in self.w:
             taken = self.norm("input_norm", taken)
         return linear(taken, self.fc) if "3" in self.variant else taken
@@ -85,7 +89,8 @@ class SlowHead:
             inputs = self.norm(f"{self.prefix}input_layernorm", x)
         else:
             x = inputs = linear(torch.cat([embedded, hidden], -1), self.fc, self.w.get("fc.bias"))
-        return self.layer(x, inputs, positions)
+        output = self.layer(x, inputs, positions)
+        return self.norm("norm", output) if self.norm_output else output
 
     def layer(self, x, inputs, positions):
         x = x + self.attention(inputs, positions)
@@ -116,7 +121,7 @@ class SlowHead:
     def log_probs(self, output):
         """[V] of the target's ids; -inf for those that the head has not."""
         last = {"speculators-eagle": "pre_lm_head_layernorm", "eagle1": None, "eagle1-biased": None}
-        name = last.get(self.variant, "norm")
+        name = None if self.norm_output else last.get(self.variant, "norm")
         own = (linear(self.norm(name, output) if name else output, self.lm_head)).log_softmax(-1)
         if "d2t" not in self.w:
             return own

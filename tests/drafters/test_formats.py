@@ -27,6 +27,8 @@ NAMES = {
     "eagle1-biased": "EAGLE-1/2",
     "eagle3": "EAGLE-3",
     "eagle3-narrow": "EAGLE-3",
+    "eagle31": "EAGLE-3",
+    "eagle3-nested": "EAGLE-3",
     "speculators-eagle": "speculators eagle",
     "speculators-eagle3": "speculators eagle3",
 }
@@ -137,6 +139,14 @@ def test_chosen_layers_must_be_as_many_as_the_head_takes(variant, layers, write,
         ),
         ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
         ({"target_hidden_size": 32}, "(EAGLE-3) lacks the tensor embed_tokens.weight"),
+        ({"fc_norm": True}, "(EAGLE-3) lacks the tensor fc_norm.0.weight"),
+        ({"fc_norm": True, "norm_before_fc": True}, "fc_norm is 'True beside norm_before_fc', which may change what"),
+        ({"logit_scale": 0.5}, "config.json: logit_scale is 0.5, which may change what the head computes, and is not"),
+        ({"invented_tomorrow": 2}, "invented_tomorrow is 2, which may change"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm is False, which may change"),
+        ({"eagle_config": {"mask_hidden": True}}, "mask_hidden is True, which may change"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "sliding_window is 64, which may change"),
+        ({"sliding_window": 64}, "sliding_window is 64, which may change"),
     ],
 )
 def test_a_config_that_is_not_served_says_why(values, message, write, target):
@@ -176,6 +186,21 @@ def test_tensors_that_the_format_does_not_have_are_refused(variant, change, mess
     folder = write(variant)
     edit_tensors(folder, **change)
     assert message in refusal(target, folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 1},
+        {"sliding_window": 4096, "layer_types": ["full_attention"]},
+        {"sliding_window": 2048},
+        {"logit_scale": 1.0, "attention_bias": True, "use_mtp_layernorm": False, "invented_tomorrow": None},
+    ],
+    ids=["switched off", "full", "as long as the context", "neutral"],
+)
+def test_keys_that_change_nothing_are_passed_over(values, write, target):
+    """Published files are full of them."""
+    assert check_pair(*pair_of(target, write("eagle3", **values)))
 
 
 def test_left_over_buffers_are_no_reason_to_refuse(write, target):
