@@ -16,7 +16,7 @@ KINDS = {
 """Families, and what each has that Llama's layers lack."""
 OTHERS = """
 afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma
-gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_neox granite granitemoe helium hy_v3 jais2 laguna mimo_v2_flash
+gemma4_text glm glm4 glm4_moe gpt2 gpt_neox granite granitemoe helium hy_v3 jais2 laguna mimo_v2_flash
 minimax_m2 mixtral nanochat olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe seed_oss smollm3 solar_open stablelm
 starcoder2 vaultgemma youtu
 """
