@@ -26,10 +26,12 @@ COUNTS = (
     "pages_without_text",
     "unmapped_characters",
     "hidden_characters",
+    "hidden_instruction",
     "left_out_characters",
 )
 """Columns that say what a text lacks: a PDF's empty pages and characters of fonts without a map to
-Unicode, characters that the file has but does not show, and those that `--main-only` leaves out.
+Unicode, characters that the file has but does not show, instructions to a model among them, and
+characters that `--main-only` leaves out.
 """
 COLUMNS = {
     "id": pa.string(),

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.html import html_text, local_name
-from specextend.documents.text import num_visible
+from specextend.documents.text import hidden_counts
 
 _BODY = re.compile(r"(document|footnotes|endnotes)\d*\.xml")
 """Parts of a DOCX file that have its text."""
@@ -58,7 +58,7 @@ def read_docx(data: bytes, options: DocumentOptions) -> Text:
     marks = count(1)
     html = _NOTE.sub(lambda _: f"<li><p>[{next(marks)}] ", _BACK.sub("", html))
     title, text, _ = html_text(html)
-    return title, text, {"hidden_characters": num_visible("".join(hidden))}
+    return title, text, hidden_counts("".join(hidden))
 
 
 def _plain_word(part: bytes, hidden: list[str]) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text
-from specextend.documents.text import decode, num_visible
+from specextend.documents.text import decode, hidden_counts, num_visible
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -217,7 +217,10 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
         for node in tree.css(selector):
             node.insert_before(begin)
             node.insert_after(end)
-    counts = {"hidden_characters": _put_away(tree, _hidden(tree, sheets))}
+    assert tree.head is not None
+    before = tree.head.text()
+    _put_away(tree, _hidden(tree, sheets))
+    counts = hidden_counts(*(_MARKS.sub("", each) for each in (tree.head.text(), before)))
     if main_only:
         counts["left_out_characters"] = _put_away(tree, _surroundings(tree))
     links = tree.css('a.headerlink,a[href^="#"]')

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
-from specextend.documents.text import num_visible
+from specextend.documents.text import hidden_counts, num_visible
 
 _ITEM = re.compile(r"([-•▪◦*]|\(?(\d{1,3}|[a-z])[.)])\s")
 _HIDDEN = 0x02 | 0x20
@@ -53,11 +53,11 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
         if error.err_code == pypdfium2.raw.FPDF_ERR_PASSWORD:
             raise UnreadableError("password", "needs a password") from error
         raise
-    num_hidden = 0
+    layers = ("", "")
     if any(sign in data for sign in _LAYERS) and _LAYER_OFF.search(written := _written(pdf)):
-        num_hidden = _num_characters(pdf)
+        every = _characters(pdf)
         pdf = pypdfium2.PdfDocument(_without_hidden_layers(written))
-        num_hidden -= _num_characters(pdf)
+        layers = (every, _characters(pdf))
     if pdf.count_attachments() and re.search(rb"/Collection\s*(<<|\d)", _written(pdf)):
         raise UnreadableError(
             "only a cover", "is a portfolio, whose documents are attached to it; save them as files"
@@ -68,7 +68,7 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
     read = [_page_text(pdf, number) for number in range(len(pdf))]
     pages = [page.text for page in read]
     num_unmapped = sum(page.num_unmapped for page in read)
-    num_hidden += sum(page.num_hidden for page in read)
+    hidden = "\n".join([layers[0], *(page.hidden for page in read)])
     if not options.keep_lines:
         compounds = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
         pages = [join_lines(page, compounds) for page in pages]
@@ -90,7 +90,7 @@ def read_pdf(data: bytes, options: DocumentOptions) -> Text:
     counts = {
         "pages_without_text": pages.count(""),
         "unmapped_characters": num_unmapped,
-        "hidden_characters": num_hidden,
+        **hidden_counts(hidden, layers[1]),
     }
     return "" if _NO_TITLE.match(title) else title, text, counts
 
@@ -104,8 +104,8 @@ def _written(pdf: Any) -> bytes:
     return written.getvalue()
 
 
-def _num_characters(pdf: Any) -> int:
-    return sum(num_visible(page.get_textpage().get_text_range()) for page in pdf)
+def _characters(pdf: Any) -> str:
+    return "\n".join(page.get_textpage().get_text_range() for page in pdf)
 
 
 def _without_hidden_layers(data: bytes) -> bytes:
@@ -163,8 +163,8 @@ class _Page(NamedTuple):
     text: str
     num_unmapped: int
     """Characters that no font maps to Unicode."""
-    num_hidden: int
-    """Characters outside of the page."""
+    hidden: str
+    """Text outside of the page."""
     has_notes: bool
 
 
@@ -185,7 +185,7 @@ def _page_text(pdf: Any, number: int) -> _Page:
     text = shown.get_text_range()
     numbers = range(shown.count_chars())
     num_unmapped = sum(map(raw.FPDFText_HasUnicodeMapError, repeat(shown.raw), numbers))
-    num_hidden = 0
+    hidden = ""
     if notes or num_visible(text) != num_visible(shown.get_text_bounded(*paper)):
         glyphs = [
             _Glyph(
@@ -195,11 +195,11 @@ def _page_text(pdf: Any, number: int) -> _Page:
             for each in numbers
         ]
         seen = [glyph for glyph in glyphs if glyph.text in "\r\n" or glyph.is_on(paper)]
-        num_hidden = sum(num_visible(glyph.text) for glyph in glyphs if not glyph.is_on(paper))
+        hidden = "".join(glyph.text for glyph in glyphs if not glyph.is_on(paper))
         text = _with_notes(seen, [note for note in notes if note.is_on(paper)])
     page.close()
     text = _DIVIDED.sub("-\n", text.replace("\r\n", "\n").strip())
-    return _Page(text, num_unmapped, num_hidden, is_filled or bool(notes))
+    return _Page(text, num_unmapped, hidden, is_filled or bool(notes))
 
 
 class _Glyph(NamedTuple):

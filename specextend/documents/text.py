@@ -27,6 +27,50 @@ bytes are all ASCII.
 """
 
 
+_IGNORE = (
+    r"(?:ignore[zn]?|ignorier(?:e|t|en)|ignora\w*|disregard|forget|overlook|missachte\w*|vergiss|"
+    r"vergesst|vergessen|oublie\w*|pas compte|olvid\w+|caso omiso|dimentica\w*|esque[cç]\w*|"
+    r"desconsider\w*)"
+)
+_EARLIER = (
+    r"(?:previous|prior|above|earlier|preceding|vorherig\w*|bisherig\w*|obig\w*|vorangegangen\w*|"
+    r"pr[ée]c[ée]dent\w*|ant[ée]rieur\w*|ci-dessus|anterior\w*|pr[eé]vi[ao]s|preced\w+|sopra)"
+)
+_ORDERS = (
+    r"(?:instru[ckçz]\w+|prompts?|directions|rules|guidelines|anweisung\w*|vorgaben?|befehle?|"
+    r"consignes|dire[ct]ti[vf]\w+|indicacion\w*|[óo]rden\w*|istruzion\w*|indicazion\w*|"
+    r"orientaç\w*|comandos)"
+)
+_MODEL = (
+    r"(?:AI|KI|IA|LLM|GPT\w*|chatbot|(?:large\W+)?language\W+model|sprachmodell|assistant|"
+    r"assistent\w*|mod[èe]le\W+de\W+langage|modelo\W+de\W+(?:lenguaje|linguagem)|"
+    r"modello\W+linguistico|asistente)s?"
+)
+_FEW = r"\W+(?:\w+\W+){0,4}?"
+_NEAR = r"\W+(?:\w+\W+){0,2}?"
+_INSTRUCTION = re.compile(
+    rf"\b{_IGNORE}{_FEW}(?:{_EARLIER}{_NEAR}{_ORDERS}|{_ORDERS}{_NEAR}{_EARLIER})\b"
+    rf"|\b(?:you are|du bist|sie sind|tu es|vous êtes|eres|usted es|sei|você é){_FEW}{_MODEL}\b"
+    rf"|\b(?:for|to|note|instructions?)\W+(?:the\W+|any\W+)?{_MODEL}\W+(?:reviewers?|agents?|:)",
+    re.IGNORECASE,
+)
+"""Text that addresses a model, in English, German, French, Spanish, Italian and Portuguese."""
+
+
+def hidden_counts(text: str, shown: str = "") -> dict[str, int]:
+    """Count what a file does not show: characters, and instructions to a model.
+
+    Args:
+        text: What the file has.
+        shown: The part of it that readers see.
+    """
+    instructions = [len(_INSTRUCTION.findall(each)) for each in (text, shown)]
+    return {
+        "hidden_characters": num_visible(text) - num_visible(shown),
+        "hidden_instruction": max(0, instructions[0] - instructions[1]),
+    }
+
+
 def num_visible(text: str) -> int:
     """Return the number of characters that are no white space."""
     return sum(map(len, text.split()))
@@ -105,7 +149,8 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Text:
             lines[place] = [_COMMENT.sub("", "\n".join(lines[place]))]
     kept = text[:begin] + _PAYLOAD.sub(r"\1", "\n".join(lines))
     title = title or _ANCHOR.sub("", html_text(parser.render(text[begin:]))[0])
-    return title, kept, {"hidden_characters": len(text) - len(kept)}
+    counts = hidden_counts(text, kept) | {"hidden_characters": len(text) - len(kept)}
+    return title, kept, counts
 
 
 def _front_matter(text: str) -> tuple[str, int]:

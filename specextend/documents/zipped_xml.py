@@ -3,6 +3,7 @@
 import io
 import posixpath
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
 from specextend.documents.docx import formula
 from specextend.documents.html import html_text, local_name, read_html
-from specextend.documents.text import num_visible
+from specextend.documents.text import hidden_counts
 
 _ELEMENTS = {
     "p": "p",
@@ -59,9 +60,11 @@ def read_epub(data: bytes, options: DocumentOptions) -> Text:
         for item in package.iterfind(".//{*}itemref"):
             name = posixpath.join(posixpath.dirname(path), files[item.get("idref")])
             chapters.append(read_html(archive.read(posixpath.normpath(name)), options))
-    num_hidden = sum(counts.get("hidden_characters", 0) for _, _, counts in chapters)
+    counts = Counter[str]()
+    for _, _, own in chapters:
+        counts.update({name: own[name] for name in hidden_counts("") if name in own})
     text = "\n\n".join(text for _, text, _ in chapters if text)
-    return package.findtext(".//{*}title", ""), text, {"hidden_characters": num_hidden}
+    return package.findtext(".//{*}title", ""), text, hidden_counts("") | counts
 
 
 def read_pptx(data: bytes, options: DocumentOptions) -> Text:
@@ -119,7 +122,7 @@ def _read(roots: Iterable[ElementTree.Element], styles: Mapping[str, dict[str, s
             node.attrib = {"class": name, "style": "" if name == "rPr" else _style(values)}
         html += ElementTree.tostring(root, "unicode", "html")
     title, text, _ = html_text(html)
-    return title, text, {"hidden_characters": num_visible("".join(hidden))}
+    return title, text, hidden_counts("".join(hidden))
 
 
 def _style(values: Mapping[str, str]) -> str:
