@@ -2,20 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.gpu_pairs import TINY, EngineParts, Pair
+from specextend.data.answers import schema_of
 from specextend.decoding.device import Graphs
+from specextend.decoding.engine import Engine
 from specextend.drafters.ngram import NgramDrafter
+from specextend.models import load_tokenizer
 from specextend.proof.subject import Kernels
 from specextend.proof.tiny_pair import TinyPair
 from tests.gpu.test_cuda_engine import SUBJECT
 from tests.recorded_graph import attend_on_device
 from tests.reference_outputs import tokens_of
 from tests.test_captured_steps import run_again
-from tests.tiny_models import random_prompt, request
+from tests.tiny_models import EOS_TOKEN_ID, random_prompt, request
 from tests.virtual_gpu import virtual_gpu
 
 ON_DEVICE = f"{attend_on_device.__module__}:{attend_on_device.__name__}"
@@ -84,12 +88,16 @@ SAMPLED = [
 ]
 
 
-def decode_with_a_head(device, waits, requests, *, speculates, merges=False):
+def decode_with_a_head(device, waits, requests, *, speculates, merges=False, tokenizer=None):
     """What an EAGLE-3 head of random weights decodes for requests that sample, with n-grams if it `merges`."""
     parts = EngineParts(Pair(TINY[-1], device, torch.float32), "sdpa", 2, 128)
     if merges:
         parts.drafter = NgramDrafter(parts.shape.tree, device, parts.drafter)
     engine = parts.engine(speculates=speculates)
+    if tokenizer is not None:
+        options = {"tree": parts.shape.tree, "tree_attention": parts.tree_attention, "cache": parts.shape.cache}
+        sizes = {"eos_token_ids": frozenset({EOS_TOKEN_ID}), "max_tokens": 128, "max_batch_size": 2}
+        engine = Engine(tokenizer, parts.target, parts.drafter if speculates else None, **sizes, **options)
     engine.decode_share = 0.0
     waits.clear()
     return tokens_of(engine.generate(requests))
@@ -114,3 +122,19 @@ def test_a_batch_that_samples_waits_once_a_step_for_what_it_sorts():
     with virtual_gpu() as waits:
         decode_with_a_head(torch.device("cuda"), waits, alike, speculates=True)
     assert waits["sampling._choose_likely"] == waits["verification.verify"] + len(alike)
+
+
+@torch.inference_mode()
+def test_masks_of_a_schema_reach_the_gpu_and_no_other_step_waits_for_them(spelling_pair):
+    """Under a grammar the host reads what is likely, once a sequence; nodes that it masks wait for their own choice."""
+    tokenizer = load_tokenizer(str(spelling_pair.target))
+    schema = schema_of({"kind": "audit | budget", "pages": "integer?"})
+    asked = [replace(SAMPLED[0], schema=schema, max_new_tokens=24), SAMPLED[1]]
+    decode = partial(decode_with_a_head, requests=asked, tokenizer=tokenizer)
+    expected = decode(torch.device("cpu"), Counter(), speculates=False)
+    with virtual_gpu() as waits:
+        found = decode(torch.device("cuda"), waits, speculates=True)
+    assert found == expected
+    of_grammars = {"tree.nodes", "verification._choose", "sequence.settle", "sequence.choose", "grammar.mask"}
+    assert waits.keys() - {"sampling._choose_likely"} <= PROMPT | RETRIEVAL | STEP | LEVELS | of_grammars
+    assert 0 < waits["sequence.settle"] <= waits["verification.verify"] + 1
