@@ -35,8 +35,13 @@ cost: a softcap is computed in plain torch; the layers of such a model are neith
 fused; layers with a window read the rows in it alone, but keep a whole context's. Values are kept
 as wide as keys. `target.quantize` takes fused layers only.
 
-Layers with a recurrent state (Mamba, Qwen3-Next, Qwen3.5, LFM2), attention in chunks (Llama 4) and
-RoPE that depends on the length of the text (`dynamic`, `longrope`) are refused.
+Hybrids, which have layers with a recurrent state beside attention (Qwen3.5, Qwen3-Next, LFM2,
+Granite 4 H, OLMo Hybrid), verify chains: of each tree of drafts its likeliest path. A recurrent
+layer keeps its inputs until they are decided, and its state before them. In bfloat16 the output can
+part from plain decoding where two tokens nearly tie. Such a model cannot be a draft.
+
+Attention in chunks (Llama 4) and RoPE that depends on the length of the text (`dynamic`,
+`longrope`) are refused.
 
 The tables show what the check found for each family's default configuration. They come from
 `python -m scripts.families_page`, and a slow test compares them. A published model may have other

@@ -27,6 +27,7 @@ from specextend.decoding.device import (
 from specextend.decoding.engine import Engine
 from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
+from specextend.decoding.recurrent import MOST_KEPT
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive
 from specextend.drafters.eagle_network import HeadShape
@@ -312,10 +313,13 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
     num_rows = target_rows(config, facts)
     draft = draft_size(config.active_draft)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
+    # those of the running sequences before and after a step, and after chunks of the last prompt
+    num_states = 2 * config.decoding.batch_size + MOST_KEPT
+    cache = aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype)
     return {
         "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
-        "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
+        "target_cache": cache + num_states * facts.state_bytes,
         "draft_caches": sum(map(aligned, draft_rows(config, num_rows))) * size * draft.num_cached,
         "activations": _forward_bytes(config, facts) + features,
         "workspace": _traits(config).workspace_bytes + _graph_bytes(config, facts),

@@ -156,6 +156,11 @@ class ModelFacts:
         return len(self.layers)
 
     @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the recurrent states of one sequence; 0 if it has none."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
     def num_kv_heads(self) -> int:
         """Return the most heads of keys and values that a layer has."""
         return max(layer.num_kv_heads for layer in self.layers)
@@ -189,7 +194,7 @@ def read_facts(model: str) -> ModelFacts:
     whole = _read_config(folder, model)
     config = whole.get_text_config()
     with _reading(f"{model} has layers"):
-        layers = _layers_of(whole.to_json_string(), model)
+        layers = _layers_of(json.dumps(whole.to_dict()), model)
     return ModelFacts(
         name=model,
         is_fused=not why_not_fused(whole),

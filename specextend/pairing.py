@@ -264,6 +264,11 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, tokenizer: Any) -> None
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, ours: Any) -> None:
     checked = check_model(draft.model)
+    if checked.state_bytes:
+        raise ModelError(
+            f"draft {draft.model} has layers with a recurrent state, which drafts no trees; take "
+            "one without such layers, or draft.kind: ngram"
+        )
     if not checked.is_fused:
         check_family(draft.model, with_trees=True)
     num_rows = min(checked.vocab_size, facts.vocab_size)

@@ -142,6 +142,10 @@ class AttentionPlan:
     """True if nobody reads the last layer's output but at each sequence's last row: it computes no
     other, only all keys and values.
     """
+    decided: bool = False
+    """True if the new rows are the sequence's own tokens, and no proposal: a recurrent layer keeps
+    its state after them.
+    """
     captured: bool = False
     """True while a step is captured: its replays have other `starts` and `lengths`, so that reading
     them raises.

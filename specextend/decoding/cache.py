@@ -52,6 +52,11 @@ class RowAllocator:
         """Return the number of free rows, in one piece or more."""
         return self._num_rows - sum(region.size for region in self._taken)
 
+    @property
+    def starts(self) -> set[int]:
+        """Return the first rows of the regions that are taken."""
+        return {region.start for region in self._taken}
+
     def take(self, num_rows: int) -> Region | None:
         """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide
         enough.

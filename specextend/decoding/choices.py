@@ -128,9 +128,10 @@ class ChoiceScorer:
             raise NonFiniteLogits(num_shared)
         return sums.log_softmax(0).tolist()
 
-    @staticmethod
-    def _groups(sequence: Running, paths: Sequence[Path], num_shared: int) -> Iterator[list[int]]:
-        """Yield places of paths that fit into one tree."""
+    def _groups(
+        self, sequence: Running, paths: Sequence[Path], num_shared: int
+    ) -> Iterator[list[int]]:
+        """Yield places of paths that fit into one tree; of one path if trees must be chains."""
         room = min(
             MOST_NODES, sequence.region.size - len(sequence.request.prompt_token_ids) - num_shared
         )
@@ -140,7 +141,7 @@ class ChoiceScorer:
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             path = paths[place][:-1]  # nothing is asked behind its last token
             num_new = len(path) - max(num_shared, _num_shared([before, path]))
-            if group and num_nodes + num_new > room:
+            if group and (self._target.is_recurrent or num_nodes + num_new > room):
                 yield group
                 group = []
                 num_nodes = 0

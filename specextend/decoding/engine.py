@@ -501,6 +501,8 @@ class Engine:
         if self._adaptive is not None:
             most_nodes = min(most_nodes, self._adaptive.most_nodes)
         trees = self.drafter.propose([sequence.slot for sequence in drafting], most_nodes)
+        if self.target.is_recurrent:
+            trees = trees.chains()
         trees = prune(self._constrained(trees, drafting, drafting=True), 1 + self._memory.num_nodes)
         self._wait_if_timed()
         now = self._watch.charge("draft_s", drafting)
@@ -517,9 +519,10 @@ class Engine:
         if self._adaptive is None or not pausing or self._graphs.enabled:
             return None
         least = self._adaptive.least_probability([sequence.length for sequence in running])
-        return self.drafter.glance(
+        trees = self.drafter.glance(
             [sequence.slot for sequence in pausing], self._memory.num_nodes, least
         )
+        return trees.chains() if trees and self.target.is_recurrent else trees
 
     def _constrained(
         self, trees: DraftTrees, sequences: list[Sequence], *, drafting: bool

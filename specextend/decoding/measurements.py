@@ -261,10 +261,11 @@ def time_step(
     """Time one verification of chains of `size` rows together, each behind `length` rows of its
     share of the cache; one row is a plain step.
     """
-    begin = time.perf_counter()
     num_new = -(-size // batch)
     starts = [b * (target.cache.rows.num_free // batch) for b in range(batch)]
     lengths = [length] * batch
+    target.assume_read(starts, length)
+    begin = time.perf_counter()
     places = torch.tensor([*zip(starts, lengths, strict=True)], device=target.device)
     parents = torch.arange(-1, num_new - 1, device=target.device).repeat(batch, 1)
     depths = parents + 1

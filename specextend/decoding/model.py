@@ -156,7 +156,28 @@ class CachedModel:
         """What runs all layers in one call."""
         shapes = [layer.shape for layer in self.layers]
         self.cache = KVCache(shapes, num_rows, self.dtype, self.device)
-        self._stock = None if self.is_fused else StockDecoder(model, attend, self.cache)
+        self._stock = (
+            None if self.is_fused else StockDecoder(model, self.layers, attend, self.cache)
+        )
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return True if layers have a recurrent state, so that drafts must be chains."""
+        return self._stock is not None and bool(self._stock.recurrent)
+
+    def take_over(self, start: int, num_tokens: int) -> int:
+        """Begin a prompt at a row of the cache, of which the last prompt has `num_tokens`.
+
+        Returns:
+            How many of them can be taken over: all, unless a recurrent state is kept only after
+            fewer.
+        """
+        return num_tokens if self._stock is None else self._stock.take_over(start, num_tokens)
+
+    def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
+        """Count `num_tokens` as read after rows of the cache, so that steps can be measured."""
+        if self._stock is not None:
+            self._stock.assume_read(starts, num_tokens)
 
     @property
     def runs_in_one_call(self) -> bool:

@@ -113,9 +113,10 @@ class PromptReader:
             self._features = self._take_over(sequence)
             taken = torch.tensor(token_ids[: sequence.length], device=device)
             self._let_draft_read(sequence, taken, self._features)
-        chunk = torch.tensor(
-            token_ids[sequence.length : sequence.length + chunk_size], device=device
-        )
+        end = sequence.length + chunk_size
+        if self._target.is_recurrent and sequence.length < len(token_ids) - 1:
+            end = min(end, len(token_ids) - 1)  # choices are scored from the last token on
+        chunk = torch.tensor(token_ids[sequence.length : end], device=device)
         plan, hidden, features = self._read_chunk(sequence, chunk)
         self._let_draft_read(sequence, chunk, [features])
         self._features.append(features)
@@ -130,7 +131,9 @@ class PromptReader:
         chunks [1, n, F].
         """
         last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
-        if last is None or not (n := last.length_in(sequence.request.prompt_token_ids)):
+        n = last.length_in(sequence.request.prompt_token_ids) if last else 0
+        n = self._target.take_over(sequence.region.start, n)
+        if last is None or n == 0:
             return []
         sequence.length = sequence.stats.num_cached_tokens = n
         return last.write(self._target.cache, sequence.region.start, n)
@@ -168,6 +171,7 @@ class PromptReader:
             len(chunk),
             keep_layers=frozenset(self._scored_layers),
             ends_only=read is None or last not in (read or [last]),
+            decided=sequence.length < sequence.stats.num_prompt_tokens,
         )
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self._on_chunk()

@@ -8,11 +8,11 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary, `H
 key heads, `R` cache rows, `D` head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from specextend.attention.plain import attend_reference
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.decoding.cache import KVCache
+from specextend.decoding.recurrent import RecurrentLayer
 
 ATTENTION = "specextend"
 """Name of our attention function in transformers."""
@@ -42,6 +43,10 @@ class AttentionLayer:
     """Tokens that a token sees at most, itself included; None: all before it."""
     scale: float = 1.0
     """Factor on the products of queries and keys."""
+    recurrent: str = ""
+    """Name of the module with a recurrent state, empty if the layer has none."""
+    state_bytes: int = 0
+    """Bytes of the recurrent state of one sequence, in float32."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,13 +137,33 @@ class StockForward:
 class StockDecoder:
     """The layers of a causal LM, and its own head."""
 
-    def __init__(self, model: Any, attend: Attend, cache: KVCache):
-        """Take the model, whose attention is replaced, and a cache for its layers."""
+    def __init__(
+        self, model: Any, layers: Sequence[AttentionLayer], attend: Attend, cache: KVCache
+    ):
+        """Take the model, whose attention and recurrent layers are replaced.
+
+        Args:
+            model: The causal LM.
+            layers: What its layers keep of a token.
+            attend: The kernel of attention.
+            cache: Room for keys and values.
+        """
         _name_attention(model)
         self._attend = attend
         self._cache = cache
         self._decoder = _decoder_of(model)
         self._head = _without(self._decoder, model)
+        self._states: Any = None
+        self.recurrent: list[RecurrentLayer] = []
+        """The layers with a recurrent state."""
+        if any(layer.recurrent for layer in layers):
+            self._states = _new_states(model.config)
+        for index, layer in enumerate(layers):
+            if layer.recurrent:
+                stock = self._decoder.get_submodule(layer.recurrent)
+                kept = RecurrentLayer(stock, self._states.layers[index], _current_plan)
+                self._decoder.set_submodule(layer.recurrent, kept)
+                self.recurrent.append(kept)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: tuple[int, ...]
@@ -157,8 +182,26 @@ class StockDecoder:
                 hook = self._decoder.layers[layer].register_forward_hook(keep)
                 stack.callback(hook.remove)
             stack.callback(_running.reset, _running.set(forward))
-            hidden: Tensor = _run(self._decoder, token_ids, positions)
+            hidden: Tensor = _run(self._decoder, token_ids, positions, self._states)
         return hidden, outputs
+
+    def take_over(self, start: int, num_tokens: int) -> int:
+        """Begin a sequence at a row of the cache with the states of the last prompt.
+
+        Returns:
+            How many of the `num_tokens` that its prompt shares with the last one are in the states.
+        """
+        starts = self._cache.rows.starts
+        kept = [layer.take_over(start, num_tokens, starts) for layer in self.recurrent]
+        return min(kept, default=num_tokens)
+
+    def assume_read(self, starts: Sequence[int], num_tokens: int) -> None:
+        """Count `num_tokens` as read by sequences that begin at rows of the cache."""
+        zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._cache.layers[0].device)
+        for start in starts if self.recurrent else ():
+            self.run(zeros, zeros, AttentionPlan([start], [1], 1, decided=True), ())
+            for layer in self.recurrent:
+                layer.assume(start, num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the model's own logits [..., V] of hidden [..., C], scaled and capped as it
@@ -180,6 +223,7 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
     with torch.device("meta"), torch.inference_mode():
         shown = type(model)(config).eval()
         _name_attention(shown)
+        decoder = _decoder_of(shown)
         found = [AttentionLayer()] * config.get_text_config().num_hidden_layers
 
         def show(call: AttentionCall) -> Tensor:
@@ -189,10 +233,62 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
 
         token = _running.set(show)
         try:
-            _run(_decoder_of(shown), *torch.zeros(2, 1, 1, dtype=torch.int64))
+            modules = _modules_with_states(config, decoder)
         finally:
             _running.reset(token)
+    for layer, (name, num_bytes) in modules.items():
+        found[layer] = replace(found[layer], recurrent=name, state_bytes=num_bytes)
     return found
+
+
+def _modules_with_states(config: Any, decoder: Any) -> dict[int, tuple[str, int]]:
+    """Run a token through a decoder on `meta`.
+
+    Returns:
+        By layer, the name of the module that updates a recurrent state, and the state's bytes.
+    """
+    states = _new_states(config)
+    if not any(hasattr(layer, "conv_states") for layer in states.layers):
+        states = None
+    running: list[str] = []
+    found: dict[int, tuple[str, int]] = {}
+
+    def note(layer: Any, update: Callable[..., Tensor], *args: Any, **others: Any) -> Tensor:
+        updated = update(*args, **others)
+        kept = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        num_bytes = sum(each.nbytes for each in kept if each is not None)
+        found[states.layers.index(layer)] = running[-1], num_bytes
+        return updated
+
+    for layer in states.layers if states else ():
+        for name in ("update_conv_state", "update_recurrent_state"):
+            if update := getattr(layer, name, None):
+                setattr(layer, name, partial(note, layer, update))
+    for name, module in decoder.named_modules():
+        if hasattr(module, "layer_idx"):
+            module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+    zeros = torch.zeros(1, 1, dtype=torch.int64)
+    _run(decoder, zeros, zeros, states)
+    return found
+
+
+def _new_states(config: Any) -> Any:
+    """Make a cache of transformers in which layers find recurrent states, and no keys or values."""
+    from transformers import DynamicCache
+
+    class States(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+            return key_states, value_states
+
+    return States(config=config)
+
+
+def _current_plan() -> AttentionPlan:
+    """Return the plan of the forward that runs in this thread."""
+    forward = _running.get()
+    assert isinstance(forward, StockForward)
+    return forward.plan
 
 
 def _name_attention(model: Any) -> None:
@@ -203,10 +299,13 @@ def _name_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def _run(decoder: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+def _run(decoder: Any, token_ids: Tensor, positions: Tensor, states: Any) -> Tensor:
     """Return hidden [B, T, C]."""
     hidden: Tensor = decoder(
-        input_ids=token_ids, position_ids=positions, use_cache=False
+        input_ids=token_ids,
+        position_ids=positions,
+        past_key_values=states,
+        use_cache=states is not None,
     ).last_hidden_state
     return hidden
 
@@ -228,12 +327,18 @@ def _without(decoder: Any, model: Any) -> Any:
     head = copy(model)
     children = model.named_children()
     [place] = [name for name, child in children if any(each is decoder for each in child.modules())]
-    vars(head)["_modules"] = vars(model)["_modules"] | {place: _Given()}
+    vars(head)["_modules"] = vars(model)["_modules"] | {place: _Given(decoder)}
     return head
 
 
 class _Given(nn.Module):
     """A decoder that returns the hidden states it is given."""
+
+    def __init__(self, decoder: Any):
+        """Take the decoder, of whose settings a head may make use."""
+        super().__init__()
+        settings = {name: each for name, each in vars(decoder).items() if name[0] != "_"}
+        vars(self).update(settings)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         """Return them as transformers' decoders do."""

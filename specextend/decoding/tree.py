@@ -104,6 +104,10 @@ class DraftTrees:
             for rows, log_probs, size in batch
         ]
 
+    def chains(self) -> DraftTrees:
+        """Return the likeliest path of each tree, which is followed from the root on."""
+        return DraftTrees.pad([*map(_likeliest_path, self.nodes())], self.token_ids.device)
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return token_ids, parents, depths and log_probs."""
@@ -122,6 +126,16 @@ class DraftTrees:
         """Yield each sequence's tree, [N] without padding."""
         for b, n in enumerate(self.sizes):
             yield DraftTrees.of((each[b, :n] for each in self.tensors), [n])
+
+
+def _likeliest_path(nodes: Sequence[TreeNode]) -> list[TreeNode]:
+    """Return the root and, as long as there are children, the likeliest child of the last node."""
+    path = [nodes[0]]
+    place = 0
+    while children := [at for at, node in enumerate(nodes) if node.parent == place]:
+        place = max(children, key=lambda at: nodes[at].log_prob)
+        path.append(nodes[place]._replace(parent=len(path) - 1))
+    return path
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:

@@ -49,6 +49,9 @@ _PARENTS = (-1, -1, 0, 0, 1, 2, 4)
 """The node before each node of a tree; -1: the last token of the text."""
 _COMMITTED = (5, 6)
 """The last node that each sequence commits."""
+_CHAIN = (-1, 0, 1, 2, 3, 4, 5)
+"""The tree of a model with recurrent layers."""
+_COMMITTED_OF_CHAIN = (2, 6)
 _TOLERANCE = 1e-3
 """Difference of a logit, as a share of their spread, that is no difference."""
 
@@ -144,7 +147,7 @@ def shrunk(config: Any) -> Values:
     for name in ("model_type", "architectures", "quantization_config", "dtype"):
         values.pop(name, None)
     names = {name: config.attribute_map.get(name, name) for name in _NAMES}
-    num_layers = values[names["num_hidden_layers"]]
+    num_layers = config.num_hidden_layers
     num_heads = values[names["num_attention_heads"]]
     head_dim = values.get("head_dim") or config.hidden_size // num_heads
     by_layer = {
@@ -166,9 +169,13 @@ def shrunk(config: Any) -> Values:
         values[of_keys] = _HEADS
     if "head_dim" in values:
         values["head_dim"] = head_dim
-    values[names["num_hidden_layers"]] = len(kept)
+    if names["num_hidden_layers"] in values:
+        values[names["num_hidden_layers"]] = len(kept)
     values[names["num_attention_heads"]] = _HEADS
     values[names["hidden_size"]] = _HEADS * head_dim
+    if {"mamba_expand", "mamba_n_heads"} <= values.keys() and not values.get("mamba_d_ssm"):
+        values["mamba_n_heads"] = 2
+        values["mamba_d_head"] = values["mamba_expand"] * _HEADS * head_dim // 2
     if values.get("num_kv_shared_layers"):
         values["num_kv_shared_layers"] = len(kept) // 2
     rope = values.get("rope_parameters") or {}
@@ -229,7 +236,8 @@ class _Run:
             ends = [0, _READ_FIRST, len(text) - 1, len(text)]
             found = []
             for first, end in pairwise(ends):
-                plan = AttentionPlan([start], [end], end - first)
+                is_last = end == len(text)
+                plan = AttentionPlan([start], [end], end - first, decided=not is_last)
                 ids, positions = text[None, first:end], torch.arange(first, end)[None]
                 found.append(self._cached.logits(self._cached.forward(ids, positions, plan))[0])
             yield torch.cat(found), self._exact(text)
@@ -237,7 +245,8 @@ class _Run:
     def trees(self, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Read a tree behind each text and commit a path of it; yield logits of paths."""
         paths: list[list[int]] = []
-        for node, parent in enumerate(_PARENTS):
+        is_chain = self._cached.is_recurrent
+        for node, parent in enumerate(_CHAIN if is_chain else _PARENTS):
             paths.append([*(paths[parent] if parent >= 0 else []), node])
         seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
         for node, path in enumerate(paths):
@@ -258,8 +267,10 @@ class _Run:
             for path in paths:
                 exact = self._exact(torch.cat([text, nodes[b, path]]))
                 yield logits[b, path], exact[len(text) :]
-        committed = [paths[node] for node in _COMMITTED]
-        self._cached.cache.commit(plan.new_rows(nodes.device), torch.tensor(committed))
+        ends = _COMMITTED_OF_CHAIN if is_chain else _COMMITTED
+        committed = [paths[node] for node in ends]
+        if not is_chain:  # whose nodes lie where they belong
+            self._cached.cache.commit(plan.new_rows(nodes.device), torch.tensor(committed))
         self._texts = [
             torch.cat([text, nodes[b, committed[b]]]) for b, text in enumerate(self._texts)
         ]

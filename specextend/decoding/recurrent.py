@@ -1,0 +1,181 @@
+"""Layers with a recurrent state (gated delta rule, Mamba 2, short convolution) under drafts.
+
+A recurrent state cannot forget a token. So a layer keeps its inputs for tokens that are not decided
+yet, and its state before them. The next step gives it the decided ones again, together with the new
+ones. The rest of the model reads each token once. A state has one past, so drafts are chains.
+
+Begin with `RecurrentLayer.forward`.
+
+Shapes: `B` sequences, `T` new tokens of each, `C` input size of a layer, `n` pending tokens.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from specextend.attention.plan import AttentionPlan
+
+State = dict[str, dict[int, Any]]
+"""Fields of a layer of transformers' cache: tensors [B, ...] and flags; empty before any token."""
+MOST_PENDING = 16
+"""Decided tokens that a layer is given again before their state is kept. Keeping it takes a call of
+the layer's own, so that 16 tokens share one more reading of its weights.
+"""
+MOST_KEPT = 4
+"""States after chunks of the last prompt, for another prompt that begins alike."""
+_FIELDS = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+
+
+@dataclass(slots=True)
+class Past:
+    """The past of one sequence in one layer."""
+
+    length: int
+    """Tokens in the state."""
+    state: State
+    inputs: Tensor
+    """Inputs [n, C] of later tokens, the last ones of which may be drafts."""
+    next_state: State | None = None
+    """State after all of these, which counts if all are decided; None if it is not known."""
+
+
+class RecurrentLayer(nn.Module):
+    """A layer of transformers with a recurrent state, for the sequences of a batch."""
+
+    def __init__(self, layer: Any, cached: Any, plan: Callable[[], AttentionPlan]):
+        """Take a layer of the model.
+
+        Args:
+            layer: Takes inputs [B, T, C], first or as `hidden_states`. Returns as many outputs, or
+                a tuple that begins with them.
+            cached: Its layer of the cache that each forward of the model is given.
+            plan: Returns the plan of the forward that runs now.
+        """
+        super().__init__()
+        self._layer = layer
+        self._cached = cached
+        self._empty: State = {name: dict(getattr(cached, name)) for name in _FIELDS}
+        self._plan = plan
+        self._pasts: dict[int, Past] = {}
+        """By a sequence's first row in the cache."""
+        self._last_prompt: list[Past] = []
+        """After chunks of the last prompt, in their order."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on new inputs [B, T, C], after the pending ones of each sequence."""
+        is_named = "hidden_states" in kwargs
+        new: Tensor = kwargs["hidden_states"] if is_named else args[0]
+
+        def run(inputs: Tensor) -> Any:
+            if is_named:
+                return self._layer(*args, **{**kwargs, "hidden_states": inputs})
+            return self._layer(inputs, *args[1:], **kwargs)
+
+        plan = self._plan()
+        pasts = [
+            self._past_of(start, length - plan.num_new, new)
+            for start, length in zip(plan.starts, plan.lengths, strict=True)
+        ]
+        for past in pasts:
+            if len(past.inputs) > (0 if plan.decided else MOST_PENDING):
+                self._put([past.state])
+                run(past.inputs.unsqueeze(0))
+                self._keep(past, len(past.inputs), self._state_of(0))
+        rows = [torch.cat([past.inputs, each]) for past, each in zip(pasts, new, strict=True)]
+        self._put([past.state for past in pasts])
+        result = run(pad_sequence(rows, batch_first=True))
+        is_tuple = isinstance(result, tuple)
+        found: Tensor = result[0] if is_tuple else result
+        ends = [(each, len(row)) for each, row in zip(found, rows, strict=True)]
+        outputs = torch.stack([each[end - plan.num_new : end] for each, end in ends])
+        if plan.decided:
+            [past] = pasts
+            self._keep(past, plan.num_new, self._state_of(0))
+            self._last_prompt = [*self._last_prompt, replace(past)][-MOST_KEPT:]
+        else:
+            longest = max(map(len, rows))
+            for b, (past, row) in enumerate(zip(pasts, rows, strict=True)):
+                past.inputs = row
+                past.next_state = self._state_of(b) if len(row) == longest else None
+        return (outputs, *result[1:]) if is_tuple else outputs
+
+    def take_over(self, start: int, num_tokens: int, starts: Collection[int]) -> int:
+        """Begin a sequence with the state after `num_tokens` of the last prompt, or after fewer.
+
+        Args:
+            start: Row of the cache where the sequence begins.
+            num_tokens: Tokens that its prompt has in common with the last one.
+            starts: Rows where sequences begin; any other is forgotten.
+
+        Returns:
+            Tokens in the state; 0 if no state is kept.
+        """
+        self._pasts = {row: past for row, past in self._pasts.items() if row in starts}
+        self._last_prompt = [past for past in self._last_prompt if past.length <= num_tokens]
+        if not self._last_prompt:
+            return 0
+        self._pasts[start] = replace(self._last_prompt[-1])
+        return self._last_prompt[-1].length
+
+    def assume(self, start: int, num_tokens: int) -> None:
+        """Count `num_tokens` as read by a sequence, so that steps after them can be measured."""
+        self._pasts[start].length = num_tokens
+
+    def _past_of(self, start: int, num_decided: int, new: Tensor) -> Past:
+        """Return the past of a sequence without drafts that were not accepted."""
+        if num_decided == 0:
+            self._pasts[start] = Past(0, self._empty, new.new_empty(0, new.shape[2]))
+        past = self._pasts[start]
+        num_pending = num_decided - past.length
+        assert 0 <= num_pending <= len(past.inputs), "a recurrent layer missed tokens"
+        if past.next_state is not None and num_pending == len(past.inputs):
+            self._keep(past, num_pending, past.next_state)
+        past.inputs = past.inputs[: num_decided - past.length]
+        return past
+
+    @staticmethod
+    def _keep(past: Past, num_tokens: int, state: State) -> None:
+        """Take the state after `num_tokens` more."""
+        past.state = state
+        past.length += num_tokens
+        past.inputs = past.inputs[:0]
+        past.next_state = None
+
+    def _state_of(self, b: int) -> State:
+        """Return the state that the last run left for a sequence of the batch."""
+        fields = {name: getattr(self._cached, name) for name in _FIELDS}
+        return {
+            name: {n: v[b : b + 1] if isinstance(v, Tensor) else v for n, v in field.items()}
+            for name, field in fields.items()
+        }
+
+    def _put(self, states: Sequence[State]) -> None:
+        """Give the cache copies of states, as a batch. One before any token is all zeros."""
+        for name in _FIELDS:
+            columns = [state[name] for state in states]
+            known = max(columns, key=_is_known)
+            setattr(self._cached, name, {n: _batch(columns, n, known[n]) for n in known})
+
+
+def _is_known(column: dict[int, Any]) -> bool:
+    """Return True for a field of a state after some token."""
+    return any(value is not None and value is not False for value in column.values())
+
+
+def _batch(columns: Sequence[dict[int, Any]], number: int, known: Any) -> Any:
+    """Join the tensors of several states; a flag is the same for all."""
+    if not isinstance(known, Tensor):
+        return known
+    tensors = (column[number] for column in columns)
+    return torch.cat([torch.zeros_like(known) if each is None else each for each in tensors])
