@@ -103,13 +103,14 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
     """Return the log probability of a token by each row of logits [N, V], which are the target's
     own.
 
-    Sums are taken in fp64, so the rounded result is the same beside any rows, by any number of
-    threads.
+    A row's has the same bits beside any rows: only the sum of a row alone would be divided among
+    threads, so there is always another.
     """
-    norms = torch.cat([rows.double().logsumexp(-1) for rows in logits.split(_NORMED_ROWS)])
     chosen = upload(torch.tensor(token_ids), logits.device)
-    own = logits.gather(1, chosen.unsqueeze(1))[:, 0]
-    found: list[float] = (own.float() - norms.float()).tolist()
+    own = logits.gather(1, chosen.unsqueeze(1))[:, 0].float()
+    parts = torch.cat([logits, logits[:1]]).tensor_split(1 + len(logits) // _NORMED_ROWS)
+    norms = torch.cat([part.float().logsumexp(-1) for part in parts])
+    found: list[float] = (own - norms[:-1]).tolist()
     return found
 
 

@@ -87,7 +87,7 @@ class Run:
                 "id_column": "null",
                 "passthrough": f"[{','.join(PASSTHROUGH)}]",
             },
-            "output": {"path": self.output},
+            "output": {"path": self.output, "figures": "true", "confidence": "true"},
             "prompt": {"max_prompt_tokens": 400},
             "job": {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600} | job,  # for busy machines
         }
