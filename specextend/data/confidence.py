@@ -82,7 +82,9 @@ class _Ends:
 
     def _end(self, number: int) -> int:
         if number not in self._known:
-            self._known[number] = len(self._decode(self._token_ids[:number]).rstrip("\ufffd"))
+            text = self._decode(self._token_ids[:number])
+            is_whole = number == len(self._token_ids)
+            self._known[number] = len(text if is_whole else text.rstrip("\ufffd"))
         return self._known[number]
 
     def within(self, begin: int, end: int) -> range:

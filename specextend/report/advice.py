@@ -135,7 +135,8 @@ def figures_not_found(report: Report) -> Finding | None:
     share = of["not_found"] / of["figures"]
     says = (
         f"{of['not_found']:,} of {counted(of['figures'], 'figure')} ({share:.0%}), in "
-        f"{counted(flagged, 'text')}, are not in their documents: check them (column figures)."
+        f"{counted(flagged, 'text')}, cannot be found in the documents: check "
+        "them (column figures)."
     )
     evidence = {"not_found": of["not_found"], "share": share}
     ids = report["flagged"]["figure_not_found"]

@@ -65,6 +65,24 @@ def test_the_column_is_a_struct_of_the_fields():
     assert column.to_pylist() == [{"whole": -1.0, "least": -2.0, "least_sentence": "No."}]
 
 
+@given(st.lists(st.binary(max_size=3) | st.sampled_from([b" ", b".", b"\xc3", b"\xa4", b"A"]), max_size=12))
+def test_tokens_that_are_parts_of_characters_count_too(pieces):
+    """An output may end inside of a character: its last tokens wrote no text that stays."""
+
+    def decode(token_ids):
+        return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
+
+    token_ids = [*range(len(pieces))]
+    log_probs = tuple(-1.0 - token_id for token_id in token_ids)
+    text = decode(token_ids)
+    completion = Completion("a", token_ids, text, "length", DecodingStats(), log_probs=log_probs)
+    whole, least = confidence_of(completion, text, False, decode)
+    assert (whole["log_prob"] is None) == (text == "")
+    if text.strip():
+        assert least["text"] in text
+        assert -len(pieces) <= least["log_prob"] <= -1
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

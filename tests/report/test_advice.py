@@ -75,7 +75,7 @@ CASES = [
     (
         "figures_not_found",
         changed(figures__not_found=9, quality_flags__figure_not_found=8, flagged__figure_not_found=["doc-a"]),
-        r"9 of 200 figures \(4%\), in 8 texts, are not in their documents: check them \(column figures\). .* doc-a.$",
+        r"9 of 200 figures \(4%\), in 8 texts, cannot be found in the documents: check them .* doc-a.$",
     ),
     (
         "most_failed",
