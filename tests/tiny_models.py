@@ -131,7 +131,8 @@ def perturbed(model, seed):
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
         for weight in copy.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
+            if weight.numel() > 1:  # one number has no spread
+                weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
     return copy
 
 
