@@ -44,8 +44,8 @@ Attention in chunks (Llama 4) and RoPE that depends on the length of the text (`
 `longrope`) are refused.
 
 The tables show what the check found for each family's default configuration. They come from
-`python -m scripts.families_page`, and a slow test compares some of them. A published model may have other
-options than its family's default: `specextend check` says what is true for yours.
+`python -m scripts.families_page`, and a slow test compares some of them. A published model may have
+other options than its family's default: `specextend check` says what is true for yours.
 """
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
