@@ -37,6 +37,8 @@ _MOST = (
     (r"num_experts_per_tok(en)?|top_k_experts|moe_k|moe_topk", 2),
     (r"n_group|topk_group|first_k_dense_replace", 1),
     (r"sliding_window|attention_chunk_size", WINDOW),
+    (r"(mamba_)?chunk_size|mamba_d_state|ssm_state_size", 16),
+    (r"linear_num_(key|value)_heads", 2),
     (r"(bos|eos)_token_id", 2),
     (r"pad_token_id", 0),
 )
@@ -173,9 +175,11 @@ def shrunk(config: Any) -> Values:
         values[names["num_hidden_layers"]] = len(kept)
     values[names["num_attention_heads"]] = _HEADS
     values[names["hidden_size"]] = _HEADS * head_dim
-    if {"mamba_expand", "mamba_n_heads"} <= values.keys() and not values.get("mamba_d_ssm"):
-        values["mamba_n_heads"] = 2
-        values["mamba_d_head"] = values["mamba_expand"] * _HEADS * head_dim // 2
+    if {"mamba_expand", "mamba_n_heads"} <= values.keys():
+        width = values["mamba_expand"] * _HEADS * head_dim
+        values |= {"mamba_n_heads": 2, "mamba_d_head": width // 2}
+        if values.get("mamba_d_ssm"):
+            values["mamba_d_ssm"] = width
     if values.get("num_kv_shared_layers"):
         values["num_kv_shared_layers"] = len(kept) // 2
     rope = values.get("rope_parameters") or {}
@@ -246,8 +250,10 @@ class _Run:
         """Read a tree behind each text and commit a path of it; yield logits of paths."""
         paths: list[list[int]] = []
         is_chain = self._cached.is_recurrent
-        for node, parent in enumerate(_CHAIN if is_chain else _PARENTS):
+        parents = _CHAIN if is_chain else _PARENTS
+        for node, parent in enumerate(parents):
             paths.append([*(paths[parent] if parent >= 0 else []), node])
+        leaves = [path for path in paths if path[-1] not in parents]
         seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
         for node, path in enumerate(paths):
             seen[node, path] = True
@@ -264,7 +270,7 @@ class _Run:
         hidden = self._cached.forward(nodes, lengths[:, None] + depths, plan)
         logits = self._cached.logits(hidden)
         for b, text in enumerate(self._texts):
-            for path in paths:
+            for path in leaves:
                 exact = self._exact(torch.cat([text, nodes[b, path]]))
                 yield logits[b, path], exact[len(text) :]
         ends = _COMMITTED_OF_CHAIN if is_chain else _COMMITTED

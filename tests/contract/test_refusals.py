@@ -102,7 +102,7 @@ def sets(*settings):
             "job.gpus_per_worker is 1 but this machine has",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for"),
         ),
-        (["target.device=cuda"], "unknown key target.device; known keys are model, dtype, quantize"),
+        (["target.device=cuda"], "unknown key target.device; known keys are model, adapter, dtype, quantize"),
     ],
 )
 def test_a_wrong_value_is_named(refused, settings, said):

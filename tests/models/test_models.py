@@ -304,9 +304,9 @@ def test_a_gpu_whose_attention_takes_no_16_bits_is_refused_before_weights_are_lo
 
 
 def test_a_family_that_would_differ_is_refused_before_anything_starts(write_model, capsys, monkeypatch):
-    """Its recurrent layers know nothing of a tree, nor of what our cache holds: it would write nonsense, fluently."""
+    """Its attention in chunks is told by no keyword: it would write nonsense, fluently."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    folder = write_model(model_type="lfm2", layer_types=["conv", "full_attention"])
+    folder = write_model(model_type="llama4_text", head_dim=8, num_local_experts=2, intermediate_size_mlp=16)
     assert call(check, ["--config", "tiny-random", *DRAFTLESS, "--set", f"target.model={folder}"], "x") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"{folder}: logits differ from the stock model by " in line
