@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from specextend.core import Values
-from specextend.data.numerals import Date, Figure, figures_of
+from specextend.data.numerals import Date, Figure, figures_of, lowered
 
 Found = Literal["yes", "rounded", "derived", "no"]
 _NEAR = 100
@@ -60,7 +60,7 @@ class FigureIndex:
     """The figures of a document, read once for several texts."""
 
     def __init__(self, document: str):
-        self._low = document.lower()
+        self._low = lowered(document)
         self._document = document
         self._figures = figures_of(document)
         self._exact: dict[Decimal | Date, list[Figure]] = {}

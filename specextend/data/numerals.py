@@ -193,12 +193,13 @@ _ONE_IN = re.compile(r"\s(?:in|out of)\s(?:every\s|each\s)?")
 _IN_NAME = re.compile(r"(?<!fy)[^\W\d_]-?\Z")
 _IN_LIST = re.compile(r"(?:(?:^|\n)\s*|\()\Z")
 _MOST_DIGITS = 18
+_MOST_IN_WORDS = 10**_MOST_DIGITS
 _MOST_YEAR = 2100
 
 
 def figures_of(text: str) -> list[Figure]:
     """Return the figures of a text, in order."""
-    low = text.replace("\u0130", "i").lower()  # the only letter that becomes two
+    low = lowered(text)
     found = sorted(_in_words(low), key=lambda each: each.begin)
     taken = iter([*found, None])
     other = next(taken)
@@ -209,6 +210,11 @@ def figures_of(text: str) -> list[Figure]:
             found.append(each)
     found.sort(key=lambda each: each.begin)
     return [*_related(found, low)]
+
+
+def lowered(text: str) -> str:
+    """Return a text in lower case with as many characters."""
+    return text.replace("\u0130", "i").lower()  # the only letter that becomes two
 
 
 def _in_words(low: str) -> Iterator[Figure]:
@@ -255,7 +261,7 @@ def _spoken(low: str, run: Sequence[re.Match[str]]) -> Iterator[Figure]:
                 taken = []
             number = 0
         elif taken and not _goes_on(name, number, current):
-            yield _number_of(low, taken, total + current)
+            yield from _number_of(low, taken, total + current)
             taken = []
         if not taken:
             total = current = 0
@@ -266,11 +272,11 @@ def _spoken(low: str, run: Sequence[re.Match[str]]) -> Iterator[Figure]:
             total += max(1, current) * number
             current = 0
         elif number == 100 or (name in _DOZENS and current):
-            current = max(1, current) * number
+            current = min(max(1, current) * number, 2 * _MOST_IN_WORDS)
         else:  # quatre-vingts
             current += 76 if number == 20 and current % 100 == 4 else number
     if taken:
-        yield _number_of(low, taken, total + current)
+        yield from _number_of(low, taken, total + current)
 
 
 def _goes_on(name: str, number: int, current: int) -> bool:
@@ -301,10 +307,12 @@ def _share(low: str, first: re.Match[str], last: re.Match[str], count: int) -> F
     )
 
 
-def _number_of(low: str, words: Sequence[re.Match[str]], value: int) -> Figure:
+def _number_of(low: str, words: Sequence[re.Match[str]], value: int) -> Iterator[Figure]:
+    if value > _MOST_IN_WORDS:
+        return
     made = _in_context(low, words[0].start(), words[-1].end(), (Decimal(value),))
     is_article = len(words) == 1 and words[0].group() in _ARTICLES
-    return made._replace(is_claimed=not is_article or (bool(made.unit) and made.kind != "number"))
+    yield made._replace(is_claimed=not is_article or (bool(made.unit) and made.kind != "number"))
 
 
 def _in_digits(low: str) -> Iterator[Figure]:

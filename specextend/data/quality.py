@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from heapq import nlargest
 from importlib.util import find_spec
 from itertools import islice
@@ -318,6 +318,8 @@ MOST_ALIKE = 2000
 """Characters up to which it may: the search takes time by their square."""
 _MOST_PLACES = 1000
 """Places inside of words that are passed over."""
+_MOST_POWER = 18
+"""Power of ten up to which a number of an answer is written out."""
 _OTHER_SCRIPTS = "\u0590"
 """The first character behind Latin, Greek, Cyrillic and Armenian letters."""
 _SPACES = str.maketrans("\t\n\r\u00a0", "    ")
@@ -353,15 +355,22 @@ def _figures(text: str, document: str, fields: Collection[str]) -> list[Values]:
     index = FigureIndex(document)
     if not fields:
         return index.find(text)
-    answer = read_json(
-        text, parse_int=_Digits, parse_float=lambda digits: _Digits(f"{Decimal(digits):f}")
-    )
+    answer = read_json(text, parse_int=_Digits, parse_float=_written_out)
     return [
         figure
         for field, value in _strings(answer, "")
         if field in fields
         for figure in index.find(value, has_units=not isinstance(value, _Digits))
     ]
+
+
+def _written_out(number: str) -> _Digits:
+    """Return the digits of a number; none if it is too large or small for figures."""
+    with suppress(InvalidOperation):
+        value = Decimal(number)
+        if abs(value.adjusted()) <= _MOST_POWER:
+            return _Digits(f"{value:f}")
+    return _Digits()
 
 
 def _passage(value: str, document: str) -> tuple[int, int, float] | None:

@@ -224,3 +224,21 @@ def test_figures_of_an_answer_are_those_of_its_free_fields():
     ]
     assert "figure_not_found" in quality.quality_flags
     assert assess(completion, document, 0, None, QualityOptions()).figures is None
+
+
+@pytest.mark.parametrize("text", ["five " + "hundred " * 200, "two " + "dozen " * 400])
+def test_numbers_in_words_that_nobody_means_are_no_figures(text):
+    """Degenerate answers repeat a word; the row still has its quality."""
+    assert find_figures(text, "The port paid five hundred euros.") == []
+
+
+@pytest.mark.parametrize("number", ["1e99999999999", "1e-99999999999", "1e" + "9" * 30, "0e99999999999"])
+def test_a_number_of_an_answer_that_is_too_large_to_write_out_is_no_figure(number):
+    completion = Completion("a", [], f'{{"sum": {number}, "share": 2.5e1}}', "stop", DecodingStats())
+    quality = assess(completion, "25", 0, None, QualityOptions(), figures_for=frozenset({"sum", "share"}))
+    assert [each["text"] for each in quality.figures] == ["25"]
+
+
+def test_a_figure_is_found_after_letters_that_become_two_in_lower_case():
+    document = "\u0130" * 300 + " The inspectors visited three harbours of the agency in spring. " + "." * 300
+    assert found("Inspectors visited 3 harbours of the agency in spring.", document) == [("3", "yes")]
