@@ -3,8 +3,11 @@ whether another run is better.
 """
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +16,7 @@ import pyarrow.parquet as pq
 
 from specextend.core import ReadOnly, Values, did_you_mean
 from specextend.data.answers import answer_fields, free_fields
-from specextend.data.parquet import read_stream, stream
+from specextend.data.parquet import is_id, is_text, plain_text, read_stream, stream
 from specextend.data.quality import token_f1
 from specextend.data.results import damaged_results, result_files
 from specextend.data.schema import TextColumns, text_columns
@@ -24,6 +27,7 @@ MOST_LABELS = 50
 """Different values of a field, from which on it has no confusion matrix."""
 NONE = "(none)"
 """The label of an answer that is null."""
+_MIDNIGHT = re.compile(r" 00:00:00(?:\.0+)?(?:Z|[+-][0-9]{4})?\Z")
 _Z = 1.959963984540054
 """Quantile of the normal distribution for intervals of 95%."""
 _SAMPLES = 10_000
@@ -46,7 +50,9 @@ class Judged(NamedTuple):
 def check_gold(
     gold: Mapping[str, str], passthrough: Iterable[pa.Field], columns: TextColumns
 ) -> None:
-    """Raise ValueError for a field that answers do not have, and for lists and objects."""
+    """Raise ValueError for a field that answers do not have, and for types that are not
+    compared.
+    """
     kinds = {name: kind for name, (kind, _) in _fields(columns).items()}
     given = {field.name: field.type for field in passthrough}
     for field, column in gold.items():
@@ -56,10 +62,10 @@ def check_gold(
                 f"are {', '.join(kinds)}"
             )
         for name, kind in ((field, kinds[field]), (column, given[column])):
-            if kind.num_fields:
+            if not _is_compared(kind):
                 raise ValueError(
-                    f"input.gold: {name} is {kind}, but only texts, numbers and booleans are "
-                    "compared"
+                    f"input.gold: {name} is {kind}, but only texts, numbers, booleans, dates and "
+                    "timestamps are compared"
                 )
 
 
@@ -75,10 +81,12 @@ def judged(output: Location, manifest: ReadOnly | None) -> Iterator[Judged]:
 
     for file, is_answer in result_files(output) if gold else ():
         for table in read_stream(file, read, damaged_results(file)) if is_answer else ():
-            for row in table.to_pylist():
-                for field, column in gold.items():
-                    if (right := _spelled(row[column])) is not None:
-                        yield Judged(field, row["doc_id"], right, _spelled(row[field]))
+            ids = table["doc_id"].to_pylist()
+            for field, column in gold.items():
+                spelled = (_spelled(table[name]) for name in (column, field))
+                for doc_id, right, answer in zip(ids, *spelled, strict=True):
+                    if right is not None:
+                        yield Judged(field, doc_id, right, answer)
 
 
 def gold_figures(output: Location, manifest: ReadOnly | None) -> Values:
@@ -224,8 +232,38 @@ def _fields(columns: TextColumns) -> dict[str, tuple[pa.DataType, bool]]:
     return found
 
 
-def _spelled(value: Any) -> str | None:
-    """Write a value as text by which answers are compared."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return None if value is None else str(value).strip().casefold()
+def _is_compared(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_compared(kind.value_type)
+    types = pa.types
+    is_other = types.is_boolean(kind) or types.is_date(kind) or types.is_timestamp(kind)
+    return is_id(kind) or _is_number(kind) or is_other
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+
+
+def _spelled(column: pa.ChunkedArray) -> list[str | None]:
+    """Write values as texts by which answers are compared, whatever their types are."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _spelled(column.cast(kind.value_type))
+    if is_text(kind):
+        column = column.cast("large_binary")
+        spell: Callable[[Any], str | None] = partial(bytes.decode, errors="replace")
+    else:
+        column = plain_text(column)
+        spell = _number if _is_number(kind) else partial(_MIDNIGHT.sub, "")
+    spelled = (None if value is None else spell(value) for value in column.to_pylist())
+    return [text and text.strip().casefold() for text in spelled]
+
+
+def _number(text: str) -> str | None:
+    """Return the shortest digits of a number; None if it is NaN."""
+    value = Decimal(text) or Decimal(0)  # which has no sign
+    digits = f"{value:f}"
+    if value.is_nan():
+        return None
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
