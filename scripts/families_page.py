@@ -38,7 +38,8 @@ as wide as keys. `target.quantize` takes fused layers only.
 Hybrids, which have layers with a recurrent state beside attention (Qwen3.5, Qwen3-Next, LFM2,
 Granite 4 H, OLMo Hybrid), verify chains: of each tree of drafts its likeliest path. A recurrent
 layer keeps its inputs until they are decided, and its state before them. In bfloat16 the output can
-part from plain decoding where two tokens nearly tie. Such a model cannot be a draft.
+part from plain decoding where two tokens nearly tie. Such a model cannot be a draft, and it leaves
+`choices` empty for closed fields beside written ones.
 
 Attention in chunks (Llama 4) and RoPE that depends on the length of the text (`dynamic`,
 `longrope`) are refused.

@@ -8,6 +8,7 @@ model.
 
 import math
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -90,6 +91,9 @@ class Weight:
     unpack: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
 
+_ROTATION = re.compile("rotation|hadamard|transform")
+
+
 def read_packing(raw: Values, model: str) -> Packing | None:
     """Read how the weights of a model are packed from its raw config; None if they are not.
 
@@ -100,6 +104,10 @@ def read_packing(raw: Values, model: str) -> Packing | None:
     if not values:
         return None
     method = str(values.get("quant_method", "unknown"))
+    # weights for inputs that are rotated first, which no tensor says
+    rotated = [key for key, value in values.items() if value and _ROTATION.search(key)]
+    if rotated:
+        method += f": {', '.join(rotated)}"
     if method == "mxfp4":
         return Packing(method)
     if method == "fp8":
@@ -115,8 +123,6 @@ def read_packing(raw: Values, model: str) -> Packing | None:
         others = formats - {*_CT_FORMATS, "mixed-precision"}
         if (values.get("sparsity_config") or {}).get("format", "dense") != "dense":
             others.add("sparsity_config")
-        if values.get("transform_config"):
-            others.add("transform_config")
         if not others:
             return Packing(method, _blocks_of([each.get("weights") or {} for each in groups]))
         method += f": {', '.join(sorted(others))}"
@@ -217,6 +223,8 @@ def merge_adapter(weights: Mapping[str, Weight], adapter: str, model: str) -> di
     folder = adapter_folder(adapter)
     rank, scale = _read_lora(folder, adapter)
     found = read_safetensors_header(folder / ADAPTER_WEIGHTS)
+    if not found:
+        raise ModelError(f"{adapter} has no tensors in {ADAPTER_WEIGHTS}")
     merged = dict(weights)
     for name in found:
         stem = name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
@@ -330,6 +338,8 @@ def _scaled(
         blocks: Rows and columns that may share a scale.
         columns: The group of each column [in]; None: by `blocks`.
     """
+    if not scales.is_floating_point():
+        raise ValueError(f"scales of type {scales.dtype}")
     scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     rows = _places(len(numbers), len(scales), {height for height, _ in blocks})
     if columns is None:
@@ -376,8 +386,13 @@ def _pack_quantized(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
     if len(bits) != 1 or height != len(packed):
         raise ValueError(f"{list(packed.shape)} integers for {height} x {width} of 4 or 8 bits")
     offsets = torch.full_like(parts[".weight_scale"], 1 << bits[0] - 1, dtype=torch.float32)
-    if (zeros := parts.get(".weight_zero_point")) is not None:
+    zeros = parts.get(".weight_zero_point")
+    if zeros is not None and zeros.dtype == torch.int8:  # as files had them before 2025-05
+        offsets = offsets + zeros
+    elif zeros is not None and zeros.dtype == torch.int32:
         offsets = _fields(zeros.T, bits[0])[:, :height].T
+    elif zeros is not None:
+        raise ValueError(f"zero points of type {zeros.dtype}")
     groups = parts.get(".weight_g_idx")
     if groups is not None and not groups.is_meta and groups.min() < 0:  # says that it has none
         groups = None
@@ -410,7 +425,18 @@ def _mxfp4(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
     blocks = parts["_blocks"]
     values = torch.tensor((*_MXFP4, *(-value for value in _MXFP4)), device=blocks.device)
     scales = parts["_scales"].view(torch.float8_e8m0fnu).float()
-    return (values[_fields(blocks, 4).int()].mul_(scales.unsqueeze(-1))).flatten(-2).mT
+    weights = torch.empty(
+        len(blocks),
+        32 * blocks.shape[2],
+        blocks.shape[1],
+        dtype=torch.bfloat16,
+        device=blocks.device,
+    )
+    for expert, packed, factors in zip(weights, blocks, scales, strict=True):
+        # two bits of fraction times a power of two: exact in bfloat16
+        numbers = values[_fields(packed, 4).int()].mul_(factors.unsqueeze(-1))
+        expert.copy_(numbers.flatten(-2).T)
+    return weights
 
 
 _FLOAT8 = _Layout(

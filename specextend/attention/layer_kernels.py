@@ -159,6 +159,8 @@ def quantize_rows(x, rounded, scales, size, LARGEST: tl.constexpr, BLOCK: tl.con
     exists = column < size
     values = tl.load(x + row * size + column, mask=exists, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0), TINIEST) / LARGEST
+    is_nan = tl.max((values != values).to(tl.int32), 0)  # which a maximum passes over
+    scale = tl.where(is_nan > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     values = values / scale
     if LARGEST == 127:  # to an integer, before it is cut to one

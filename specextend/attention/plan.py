@@ -173,6 +173,11 @@ class AttentionPlan:
         """
         if max(self.lengths) <= window:
             return self.spans
+        if self.mask is None and self.num_new == 1:
+            ends = [sum(each) for each in zip(self.starts, self.lengths, strict=True)]
+            lengths = [min(length, window) for length in self.lengths]
+            starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+            return (KeySpan(starts, lengths),)
         if window not in self.windows:
             own = torch.ones(1, self.num_new, self.num_new, dtype=torch.bool).tril()
             mask = own.expand(len(self.lengths), -1, -1) if self.mask is None else self.mask

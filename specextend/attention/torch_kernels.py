@@ -99,7 +99,8 @@ def _attend_unmasked(
     """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads
     than query heads.
     """
-    if q.dtype == torch.float32:  # flash does not take it
+    # flash takes neither fp32 nor wide heads
+    if q.dtype == torch.float32 or q.shape[-1] > 256 or q.shape[-1] % 8:
         return _attend_efficiently(q, key, value, None, scale, causal=causal)
     out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)

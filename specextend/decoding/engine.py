@@ -449,7 +449,8 @@ class Engine:
         self._count_step()
         self._look_again(running, step)
         for sequence in running:
-            if sequence.request.closed and sequence.has_ended and not sequence.is_broken:
+            scores = bool(sequence.request.closed) and not self.target.is_recurrent
+            if scores and sequence.has_ended and not sequence.is_broken:
                 self._choices.score(sequence)
                 self._watch.charge("verify_s", [sequence])
         self._payoff.took(self._watch.mark - started_at)
@@ -548,7 +549,10 @@ class Engine:
         ]
         if kept == proposed:
             return trees
-        return prune(DraftTrees.pad(kept, self.target.device), 1 + self._memory.num_nodes)
+        made = DraftTrees.pad(kept, self.target.device)
+        if self.target.is_recurrent:  # what is forced may be spelled in other tokens beside it
+            made = made.chains()
+        return prune(made, 1 + self._memory.num_nodes)
 
     def _accept(
         self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float

@@ -140,7 +140,7 @@ class RecurrentLayer(nn.Module):
         num_pending = num_decided - past.length
         assert 0 <= num_pending <= len(past.inputs), "a recurrent layer missed tokens"
         if past.next_state is not None and num_pending == len(past.inputs):
-            self._keep(past, num_pending, past.next_state)
+            self._keep(past, num_pending, _copy(past.next_state))
         past.inputs = past.inputs[: num_decided - past.length]
         return past
 
@@ -166,6 +166,14 @@ class RecurrentLayer(nn.Module):
             columns = [state[name] for state in states]
             known = max(columns, key=_is_known)
             setattr(self._cached, name, {n: _batch(columns, n, known[n]) for n in known})
+
+
+def _copy(state: State) -> State:
+    """Copy the tensors of a state, which are views of a batch's."""
+    return {
+        name: {n: v.clone() if isinstance(v, Tensor) else v for n, v in field.items()}
+        for name, field in state.items()
+    }
 
 
 def _is_known(column: dict[int, Any]) -> bool:

@@ -25,6 +25,7 @@ def test_a_product_in_fp8_has_a_scale_for_each_row():
     assert_near(multiply(linear, x).float(), expected, 1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NaN, by numpy
 @pytest.mark.parametrize("num_rows", [1, 33])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_product_in_int8_is_its_twins(num_rows, has_bias):
@@ -34,3 +35,5 @@ def test_a_product_in_int8_is_its_twins(num_rows, has_bias):
     x = draw(num_rows, 96, dtype=torch.float16)
     x[num_rows // 2 + 1 :] = 0
     assert_near(multiply(rounded, x).float(), rounded(x).float(), 1e-2)
+    x[0, 5] = torch.nan
+    assert multiply(rounded, x)[0].isnan().all(), "a row of an answer that is refused"

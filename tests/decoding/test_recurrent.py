@@ -5,9 +5,10 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specextend.core import Choice
+from specextend.data.answers import schema_of
 from specextend.decoding.recurrent import MOST_PENDING
 from specextend.decoding.tree import Drafter, DraftTrees, TreeNode
 from specextend.loading import memory_bytes
@@ -24,9 +25,11 @@ from tests.tiny_models import (
     load_reference,
     random_prompt,
     request,
+    spelling_tokenizer,
     tiny_config,
     tiny_engine,
     write_family,
+    write_model,
 )
 
 MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4, "head_dim": 16}
@@ -167,6 +170,43 @@ def log_prob_of(stock, prompt, path):
     """The sum of a path's log probabilities behind a prompt, by the stock model."""
     logits = stock(input_ids=torch.tensor([prompt + path]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return float(logits.log_softmax(-1).gather(1, torch.tensor(path)[:, None]).sum())
+
+
+class Speller(Prophet):
+    """Drafts what the target will say letter by letter, where a schema forces longer tokens."""
+
+    def __init__(self, outputs, tokenizer):
+        super().__init__(outputs)
+        self._tokenizer = tokenizer
+
+    def _tree(self, slot):
+        output, count = self._said[slot]
+        letters = "".join(self._tokenizer.convert_ids_to_tokens(output[count:]))[:4]
+        token_ids = [output[count - 1], *self._tokenizer.convert_tokens_to_ids([*letters])]
+        return [TreeNode(depth - 1, token_id, depth, -0.1 * depth) for depth, token_id in enumerate(token_ids)]
+
+
+def test_what_a_schema_forces_beside_a_draft_leaves_a_chain(tmp_path):
+    """The grammar's token for the same letters would be a branch, which no recurrent layer can read."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    ends = {"eos_token_id": EOS_TOKEN_ID, "bos_token_id": EOS_TOKEN_ID, "pad_token_id": 0}
+    config = AutoConfig.for_model("lfm2", **FAMILIES["lfm2"], **sizes, **ends, num_key_value_heads=2)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for weight in model.parameters():
+        weight.data *= 4.0 if weight.dim() > 1 else 1.0
+    pair = Pair(write_model(model, tmp_path / "target", spelling_tokenizer), {})
+    schema = schema_of({"kind": "audit | budget", "agency": {"type": "string", "maxLength": 30}, "closed": "boolean"})
+    asked = [replace(each, schema=schema, max_new_tokens=90) for each in requests_of(0.0)]
+    plain = tiny_engine(pair, "ngram", decoding__mode="autoregressive")
+    expected = tokens_of(plain.generate(asked))
+    outputs = {int(name): token_ids for name, token_ids in expected.items()}
+    engine = engine_with(
+        tiny_config(pair, "ngram", decoding__max_batch_size=3), lambda _: Speller(outputs, plain.tokenizer)
+    )
+    completions = [*engine.generate(asked)]
+    assert tokens_of(completions) == expected
+    assert sum(done.stats.num_accepted_tokens for done in completions) > 10
 
 
 def test_states_are_part_of_the_forecast_of_memory(lfm2):

@@ -72,7 +72,7 @@ def int8_channels(rng, shape):
     return {"weight": tensor(numbers.astype(np.int8)), "weight_scale": tensor(scales)}, numbers * scales
 
 
-def pack_quantized(bits, group, has_offsets=False, has_order=False):
+def pack_quantized(bits, group, has_offsets=False, has_order=False, packs_offsets=True):
     def write(rng, shape):
         groups = np.arange(shape[1]) // (group if group > 0 else shape[1])
         if has_order:
@@ -87,7 +87,8 @@ def pack_quantized(bits, group, has_offsets=False, has_order=False):
         }
         if has_offsets:
             offsets = rng.integers(0, 1 << bits, scales.shape)
-            parts["weight_zero_point"] = tensor(pack(offsets.T, bits).numpy().T)
+            older = (offsets - (1 << bits - 1)).astype(np.int8)
+            parts["weight_zero_point"] = tensor(pack(offsets.T, bits).numpy().T if packs_offsets else older)
         if has_order:
             parts["weight_g_idx"] = tensor(groups.astype(np.int32))
         return parts, (numbers - offsets[:, groups]) * scales[:, groups]
@@ -152,6 +153,10 @@ FORMATS = {
     "packed int4": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP)),
     "packed int4, half a group at the end": (compressed("pack-quantized", group_size=128), pack_quantized(4, 128)),
     "packed int4, offsets": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True)),
+    "packed int4, older offsets": (
+        compressed("pack-quantized", group_size=GROUP),
+        pack_quantized(4, GROUP, True, packs_offsets=False),
+    ),
     "packed int4, order": (compressed("pack-quantized", group_size=GROUP), pack_quantized(4, GROUP, True, True)),
     "packed int8, channels": (compressed("pack-quantized"), pack_quantized(8, -1)),
     "awq": (AWQ, awq),
@@ -287,6 +292,7 @@ def test_an_engine_decodes_a_packed_target_with_a_packed_draft(write_packed):
         ),
         (AWQ | {"version": "gemv"}, "(awq: gemv, 4 bits)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "(gptq: marlin, 4 bits)"),
+        (GPTQ | {"rotation": "hadamard"}, "(gptq: rotation)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
