@@ -70,11 +70,14 @@ class RowReader:
         return _named(*wanted, *self.template_columns)
 
     @property
+    def value_columns(self) -> list[str]:
+        """Return the columns whose values `read` takes."""
+        return _named(*self.content_columns, self.options.reference_column)
+
+    @property
     def document_columns(self) -> list[str]:
         """Return the columns that a row is read from."""
-        options = self.options
-        own = (options.id_column, options.reference_column)
-        return _named(*self.content_columns, *own, *self.rule_columns)
+        return _named(*self.value_columns, self.options.id_column, *self.rule_columns)
 
     def read(self, key: DocumentKey, doc_id: str, values: ReadOnly) -> Row:
         """Make a row. What is not UTF-8 in a reference is replaced.

@@ -135,7 +135,7 @@ class Source:
         is out of reach, and InputChangedError if it has been written to.
         """
         row = self._row(key, self.reader.document_columns)
-        [values] = plain_rows(row, row.column_names)
+        [values] = plain_rows(row, self.reader.value_columns)
         if self._has_bad_id(key):
             value = plain_text(row[self.options.id_column])[0].as_py()
             what = "null" if value is None else f"that of an earlier row: {value!r}"

@@ -252,3 +252,11 @@ def test_a_row_may_have_an_instruction_of_its_own(write):
 def test_a_temperature_below_zero_is_an_error_of_its_row():
     with pytest.raises(DocumentError, match="BadOptions: temperature must be at least 0"):
         own_options({"temperature": -1.0})
+
+
+def test_a_column_that_only_rules_read_may_have_dates_that_python_has_not(tmp_path, write):
+    write("a.parquet", {"text": ["one"], "day": pa.array([10**7], "date32")})
+    options = InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("day",))
+    row = open_source(options, rule_columns=["day"]).read(DocumentKey(0, 0))
+    assert row.passed is not None
+    assert row.passed["day"].cast("string").to_pylist() == ["29349-01-26"]
