@@ -84,11 +84,13 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
                 node.clear()
                 node.tag = f"{space}r"
                 ElementTree.SubElement(node, f"{space}t").text = equation
+            case "p":
+                hidden.append("\n")
             case "r" | "tc" if _is_hidden(node):
-                hidden += node.itertext()
+                hidden.append(text_in_lines(node))
                 node.clear()
             case "del" | "moveFrom":
-                hidden += node.itertext()
+                hidden.append(text_in_lines(node))
                 node.clear()
             case "r":
                 for menu in node.iterfind("{*}fldChar/{*}ffData/{*}ddList"):
@@ -115,6 +117,14 @@ def _plain_word(part: bytes, hidden: list[str]) -> bytes:
             case local if local in _READ_THROUGH:
                 node.tag = f"{space}smartTag"
     return ElementTree.tostring(root)
+
+
+def text_in_lines(node: ElementTree.Element) -> str:
+    """Return all text of an element, which gets a line for each paragraph."""
+    for each in node.iter():
+        if local_name(each) in ("p", "h", "br", "line-break"):
+            each.text = "\n" + (each.text or "")
+    return "".join(node.itertext())
 
 
 def _is_hidden(node: ElementTree.Element) -> bool:

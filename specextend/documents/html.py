@@ -212,7 +212,8 @@ def html_text(html: str, *, main_only: bool = False) -> Text:
     _write_formulas(tree)
     _put_away(tree, tree.css("script,style"))
     for node in tree.css("template"):
-        node.insert_child("".join(each.text() for each in node.template_fragments()))
+        texts = (each.text(separator="\n") for each in node.template_fragments())
+        node.insert_child("\n".join(texts))
     for selector, begin, end in _AROUND:
         for node in tree.css(selector):
             node.insert_before(begin)
@@ -286,6 +287,7 @@ def _put_away(tree: LexborHTMLParser, nodes: Iterable[LexborNode]) -> int:
     assert tree.head is not None
     before = num_visible(_MARKS.sub("", tree.head.text()))
     for node in nodes:
+        tree.head.insert_child("\n")
         tree.head.insert_child(node, move=True)
     return num_visible(_MARKS.sub("", tree.head.text())) - before
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from specextend.documents.document_options import DocumentOptions, Text, UnreadableError
-from specextend.documents.docx import formula
+from specextend.documents.docx import formula, text_in_lines
 from specextend.documents.html import html_text, local_name, read_html
 from specextend.documents.text import hidden_counts
 
@@ -108,8 +108,10 @@ def _read(roots: Iterable[ElementTree.Element], styles: Mapping[str, dict[str, s
             values = _values([node, *node.iterfind("{*}rPr"), *node.iterfind("*/{*}cNvPr")])
             values |= styles.get(values.get("style-name", ""), {})
             is_hidden = bool(_OFF & values.items())
+            if name in ("p", "h"):
+                hidden.append("\n")
             if is_hidden:
-                hidden += node.itertext()
+                hidden.append(text_in_lines(node))
             if is_hidden or name in _REPLACED:
                 inner = formula(node) if name == "oMath" else " " * (name in _SPACES)
                 node[:] = []
