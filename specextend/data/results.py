@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from specextend.core import Checkpoint, ReadOnly, did_you_mean
+from specextend.core import Checkpoint, ReadOnly, did_you_mean, one_line
 from specextend.data.database import Database, filter_columns, matches
 from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
-from specextend.data.inputs import InputError, InputFile
+from specextend.data.inputs import InputError, InputFile, InputOptions
 from specextend.data.parquet import Damaged, damaged_as, fitted, read_file, read_stream, stream
 from specextend.data.run_folder import (
     REDONE,
@@ -19,15 +20,21 @@ from specextend.data.run_folder import (
     read_starts,
     summaries_folder,
 )
-from specextend.data.schema import FAILURE, summary_fields, task_failures
+from specextend.data.schema import (
+    ERROR_SCHEMA,
+    FAILURE,
+    SUMMARY_SCHEMA,
+    summary_fields,
+    task_failures,
+)
 from specextend.data.storage import Location
 
-_TABLE = "CREATE TABLE results (id TEXT, is_answer BOOL, age INT, again BOOL)"
-CHOSEN = """
-    SELECT id FROM results GROUP BY id
-    HAVING arg_max(again, if(is_answer, 1 << 30, 0) + age)
+_TABLE = "CREATE TABLE results (id TEXT, worth INT, age INT, again BOOL)"
+CHOSEN = "SELECT id FROM results GROUP BY id HAVING arg_max(again, (worth << 20) + age)"
+"""Ids whose newest answer meets the condition; whole answers count before those with a failed task,
+and these before errors.
 """
-"""Ids whose newest answer, or newest error if there is no answer, meets the condition."""
+_OF_ERRORS = {*ERROR_SCHEMA.names} - {*SUMMARY_SCHEMA.names}
 
 
 def result_files(output: Location) -> list[tuple[Location, bool]]:
@@ -76,12 +83,12 @@ def redone_runs(output: Location) -> tuple[list[Location], list[Location]]:
 def add_redone(
     database: Database,
     output: Location,
-    text: str,
+    options: InputOptions,
     files: Iterable[InputFile],
     checkpoint: Checkpoint,
 ) -> None:
     """Make the table `results` of CHOSEN: of all results of a run and of the runs that did its rows
-    again, whether they meet a condition.
+    again, whether they meet the condition of `options`.
 
     files: of the input now. Raises InputError unless the run has ended, its results have the
     columns of the condition, and its input is what it was.
@@ -89,14 +96,8 @@ def add_redone(
     manifest = read_manifest(output)
     if manifest is None or not has_ended(output, manifest):
         raise InputError(f"--redo: {output.path} holds no run that has ended; run it to its end")
-    before = manifest["identity"]["files"]
-    for input_file in files:
-        name = input_file.relative_path
-        if before.get(name, input_file.facts) != input_file.facts:
-            raise InputError(
-                f"--redo: {name} has changed since {output.path} read it; restore it, or run anew "
-                "in another output folder"
-            )
+    _check_same_input(output, manifest, options, files)
+    text = str(options.redo)
     runs = [output, *redone_runs(output)[0]]
     names = filter_columns(text, "--redo")
     known = _schema(output, runs)
@@ -104,20 +105,43 @@ def add_redone(
         if name not in known.names:
             near = did_you_mean(name, known.names)
             raise InputError(f"--redo: the results of {output.path} have no column {name!r}{near}")
-    schema = pa.schema([known.field(name) for name in dict.fromkeys(["doc_id", *names])])
+    schema = pa.schema(
+        [known.field(name) for name in dict.fromkeys(["doc_id", "error_class", *names])]
+    )
+    has_tasks = bool(output_columns(output).others)
     database.select(_TABLE)
     for age, run in enumerate(runs):
         for file, is_answer in result_files(run):
-            for table in _read(file, schema):
+            for table in _read(file, schema, is_answer, has_tasks):
                 checkpoint()
                 try:
                     found = pa.array(matches(text, table.select(names), "--redo"))
                 except ValueError as error:
                     raise InputError(f"{file.path}: {error}") from error
-                rows = pa.table({"id": table["doc_id"], "again": found})
-                database.add(
-                    rows, f"INSERT INTO results SELECT id, {is_answer}, {age}, again FROM given"
-                )
+                worth = pc.add(table["error_class"].is_null().cast("int32"), int(is_answer))
+                rows = pa.table({"id": table["doc_id"], "worth": worth, "again": found})
+                database.add(rows, f"INSERT INTO results SELECT id, worth, {age}, again FROM given")
+
+
+def _check_same_input(
+    output: Location, manifest: ReadOnly, options: InputOptions, files: Iterable[InputFile]
+) -> None:
+    """Raise InputError if rows of a run would not be found again, or others in their place."""
+    now = {file.relative_path: file.facts for file in files}
+    for name, facts in manifest["identity"]["files"].items():
+        if now.get(name) != facts:
+            what = "has changed" if name in now else "is gone"
+            raise InputError(
+                f"--redo: {name} {what} since {output.path} read it; restore it, or run anew in "
+                "another output folder"
+            )
+    for key in ("id_column", "text_column", "passthrough"):
+        there, here = manifest["config"]["input"][key], getattr(options, key)
+        here = [*here] if isinstance(here, tuple) else here
+        if here != there:
+            raise InputError(
+                f"--redo: input.{key} is {here!r}, and was {there!r} for {output.path}; restore it"
+            )
 
 
 def _schema(output: Location, runs: list[Location]) -> pa.Schema:
@@ -125,24 +149,43 @@ def _schema(output: Location, runs: list[Location]) -> pa.Schema:
     firsts = {
         (run.path, is_answer): file for run in runs for file, is_answer in result_files(run)[::-1]
     }
-    own = [
-        read_file(file, pq.read_schema, damaged_results(file)).remove_metadata()
-        for file in firsts.values()
-    ]
-    return pa.unify_schemas([pa.schema(summary_fields(output_columns(output))), FAILURE, *own])
+    known = [pa.schema(summary_fields(output_columns(output))), FAILURE]
+    for (_, is_answer), file in firsts.items():
+        own = read_file(file, pq.read_schema, damaged_results(file))
+        known.append(pa.schema([each.with_name(_shown(each.name, is_answer)) for each in own]))
+    try:
+        return pa.unify_schemas(known)
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"--redo: results of {output.path} differ in their columns ({one_line(error)}); run "
+            "anew in another output folder"
+        ) from error
 
 
-def _read(file: Location, schema: pa.Schema) -> Iterator[pa.Table]:
+def _shown(name: str, is_answer: bool) -> str:
+    """Return the name by which conditions know a column: that of the input as error rows have
+    it.
+    """
+    return f"{name}_" if is_answer and name in _OF_ERRORS else name
+
+
+def _read(
+    file: Location, schema: pa.Schema, is_answer: bool, has_tasks: bool
+) -> Iterator[pa.Table]:
     """Read columns of a file of results; why tasks have failed counts as why a document has."""
 
     def read(parquet: pq.ParquetFile) -> Iterator[pa.Table]:
-        stored = parquet.schema_arrow.names
-        of_tasks = [name for name in FAILURE.names if name in schema.names and name not in stored]
-        of_tasks = of_tasks if "tasks" in stored else []
+        of_tasks = is_answer and has_tasks
         wanted = {*schema.names, *(["tasks"] if of_tasks else [])}
-        for table in stream(parquet, [name for name in stored if name in wanted]):
-            for name in of_tasks:
-                table = table.append_column(name, task_failures(table["tasks"])[name])
+        stored = parquet.schema_arrow.names
+        for table in stream(
+            parquet, [name for name in stored if _shown(name, is_answer) in wanted]
+        ):
+            table = table.rename_columns([_shown(name, is_answer) for name in table.column_names])
+            if of_tasks:
+                failures = task_failures(table["tasks"])
+                for name in FAILURE.names:
+                    table = table.append_column(name, failures[name])
             yield fitted(table, schema)
 
     return read_stream(file, read, damaged_results(file))

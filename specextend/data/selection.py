@@ -150,7 +150,7 @@ def select_rows(
         counts["not_in_sample"] = _delete(database, f"FROM rows WHERE {_DRAW} > ({bound})")
         _refuse_nothing(database, f"input.sample {options.sample} draws none of {among}")
     if options.redo is not None:
-        add_redone(database, resolve(str(options.redo_in)), options.redo, source.files, checkpoint)
+        add_redone(database, resolve(str(options.redo_in)), options, source.files, checkpoint)
         counts["not_redone"] = _delete(database, f"FROM rows WHERE id NOT IN ({CHOSEN})")
     if options.except_done_in:
         _compare(source, database, earlier, checkpoint)

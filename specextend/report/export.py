@@ -75,20 +75,24 @@ before them.
 """
 _IDS = (
     "CREATE TABLE wanted AS FROM given WHERE doc_id IS NOT NULL",
-    "CREATE TABLE ids (doc_id TEXT, is_answer BOOL)",
+    "CREATE TABLE ids (doc_id TEXT, is_answer BOOL, is_whole BOOL)",
 )
 _CHOSEN = """
     CREATE TABLE chosen AS
-    SELECT min(rowid) AS newest, min(rowid) FILTER (is_answer) AS answer, ?
-        OR doc_id IN (FROM wanted) AS is_wanted
+    SELECT min(rowid) AS newest, min(rowid) FILTER (is_whole) AS whole,
+        coalesce(whole, min(rowid) FILTER (is_answer)) AS answer,
+        ? OR doc_id IN (FROM wanted) AS is_wanted
     FROM ids GROUP BY doc_id
 """
-"""The first row of each id, and the first one with an answer: the newest run comes first."""
+"""The first row of each id, and the first one with an answer, of every task if there is one: the
+newest run comes first.
+"""
 _COUNTS = """
     SELECT count(answer) FILTER (is_wanted) AS done,
         count(*) FILTER (is_wanted AND answer IS NULL) AS failed,
         count(*) FILTER (is_wanted AND newest < answer) AS outdated,
-        count(answer) FILTER (NOT is_wanted) AS gone
+        count(answer) FILTER (NOT is_wanted) AS gone,
+        count(answer) FILTER (is_wanted AND whole IS NULL) AS partial
     FROM chosen
 """
 _Mask = tuple[Location, NDArray[np.bool_]]
@@ -334,15 +338,17 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     """Choose the first answer to each id of runs, the newest first. Returns the files, each with a
     mask of its rows.
     """
-    files = [each for run in runs for each in run.files]
+    files = [
+        (file, is_answer, is_answer and bool(run.manifest.get("config", {}).get("tasks")))
+        for run in runs
+        for file, is_answer in run.files
+    ]
     database = Database()
     sizes = []
     everything = pa.array([], "large_string")
     database.add(pa.table({"doc_id": everything if wanted is None else wanted}), *_IDS)
-    for (_, is_answer), ids in zip(
-        files, in_order(_read_ids, [file for file, _ in files]), strict=True
-    ):
-        database.add(ids, f"INSERT INTO ids SELECT doc_id, {is_answer} FROM given")
+    for ids in in_order(_read_ids, files):
+        database.add(ids, "INSERT INTO ids FROM given")
         sizes.append(len(ids))
     database.select(_CHOSEN, wanted is None)
     [counts] = database.select(_COUNTS)
@@ -353,41 +359,28 @@ def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[
     [answers] = database.arrays("SELECT answer FROM chosen WHERE is_wanted AND answer IS NOT NULL")
     mask[answers] = True
     masks = np.split(mask, np.cumsum(sizes))
-    several = {
-        file.path
-        for run in runs
-        if run.manifest.get("config", {}).get("tasks")
-        for file, _ in run.files
-    }
     chosen = [
-        (file, own) for (file, is_answer), own in zip(files, masks, strict=False) if is_answer
+        (file, own) for (file, is_answer, _), own in zip(files, masks, strict=False) if is_answer
     ]
-    return chosen, Exported(
-        **counts,
-        difference=next(lines, ""),
-        partial=sum(_num_partial(file, own) for file, own in chosen if file.path in several),
-    )
+    return chosen, Exported(**counts, difference=next(lines, ""))
 
 
-def _read_ids(file: Location) -> pa.Table:
-    """Read the ids of a file of results."""
-    return read_file(
-        file,
-        lambda opened: pq.read_table(opened, columns=["doc_id"], **CHECKED),
-        damaged_results(file),
-    )
+def _read_ids(of: tuple[Location, bool, bool]) -> pa.Table:
+    """Read the ids of a file of results, whether each has an answer, and whether it has that of
+    every task. of: the file, whether it has answers, and whether they are of several tasks.
+    """
+    file, is_answer, has_tasks = of
 
-
-def _num_partial(file: Location, mask: NDArray[np.bool_]) -> int:
-    """Count those rows of a file of which a task failed."""
-
-    def read(opened: pa.NativeFile) -> int:
-        parquet = pq.ParquetFile(opened, **CHECKED)
-        tasks = (
-            parquet.read(["tasks.list.element.error_class"])["tasks"].filter(mask).combine_chunks()
-        )
-        has_failed = pc.struct_field(tasks.flatten(), 0).is_valid()
-        return pc.count_distinct(pc.list_parent_indices(tasks).filter(has_failed)).as_py()
+    def read(opened: pa.NativeFile) -> pa.Table:
+        names = ["doc_id", "tasks.list.element.error_class"][: 1 + has_tasks]
+        table = pq.ParquetFile(opened, **CHECKED).read(names)
+        answers = np.full(len(table), is_answer)
+        whole = answers.copy()
+        if has_tasks:
+            tasks = table["tasks"].combine_chunks()
+            has_failed = pc.struct_field(tasks.flatten(), 0).is_valid()
+            whole[pc.list_parent_indices(tasks).filter(has_failed).to_numpy()] = False
+        return pa.table({"doc_id": table["doc_id"], "is_answer": answers, "is_whole": whole})
 
     return read_file(file, read, damaged_results(file))
 

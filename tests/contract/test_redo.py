@@ -26,7 +26,7 @@ CUT = "finish_reason = 'length'"
 def ask(tmp_path, kept_kernels, local_ray):
     """Run the job over six documents, of which the third has no text, into one folder."""
     texts = [TEXT * number for number in (3, 9, 0, 5, 30, 14)]
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, doc=NAMES)
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, doc=NAMES, message=[*range(6)])
     own = ("input.id_column=doc", "job.max_error_fraction=0.5", "decoding.stop=[Cut, provid]")
 
     def run(*settings, flags=(), code=0):
@@ -133,12 +133,53 @@ def test_answers_of_several_tasks_are_done_again_together(ask, output, tmp_path)
     assert any(found[name]["two"] != row["two"] for name, row in before.items())
 
 
+def test_an_answer_that_lacks_a_task_hides_no_whole_one(ask, output, tmp_path):
+    """Of a row whose task failed in the newer run, the column of that task would be null."""
+    schema = "{agency: {type: string, minLength: 20, maxLength: 60}}"
+
+    def tasks(limit):
+        file = tmp_path / f"{limit}.yaml"
+        file.write_text(
+            "tasks:\n- {name: one, prompt: {instruction: '{{ document }} One?'}, output: {column: one},\n"
+            "   decoding: {max_new_tokens: 4}}\n"
+            "- {name: form, prompt: {instruction: '{{ document }}\\n\\nFill in.'}, output: {column: form,\n"
+            f"   schema: {schema}}}, decoding: {{max_new_tokens: {limit}, stop_repetition: false}}}}\n"
+        )
+        return ("--config", file)
+
+    always = "job.max_error_fraction=1"
+    ask(always, flags=tasks(100))
+    before = {row["doc_id"]: row["form"] for row in rows(output / "summaries")}
+    whole = {name for name, form in before.items() if form}
+    lacking = len(before) - len(whole)
+    assert whole
+    ask(always, flags=(*tasks(14), "--redo", "one IS NOT NULL"))
+    assert {row["form"] for row in rows(output / "redone" / "again" / "summaries")} == {None}
+    found, said = exported(output)
+    assert {name: row["form"] for name, row in found.items()} == before
+    assert f"{len(whole)} with an older answer, because a newer attempt failed" in said
+    assert f"{lacking} with a task that failed" in said or not lacking
+    said = ask(always, flags=(*tasks(100), "--redo", "error_class IS NOT NULL", "--redo-as", "b")).stderr
+    assert f"this run is about {1 + lacking} of 6 rows" in said
+
+
+def test_a_column_of_the_input_that_is_called_as_one_of_ours_has_the_name_of_error_rows(ask, output):
+    """It hid why rows had failed, or broke off with a traceback where it was no text."""
+    passed = ("input.passthrough=[message]", "decoding.max_new_tokens=2")
+    ask(*passed)
+    said = ask(*passed, flags=("--redo", "message_ = 4 OR message LIKE '%'")).stderr
+    assert "this run is about 2 of 6 rows" in said
+
+
 REFUSED = [
     ((), ("--redo", "fnish_reason = 'x'"), "have no column 'fnish_reason'; did you mean finish_reason?"),
     ((), ("--redo", "count(summary) > 1"), "count() is not allowed"),
     ((), ("--redo", "summary > 1 + [2]"), "does not fit its columns"),
     ((), ("--redo", CUT, "--redo-as", "../x"), "name '../x' with letters"),
     (("output.column=other",), ("--redo", CUT), "let output.column, output.schema and tasks be what they were"),
+    (("input.id_column=null",), ("--redo", CUT), "input.id_column is None, and was 'doc' for"),
+    (("input.text_column=doc",), ("--redo", CUT), "input.text_column is 'doc', and was 'text' for"),
+    (("input.passthrough=[message]",), ("--redo", CUT), "input.passthrough is ['message'], and was [] for"),
     (("input.redo=a > 1",), (), "input.redo and input.redo_in need each other"),
 ]
 
@@ -159,8 +200,10 @@ def test_rows_of_a_run_that_has_not_ended_or_whose_input_has_changed_are_not_don
     path.unlink()
     assert "holds no run that has ended" in ask(flags=("--redo", CUT), code=2).stderr
     path.write_bytes(kept)
+    (tmp_path / "in" / "a.parquet").rename(tmp_path / "in" / "b.parquet")
+    assert "a.parquet is gone since" in ask(flags=("--input", tmp_path / "in", "--redo", CUT), code=2).line()
     write_corpus(tmp_path / "in" / "a.parquet", [TEXT] * 6, doc=NAMES)
-    assert "a.parquet has changed since" in ask(flags=("--redo", CUT), code=2).stderr
+    assert "a.parquet has changed since" in ask(flags=("--redo", CUT), code=2).line()
 
 
 def test_one_that_was_killed_goes_on_with_its_rows_and_until_then_the_older_answers_count(ask, output, start, tmp_path):
