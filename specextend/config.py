@@ -26,6 +26,7 @@ from specextend.core import ReadOnly, Values, did_you_mean, first_line, mended
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
+from specextend.data.schema import summary_fields, text_columns
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -214,7 +215,10 @@ class RunConfig(BaseModel):
         """Return the configuration of a run of those tasks alone. path: its `output.path`."""
         there = self.model_copy(update={"output": replace(self.output, path=path)})
         each = there.each_task
-        return joined({name: each[name] for name in names})
+        found = joined({name: each[name] for name in names})
+        of_others = _fields(self) - _fields(found)
+        gold = {name: column for name, column in self.input.gold.items() if name not in of_others}
+        return found.model_copy(update={"input": replace(found.input, gold=gold)})
 
     @property
     def most_new_tokens(self) -> int:
@@ -464,6 +468,11 @@ def _asked(tasks: Any) -> dict[str, OneConfig]:
             raise ConfigError(f"tasks: {name} has {wrong[0]}; a task has {', '.join(OF_TASKS)}")
         found[name] = keys if isinstance(task, dict) else task, folder
     return found
+
+
+def _fields(config: RunConfig) -> set[str]:
+    """Return the names of the columns of results that are not of the input."""
+    return {each.name for each in summary_fields(text_columns(config.model_dump(mode="json")))}
 
 
 def joined(each: Mapping[str, RunConfig]) -> RunConfig:

@@ -1,5 +1,6 @@
 """The configuration: what is read, what is refused, and in which words."""
 
+import json
 import os
 
 import pytest
@@ -47,3 +48,13 @@ def test_a_path_may_hold_signs_like_those_of_variables(config_file, monkeypatch)
     assert RunConfig.load(config_file, ["input.path=s3://b/cost_$5/a$"]).input.path == "s3://b/cost_$5/a$"
     monkeypatch.setenv("LITERAL", "s3://b/$NAME")
     assert RunConfig.load(config_file, ["input.path=${LITERAL}"]).input.path == "s3://b/$NAME"
+
+
+def test_a_run_of_some_tasks_alone_has_the_right_answers_of_their_fields(config_file):
+    """Those of another task were refused as no field of it; a field that no task has is still said."""
+    tasks = [{"name": name, "output": {"column": name}} for name in ("kind", "about")]
+    gold = {"kind": "kind_by_hand", "about": "about_by_hand", "knd": "x"}
+    config = RunConfig.load([config_file, {"tasks": tasks}], [f"input.gold={json.dumps(gold)}"])
+    alone = config.of_tasks(["about"], "out")
+    assert alone.input.gold == {"about": "about_by_hand", "knd": "x"}
+    assert alone.input.passthrough == config.input.passthrough

@@ -45,7 +45,7 @@ class Arguments:
     run_date: date | None = None
     retry_errors: Literal["retryable", "all"] | None = None
     redo: str | None = None
-    redo_as: str = "again"
+    redo_as: str | None = None
     log: Literal["text", "json"] = "text"
     json: str | None = None
     calibrate: int | None = None
@@ -85,10 +85,13 @@ class Arguments:
     def of_rest(self, config: RunConfig, note: Callable[[str], object]) -> RunConfig:
         """Return what is left to do of a run: rows to do again, or tasks that are new."""
         from specextend.cluster.checks import only_new_tasks, redo
+        from specextend.cluster.exits import RefusedError
 
-        if self.redo is None:
-            return only_new_tasks(config, note)
-        return redo(config, self.redo, self.redo_as)
+        if self.redo is not None:
+            return redo(config, self.redo, self.redo_as or "again")
+        if self.redo_as is not None:
+            raise RefusedError("--redo-as names what --redo does again: give --redo, too")
+        return only_new_tasks(config, note)
 
 
 _WHERE = takes(
@@ -124,9 +127,7 @@ _WHERE = takes(
         help="of a finished run, do those rows again whose results meet a condition of SQL, with "
         "what else the command line says, into redone/again of its folder",
     ),
-    click.option(
-        "--redo-as", metavar="NAME", default="again", help="in place of `again`, for --redo"
-    ),
+    click.option("--redo-as", metavar="NAME", help="in place of `again`, for --redo"),
     click.option(
         "--log", type=click.Choice(["text", "json"]), default="text", help="json: an event a line"
     ),

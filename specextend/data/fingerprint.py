@@ -41,6 +41,7 @@ _PASSED_OVER = (
     "input.limit",
     "input.redo",
     "input.passthrough",
+    "input.gold",
     f"prompt.template_options.{CLOCK}",
 )
 """Options that only say which rows a run makes and what is copied beside them, and the time that
@@ -201,9 +202,8 @@ def other_configuration(recorded: ReadOnly, current: ReadOnly) -> list[str]:
         for each in (recorded, current)
     )
     lines = differences(*without_input)
-    return [
-        line for line in lines if not line.startswith(tuple(f"{name}:" for name in _PASSED_OVER))
-    ]
+    passed_over = tuple(name + end for name in _PASSED_OVER for end in ":.")
+    return [line for line in lines if not line.startswith(passed_over)]
 
 
 def flattened(values: ReadOnly, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -180,6 +180,7 @@ REFUSED = [
     (("input.id_column=null",), ("--redo", CUT), "input.id_column is None, and was 'doc' for"),
     (("input.text_column=doc",), ("--redo", CUT), "input.text_column is 'doc', and was 'text' for"),
     (("input.passthrough=[message]",), ("--redo", CUT), "input.passthrough is ['message'], and was [] for"),
+    ((), ("--redo-as", "large"), "--redo-as names what --redo does again"),
     (("input.redo=a > 1",), (), "input.redo and input.redo_in need each other"),
 ]
 
