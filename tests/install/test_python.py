@@ -105,7 +105,7 @@ def test_the_examples_of_the_page_run(tmp_path):
     """In their order and in a script, which starts a Ray of its own, with the tiny pair in place of the large one."""
     page = "\n".join(BLOCKS).replace('"smollm2"', '"tiny-random"').replace("threading.Timer(", "threading.Timer(9e6 + ")
     ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on").exits(0)
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     assert pq.read_table(tmp_path / "out" / "reports" / "summaries").num_rows == 2
     assert "govreport-1k-00" in ended.stdout
     assert "0% of the work, 0/2 done, waiting for Ray to start a worker\n" in ended.stderr, "lines and no bar"
