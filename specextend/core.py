@@ -110,7 +110,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What a model's `generation_config.json` asks of its outputs, besides where they end."""
+    """Holds what a model's `generation_config.json` asks of its outputs, besides where they end."""
 
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0

@@ -32,7 +32,7 @@ _PASSAGE_END = re.compile(r"[.!?]['\")\]\u201d\u2019]*\s+(?=[A-Z\u00c0-\u00de(\"
 
 
 class _Place(NamedTuple):
-    """What was found of a figure."""
+    """Holds what was found of one figure."""
 
     found: Found
     value: Decimal | Date
