@@ -15,6 +15,8 @@ from tests.faults.nodes import CPUS, thaw
 from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
+MANY_TEXTS = [f"{number} {text}" for number in range(10) for text in TEXTS]
+"""More than a worker finishes before the driver looks again."""
 
 
 def is_worker(process):
@@ -34,20 +36,20 @@ def noted(run, text):
     return any(text in note for note in run.screen.notes)
 
 
-def all_done_once(run):
-    assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
-    assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
+def all_done_once(run, num_rows=len(TEXTS)):
+    assert list(run.summaries()) == [f"d{row}" for row in range(num_rows)]
+    assert len(committed(run.output)) == num_rows, "a late result was committed beside the one that counts"
 
 
 @pytest.mark.slow
 def test_a_node_that_is_removed_charges_no_document(job, nodes):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
-    run = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
+    run = job(MANY_TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
     during(run, first.kill, nodes.add, num_done=3)
     assert run.run() == EXIT_DONE
-    all_done_once(run)
+    all_done_once(run, len(MANY_TEXTS))
     assert set(run.column("attempts")) == {1}
     assert len(set(run.column("worker"))) == 2
 
@@ -56,12 +58,11 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes):
 def test_a_node_that_is_about_to_go_is_emptied(job, nodes):
     """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
     first = nodes.add()
-    texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
-    run = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
+    run = job(MANY_TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
     during(run, first.drain, nodes.add, num_done=3)
     assert run.run() == EXIT_DONE
-    assert len(run.summaries()) == len(texts)
+    assert len(run.summaries()) == len(MANY_TEXTS)
     assert set(run.column("attempts")) == {1}
     assert len(set(run.column("worker"))) == 2
     [drained] = run.screen.told("worker_drains")
