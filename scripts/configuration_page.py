@@ -25,7 +25,7 @@ A configuration is YAML with one section for each heading below; an unknown key 
 nearest known one suggested. On the command line `--set key.path=value` changes one value; `--input`
 and `--output` are short for `input.path` and `output.path`. "none" means that the key is unset.
 `base` names configurations that come before the file's own keys: `base: [smollm2, keywords]`.
-`tasks` lists [several tasks](input-output.md#several-tasks-in-one-run) of one run.
+`tasks` lists [several tasks](tasks.md#several-tasks-in-one-run) of one run.
 
 A relative path in a file is relative to the file's folder; on the command line, and in a shipped
 configuration, to the current folder. In a job that is submitted to a cluster local paths must be

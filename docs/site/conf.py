@@ -38,7 +38,10 @@ NAVIGATION = """
 docs/first-run
 docs/choosing-a-pair
 docs/families
-docs/input-output
+docs/input
+docs/tasks
+docs/worth
+docs/output
 docs/planning-and-report
 docs/cluster
 docs/reliability

@@ -1,4 +1,4 @@
-"""The commands `run`, `plan` and `status`. docs/input-output.md has exit codes."""
+"""The commands `run`, `plan` and `status`. docs/output.md lists the exit codes."""
 
 from __future__ import annotations
 

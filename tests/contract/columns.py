@@ -1,4 +1,4 @@
-"""The columns of the results and their types, as docs/input-output.md lists them and as other programs read them."""
+"""The columns of the results and their types, as docs/output.md lists them and as other programs read them."""
 
 import pyarrow as pa
 

@@ -151,7 +151,7 @@ def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path
     """On the default pair, from a file with a question in each row to a column for each task."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    page = (ROOT / "docs" / "input-output.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("tasks.md", "worth.md"))
     [note] = re.findall(r"^echo '(.*)' > notes.jsonl$", page, re.M)
     (tmp_path / "notes.jsonl").write_text(note)
     lines = re.findall(r"^specextend ((?:prepare|run) .*out/.*)$", page, re.M)

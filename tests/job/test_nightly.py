@@ -130,7 +130,7 @@ def test_a_submitted_job_takes_its_commands(arguments, monkeypatch):
 def test_every_exit_code_has_its_answer():
     """A scheduler that repeats what cannot succeed fills a night."""
     codes = {value for name, value in vars(exits).items() if name.startswith("EXIT_")}
-    page = (ROOT / "docs" / "input-output.md").read_text()
+    page = (ROOT / "docs" / "output.md").read_text()
     rows = re.findall(r"^\| ([\d, ]+) \| ", page, re.MULTILINE)
     assert {int(code) for row in rows for code in row.split(",")} == codes
 
