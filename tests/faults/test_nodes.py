@@ -36,9 +36,9 @@ def noted(run, text):
     return any(text in note for note in run.screen.notes)
 
 
-def all_done_once(run, num_rows=len(TEXTS)):
-    assert list(run.summaries()) == [f"d{row}" for row in range(num_rows)]
-    assert len(committed(run.output)) == num_rows, "a late result was committed beside the one that counts"
+def all_done_once(run, texts=TEXTS):
+    assert list(run.summaries()) == [f"d{row}" for row in range(len(texts))]
+    assert len(committed(run.output)) == len(texts), "a late result was committed beside the one that counts"
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes):
 
     during(run, first.kill, nodes.add, num_done=3)
     assert run.run() == EXIT_DONE
-    all_done_once(run, len(MANY_TEXTS))
+    all_done_once(run, MANY_TEXTS)
     assert set(run.column("attempts")) == {1}
     assert len(set(run.column("worker"))) == 2
 
