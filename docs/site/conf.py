@@ -38,6 +38,7 @@ NAVIGATION = """
 docs/first-run
 docs/choosing-a-pair
 docs/families
+docs/documents
 docs/input
 docs/tasks
 docs/worth
